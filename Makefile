@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | install | check
+# make demo | test | test-vllm | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
 #      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -9,13 +9,14 @@ PYTHON ?= python3
 # of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
 JOBS ?= 6
 INPUTS ?= 1000000
+MINUTES ?= 10
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
 
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install manifests demo test install-vllm test-vllm install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz check format clean
+.PHONY: install manifests demo test install-vllm test-vllm install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
 
 install: $(VENV)/.installed
 
@@ -73,6 +74,10 @@ manifests: install
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
+
+soak: install
+	bash tools/system-packages.sh test
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
 check: install
 	$(BIN)/ruff format --check .

@@ -2,4 +2,5 @@
 
 from launch.cli import main
 
-main(prog_name="pd-cache")
+if __name__ == "__main__":  # processes that multiprocessing spawns import this, too
+    main(prog_name="pd-cache")

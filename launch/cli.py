@@ -5,22 +5,39 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import importlib
+import io
 import logging
 import math
-import runpy
+import os
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
 import pd_cache
-from pd_cache.cluster import ROLES, ClusterConfig, load_config, read_config
+from pd_cache.cluster import (
+    ROLES,
+    ClusterConfig,
+    DecodeNode,
+    PrefillNode,
+    Problem,
+    Source,
+    VllmEngineConfig,
+    load_config,
+    read_config,
+)
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
 _EXAMPLES = Path(__file__).with_name("configs")
@@ -37,8 +54,35 @@ class _Seconds(click.FloatRange):
         return found
 
 
+def _only_one(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> Path | None:
+    if len(files) > 1:
+        raise click.BadParameter(f"{len(files)} files were given; a command works with one", ctx, param)
+    return files[0] if files else None
+
+
+def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.") -> Callable[[F], F]:
+    return click.option(
+        "-c", "--config", "file", type=_FILE, required=required, help=says, multiple=True, callback=_only_one
+    )
+
+
 class _Commands(click.Group):
     """Turns the project's exceptions into one line and an exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
+                with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
+                    stream.reconfigure(errors="backslashreplace")
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo(f"pd-cache: {error.strerror}", err=True)
+            # what is left in the buffer would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -72,7 +116,7 @@ def _log_what_happens() -> None:
 
 @main.command()
 @click.argument("role", type=click.Choice(ROLES))
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 @click.option("--node", "name", help="Which node of the file; needed where several of the role belong on this machine.")
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
@@ -89,26 +133,26 @@ def launch(role: str, file: Path, name: str | None) -> None:
     config = choose_ports(config, [node])
     chosen = config.node(node.name)
     assert chosen is not None
-    run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}"))
+    run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}".rstrip()))
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 def up(file: Path) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
-    from launch.signals import stop_on_signals
+    from launch.supervise import stop_on_signals
     from launch.up import running
 
     _log_what_happens()
     config, source = read_config(file)
     with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
         for name, url in cluster.urls.items():
-            click.echo(f"ready {name} {url}")
+            click.echo(f"ready {name} {url}".rstrip())
         cluster.supervisor.wait(stop, restart=True)
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, help="Another file than `config example local`.")
+@_file_option(required=False, says="Another file than `config example local`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def demo(file: Path | None, as_json: bool) -> None:
     """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
@@ -119,7 +163,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 @click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
 def status(file: Path, as_json: bool, watch: bool) -> None:
@@ -146,7 +190,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 @click.option("--once", is_flag=True, help="Print one table and end; the default where the output is no terminal.")
 @click.option(
     "--interval",
@@ -160,7 +204,7 @@ def top(file: Path, once: bool, interval: float) -> None:
 
     `h` shows the keys, `q` ends.
     """
-    from launch.signals import StoppedError, signals_as_exceptions
+    from launch.supervise import StoppedError, signals_as_exceptions
     from launch.top import top as shown
     from launch.up import running_config
 
@@ -173,30 +217,42 @@ def top(file: Path, once: bool, interval: float) -> None:
 
 
 @main.command()
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 @click.option("--model", help="Only this model, as its nodes call it; without it, all models of the cluster.")
+@click.option(
+    "--version", help="The version of the new weights: 1 to 64 letters, digits, dots, dashes and underscores."
+)
 @click.option(
     "--remove", is_flag=True, help="Remove the chunks of the old weights at once, instead of leaving them to eviction."
 )
-def reset(file: Path, model: str | None, remove: bool) -> None:
+def reset(file: Path, model: str | None, version: str | None, remove: bool) -> None:
     """Say that the weights of a model have changed: no node loads KV again that was computed with the old ones.
 
-    A new epoch of the model begins. Every node knows of it a second later at the latest. Run it when all nodes have the new weights.
+    Run it when all nodes have the new weights. It returns when no node can use KV of the old ones any more, and names the nodes that it
+    could not reach: these load nothing until they are reached. With the --version that is current already, it only tells those nodes that
+    do not know yet that they have these weights, e.g. one that was started since.
     """
     from launch.reset import ResetModel, reset_models
     from launch.up import running_config
+    from pd_cache.versions import LABEL
 
-    def told(one: ResetModel) -> None:
+    if version is not None and (not version or not re.match(LABEL, version)):
+        raise click.BadParameter(
+            "expected 1 to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
+        )
+
+    def report(one: ResetModel) -> None:
         removed = "" if one.removed is None else f"; {one.removed} objects removed"
-        click.echo(f"{one.name}: epoch {one.epoch} has begun ({', '.join(one.nodes)}){removed}")
+        told = ", ".join(one.told) or "no process was there to be told"
+        click.echo(f"{one.name}: version {one.label} is current ({told}){removed}")
+        if one.untold:
+            click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(one.untold)}", err=True)
 
-    reset_models(running_config(file) or load_config(file), model, remove=remove, told=told)
+    reset_models(running_config(file) or load_config(file), model, version, remove=remove, told=report)
 
 
 @main.command()
-@click.option(
-    "-c", "--config", "file", type=_FILE, help="The cluster's YAML file; without it only this machine is checked."
-)
+@_file_option(required=False, says="The cluster's YAML file; without it only this machine is checked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def doctor(file: Path | None, as_json: bool) -> None:
     """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
@@ -206,7 +262,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from launch import doctor as examined
-    from launch.signals import StoppedError, signals_as_exceptions
+    from launch.supervise import StoppedError, signals_as_exceptions
     from launch.up import running_config
 
     config = None if file is None else running_config(file) or load_config(file)
@@ -232,7 +288,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
     help="A file with a prompt: a JSON list of token ids, or text, which the nodes turn into tokens.",
 )
 @click.option("--cache-salt", help="With --prompt: the request's `cache_salt`.")
-@click.option("-c", "--config", "file", type=_FILE, required=True, help="The cluster's YAML file.")
+@_file_option()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 def explain(
     request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
@@ -274,14 +330,25 @@ def config() -> None:
 @click.argument("file", type=_FILE)
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
-    """Read FILE as strictly as every command does, and say what is in it."""
+    """Read FILE as strictly as every command does, and say what is in it. Flags of vLLM are checked by vLLM itself."""
     from pd_cache.cluster.addresses import local_nodes
     from pd_cache.cluster.machine import check_machine
 
     config, source = read_config(file)
     if not file_only:
         check_machine(config, source, local_nodes(config))
+        _check_vllm(config, source)
     click.echo(f"{file}: ok: {_summary(config)}")
+
+
+def _check_vllm(config: ClusterConfig, source: Source) -> None:
+    from launch.engines.vllm_command import refused_flags
+    from pd_cache.cluster.addresses import local_nodes
+
+    if isinstance(config.engine, VllmEngineConfig):
+        nodes = [node for node in local_nodes(config) if isinstance(node, PrefillNode | DecodeNode)]
+        for name, why in refused_flags(config.engine, nodes).items():
+            raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
 
 
 @config.command("example")
@@ -291,39 +358,54 @@ def config_example(name: str) -> None:
     click.echo(example_file(name).read_text(), nl=False)
 
 
-@main.command(context_settings={"allow_interspersed_args": False})  # arguments after the name belong to the bench
-@click.argument(
-    "name",
-    type=click.Choice(
-        (
-            "bandwidth",
-            "engine",
-            "events",
-            "host_mode",
-            "layerwise",
-            "lookup",
-            "proxy",
-            "replay",
-            "routing",
-            "scale",
-            "serve",
-            "server",
-            "soak",
-            "tiers",
-            "ttft",
-        )
-    ),
+class _BenchName(click.Choice[str]):
+    """The name of a bench; a bench that went is an error that says so."""
+
+    _GONE: ClassVar[dict[str, str]] = {
+        "events": "the pool's events by listing keys are gone",
+        "host_mode": "transfer.client: host is gone; `pd-cache bench server` measures the cache server, which serves that need",
+        "layerwise": "loads layer by layer are gone",
+        "soak": "it is a test; run `make soak MINUTES=10` in a clone of the project",
+    }
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in self._GONE:
+            self.fail(f"there is no bench {value!r} any more: {self._GONE[value]}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_BENCHES = {
+    "bandwidth": "objects of the pool against the raw transfer",
+    "engine": "store, lookup and retrieve of one engine against copying",
+    "lookup": "lookups against their parts, from more and more clients",
+    "proxy": "what the proxy adds to a request",
+    "replay": "a trace of conversations: hit rate on a real pool",
+    "routing": "the proxy's policies, simulated and on a real cluster",
+    "scale": "clusters of many nodes, simulated",
+    "serve": "requests to a running cluster: TTFT, tokens a second",
+    "server": "the cache server against a cache in the engine",
+    "tiers": "memory, disk and pool",
+    "ttft": "time to first token with and without the cache",
+}
+
+
+@main.command(
+    context_settings={"allow_interspersed_args": False},  # arguments after the name belong to the bench
+    epilog="\b\n" + "\n".join(f"{name:<10} {what}" for name, what in _BENCHES.items()),
 )
+@click.argument("name", type=_BenchName(tuple(_BENCHES)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""
-    sys.argv = [f"pd-cache bench {name}", *arguments]
     try:
-        runpy.run_module(f"bench.suites.{name}", run_name="__main__", alter_sys=True)
+        command = importlib.import_module(f"bench.suites.{name}").main
     except ModuleNotFoundError as error:
         if error.name in ("bench", "bench.suites", f"bench.suites.{name}"):
             raise
-        raise click.ClickException(f"{error}; `pip install 'pd-cache[bench]'` brings what benches need") from error
+        raise click.ClickException(
+            f"{error}; install pd-cache's wheel with the extra `bench` (README.md, Install)"
+        ) from error
+    command.main(list(arguments), prog_name=f"pd-cache bench {name}")
 
 
 def example_file(name: str) -> Path:

@@ -111,7 +111,7 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     check_machine(config, source, local_nodes(config))
     console = Console(stderr=True)
     config = msgspec.structs.replace(config, cache=config.cache.fitted(engine.block_size))
-    todo = prompts(_vocabulary(engine), config.cache.chunk_tokens, engine.max_model_len)
+    todo = prompts(engine.model.random.vocab_size, config.cache.chunk_tokens, engine.max_model_len)
     with console.status("starting a master, a prefill node, a decode node and a proxy") as status:
         with running(config, source, sink=quiet) as cluster:
             url = cluster.urls[proxies[0].name]
@@ -137,14 +137,6 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     else:
         _show(compared, all_equal, config)
     return all_equal
-
-
-def _vocabulary(engine: ReferenceEngineConfig) -> int:
-    if engine.model.random is not None:
-        return engine.model.random.vocab_size
-    assert engine.model.path is not None
-    settings = json.loads((Path(engine.model.path) / "config.json").read_text())
-    return int(settings["vocab_size"])
 
 
 def _ask(url: str, model: str, prompt: list[int]) -> _StreamedAnswer:

@@ -15,17 +15,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from launch.access import NOBODY, proxy_access
-from launch.asking import Answer, ask, fetch
 from launch.discovery import View, open_directory
-from launch.pool_lookups import hash_seeds, master_of, name_prompt, open_lookup
+from launch.http import NOBODY, Answer, ask, fetch, proxy_access
+from launch.pool_lookups import hash_seeds, master_of, name_prompt, open_lookup, versions_of
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.misses import MEANINGS, MissReason
-from pd_cache.reports import RequestReport
-from pd_cache.tokens import Namespace
+from pd_cache.reasons import MEANINGS, MissReason, RequestReport
 from transfer.errors import PoolUnavailableError
 
 _SYNC_S = 5.0
@@ -290,6 +288,7 @@ class _PoolLookups:
         self._config = config
         self._salt = salt
         self._master = master_of(config, view)
+        self._versions = versions_of(config, view)
         self._seeds = hash_seeds(config)
         self._clients: dict[tuple[Namespace, ...], MooncakeLookupClient] = {}
 
@@ -319,8 +318,11 @@ class _PoolLookups:
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         client = self._clients.get(spaces)
         if client is None:
-            client = self._clients[spaces] = open_lookup(self._config, self._config.nodes[0].host, spaces, master)
+            client = self._clients[spaces] = open_lookup(
+                self._config, self._config.nodes[0].host, spaces, master, self._versions
+            )
         client.store.wait_open(_POOL_S)
+        client.version.wait_known(_POOL_S)
         return client
 
     def close(self) -> None:

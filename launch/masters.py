@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from launch.asking import ask, fetch
+from launch.http import fetch
 from pd_cache.cluster.addresses import host_of
 from pd_cache.decoding import decode_json
 
@@ -96,33 +96,3 @@ def places_at(metrics: str, keys: Sequence[str]) -> list[str]:
     """Returns where each key lies, as its master says. Raises OSError or ValueError if it does not answer."""
     listed = ",".join(urllib.parse.quote(key) for key in keys)
     return read_places(fetch(f"{metrics}/batch_query_keys?keys={listed}"), keys)
-
-
-class _Queried(msgspec.Struct, frozen=True):
-    ok: bool
-    error: str | None = None
-
-
-class _QueriedPool(msgspec.Struct, frozen=True):
-    data: dict[str, _Queried]
-
-
-def missing_at(metrics: str, keys: Sequence[str]) -> set[str]:
-    """Returns which of these keys the pool does not hold. Gives none of them a lease. Raises OSError or ValueError if its master does not answer."""
-    listed = ",".join(urllib.parse.quote(key) for key in keys)
-    told = decode_json(fetch(f"{metrics}/batch_query_keys?keys={listed}"), _QueriedPool).data
-    return {key for key in keys if key in told and told[key].error == "OBJECT_NOT_FOUND"}
-
-
-def keys_at(metrics: str, timeout: float, largest: int) -> list[bytes]:
-    """Returns all keys of the pool, as its master lists them, in no order. Keys that are being written are not among them.
-
-    This gives no key a lease, as `/batch_query_keys` does not; `/query_key`, and every call of Mooncake's client, does. Raises OSError or
-    ValueError if the master does not answer within `timeout` seconds, or if its list has more than `largest` bytes.
-    """
-    answer = ask(f"{metrics}/get_all_keys", timeout, most=largest + 1)
-    if answer.status != 200:
-        raise ValueError(f"status {answer.status}")
-    if len(answer.body) > largest:
-        raise ValueError(f"the list of keys has more than {largest} bytes")
-    return answer.body.split(b"\n")

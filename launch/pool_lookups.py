@@ -7,12 +7,18 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from launch.discovery import View, known_master
-from pd_cache.block_hashes import SEED_VARIABLE, BlockHasher
+from pd_cache.chunks import (
+    SEED_VARIABLE,
+    BlockHasher,
+    CacheMetadata,
+    ChunkedTokenDatabase,
+    Namespace,
+    salt_keys,
+    stride_hashes,
+)
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
 from pd_cache.config import NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tokens import KEY_FORMAT, CacheMetadata, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
-from transfer.store import MooncakeStore
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
@@ -28,7 +34,14 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
     return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
 
 
-def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str) -> MooncakeLookupClient:
+def versions_of(config: ClusterConfig, view: View) -> str:
+    """Returns where to ask which version of the weights is current; see `NodeSettings.versions`."""
+    return config.versions or ",".join(one.versions for one in view.by_role("master") if one.versions is not None)
+
+
+def open_lookup(
+    config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str, versions: str
+) -> MooncakeLookupClient:
     """Returns a client that looks up in the namespaces of a model's groups of layers, the first of which names the chunks.
 
     `host` is this process's address. Does not wait for the pool at `master`. Raises ValueError if this version makes other namespaces.
@@ -40,36 +53,8 @@ def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace
     first, *further = (CacheMetadata.within(one) for one in namespaces)
     if tuple(one.namespace(cache) for one in (first, *further)) != tuple(namespaces):
         raise ValueError(f"this version makes other namespaces of {namespaces}")
-    # this host need not have a mooncake_client
-    transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
-    settings = NodeSettings(master=master, host=host, cache=cache, transfer=transfer)
-    return MooncakeLookupClient(settings, first, master, further=further)
-
-
-class NamespaceReader:
-    """Reads namespaces in the pool. Connects when it is first used."""
-
-    def __init__(self, config: ClusterConfig, host: str) -> None:
-        """`host` is this process's address. The file must have a master."""
-        self._transfer = msgspec.structs.replace(config.transfer, client="embedded", client_address="")
-        self._master = config.master_address
-        self._host = host
-        self._store: MooncakeStore | None = None
-        self._timeout = config.transfer.timeouts.exist_ms / 1000
-
-    def read(self, fingerprint: str) -> Namespace | None:
-        """Returns the namespace of a fingerprint; None if the pool does not say it now."""
-        if self._store is None:
-            self._store = MooncakeStore(self._transfer, master=self._master, host=self._host, segment_size=0)
-        manifest = self._store.get_small(f"{KEY_FORMAT}/{fingerprint}/manifest", timeout=self._timeout)
-        try:
-            return None if manifest is None else Namespace.read(manifest)
-        except ValueError:
-            return None
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+    settings = NodeSettings(master=master, versions=versions, host=host, cache=cache, transfer=config.transfer)
+    return MooncakeLookupClient(settings, first, master, further=further, watches=True)
 
 
 def name_prompt(space: Namespace, tokens: Sequence[int], salt: str | None, seeds: Collection[str]) -> list[bytes]:

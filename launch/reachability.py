@@ -91,7 +91,7 @@ def targets_of(
 
 def _targets_of_node(record: NodeRecord) -> Iterator[PeerAddress]:
     places = [("metrics", record.metrics)]
-    # a store's address is the name of its segment, at which only a `mooncake_client` listens; the master reports the real one
+    # a store's address is the name of its segment, at which nothing listens; the master reports the real one
     if record.role != "store" and not record.address.startswith("ipc://"):
         places.insert(0, ("service", record.address))
     for what, address in places:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pd_cache.cluster import CacheServerNode, ClusterConfig, EtcdDiscovery, Node, Problem
+from pd_cache.cluster import CacheServerNode, ClusterConfig, EtcdDiscovery, MasterNode, Node, Problem
 from pd_cache.cluster.addresses import PORT_FIELDS, bound_socket, local_nodes
 from pd_cache.errors import ConfigError
 
@@ -20,7 +20,10 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> 
         for node in config.nodes:
             chosen = {}
             for field in PORT_FIELDS:
-                if node.name in mine and getattr(node, field, None) == 0:
+                port = getattr(node, field, None)
+                if field == "versions_port" and isinstance(node, MasterNode):
+                    port = node.versions
+                if node.name in mine and port == 0:
                     # kept until all are chosen, so that no two nodes get the same port
                     holder = stack.enter_context(bound_socket(node.host, 0))
                     chosen[field] = holder.getsockname()[1]
@@ -60,10 +63,8 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     """Returns a problem if the node has a port 0 that `launch` cannot work with: other processes learn the port only from the file."""
     registered = isinstance(config.discovery, EtcdDiscovery)
     for index, other in enumerate(config.nodes):
-        needed = (
-            (other.role == "master" and not registered)
-            or (node.role == "proxy" and other.role in ("prefill", "decode") and not registered)
-            or (_shares_memory(config, node) and other.role == "store" and other.host == node.host)
+        needed = (other.role == "master" and not registered) or (
+            node.role == "proxy" and other.role in ("prefill", "decode") and not registered
         )
         if needed and getattr(other, "port", None) == 0 and other.name != node.name:
             return Problem(
@@ -71,12 +72,6 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
                 f"a {node.role} node has to know this port: write one, or let `pd-cache up` choose for all nodes",
             )
     return None
-
-
-def _shares_memory(config: ClusterConfig, node: Node) -> bool:
-    """Returns whether the node's process has to know the address of its host's `mooncake_client` from the file."""
-    transfer = config.transfer
-    return transfer.client == "host" and not transfer.client_address and node in config.caching_nodes()
 
 
 def _roles(nodes: Iterable[Node]) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.supervisor import Program, StopEvent, Supervisor, to_stderr
+from launch.supervise import Program, StopFlag, Supervisor, to_stderr
 from launch.topology import choose_ports, choose_sockets
 from pd_cache.cluster import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
 from pd_cache.cluster.addresses import local_nodes
@@ -47,7 +48,7 @@ def running(
     config: ClusterConfig,
     source: Source,
     *,
-    stop: StopEvent | None = None,
+    stop: StopFlag | None = None,
     sink: Callable[[str], None] = to_stderr,
 ) -> Iterator[LocalCluster]:
     """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the end.
@@ -89,7 +90,7 @@ def running_config(file: Path) -> ClusterConfig | None:
 
 
 def _note_of(file: Path) -> str:
-    return f"up-{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]}.yaml"
+    return f"up-{hashlib.sha256(os.fsencode(os.path.realpath(file))).hexdigest()[:16]}.yaml"
 
 
 def _program(node: Node, file: Path) -> Program:

@@ -9,26 +9,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_cache.async_objects import AsyncObjectCache
     from pd_cache.blocks import BlockCache, Slots, StoreOutcome
-    from pd_cache.client.identity import EngineIdentity
-    from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
-    from pd_cache.client.scheduler_adapter import SchedulerAdapter
-    from pd_cache.client.server_cache import ServerCache
-    from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
+    from pd_cache.chunks import CacheMetadata
     from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
     from pd_cache.engine import CacheEngine, CacheEngineBuilder
     from pd_cache.errors import ConfigError, LayoutError, PdCacheError
     from pd_cache.layout import KVLayout, PageKind
     from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
     from pd_cache.metrics import CacheMetrics
-    from pd_cache.object_cache import ObjectCache, ObjectOutcome
+    from pd_cache.objects.async_cache import AsyncObjectCache
+    from pd_cache.objects.cache import ObjectCache, ObjectOutcome
     from pd_cache.prompts import PromptCache
-    from pd_cache.server.lookup_server import RpcLookupServer
-    from pd_cache.tokens import CacheMetadata
+    from pd_cache.server.adapters import LoadStoreOp, RpcLookupServer, SchedulerAdapter, WorkerAdapter
+    from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
+    from pd_cache.server.protocol import EngineIdentity
     from transfer import PoolUnavailableError, TransferSettings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncObjectCache",
@@ -68,22 +65,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "pd_cache.async_objects": ("AsyncObjectCache",),
+    "pd_cache.objects.async_cache": ("AsyncObjectCache",),
     "pd_cache.blocks": (
         "BlockCache",
         "Slots",
         "StoreOutcome",
-    ),
-    "pd_cache.client.server_cache": ("ServerCache",),
-    "pd_cache.client.identity": ("EngineIdentity",),
-    "pd_cache.client.lookup": (
-        "RpcLookupClient",
-        "ServerLookupClient",
-    ),
-    "pd_cache.client.scheduler_adapter": ("SchedulerAdapter",),
-    "pd_cache.client.worker_adapter": (
-        "LoadStoreOp",
-        "WorkerAdapter",
     ),
     "pd_cache.config": (
         "CacheConfig",
@@ -111,13 +97,24 @@ _MODULES = {
         "MooncakeLookupClient",
     ),
     "pd_cache.metrics": ("CacheMetrics",),
-    "pd_cache.object_cache": (
+    "pd_cache.objects.cache": (
         "ObjectCache",
         "ObjectOutcome",
     ),
     "pd_cache.prompts": ("PromptCache",),
-    "pd_cache.server.lookup_server": ("RpcLookupServer",),
-    "pd_cache.tokens": ("CacheMetadata",),
+    "pd_cache.server.adapters": (
+        "LoadStoreOp",
+        "RpcLookupServer",
+        "SchedulerAdapter",
+        "WorkerAdapter",
+    ),
+    "pd_cache.server.client": (
+        "RpcLookupClient",
+        "ServerCache",
+        "ServerLookupClient",
+    ),
+    "pd_cache.server.protocol": ("EngineIdentity",),
+    "pd_cache.chunks": ("CacheMetadata",),
     "transfer": (
         "PoolUnavailableError",
         "TransferSettings",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pd_cache.misses import ChunkHistory, MissReason
+from pd_cache.reasons import ChunkHistory, MissReason, TierChunks
 
 if TYPE_CHECKING:
     import torch
 
+    from pd_cache.chunks import ExtraKey, Tokens
     from pd_cache.groups import Surveyed
     from pd_cache.metrics import CacheMetrics
-    from pd_cache.tokens import ExtraKey, Tokens
 
 
 class StoreOutcome(enum.IntEnum):
@@ -24,23 +24,13 @@ class StoreOutcome(enum.IntEnum):
     BEFORE = 1
     """The chunk was there already."""
     NEW = 2
-    """The chunk was missing, and is there after the put. Another node may have put it at the same time: Mooncake reports success for a
-    put of an existing key, and a host client cannot tell the two cases apart."""
+    """The chunk was missing, and is there after the put. Another node may have put it at the same time."""
 
     @staticmethod
     def together(parts: Iterable[StoreOutcome]) -> StoreOutcome:
         """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
         known = list(parts)
         return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
-
-
-class TierChunks(NamedTuple):
-    """How many chunks were read from each kind of tier."""
-
-    memory: int = 0
-    """This host's memory, on the CPU or a GPU."""
-    disk: int = 0
-    pool: int = 0
 
 
 class Restored(NamedTuple):
@@ -90,7 +80,7 @@ class BlockCache(Protocol):
 
     @property
     def epoch(self) -> str | None:
-        """The epoch of the model's weights (`pd_cache.epochs`), as last known; None before the first lookup. See `store`."""
+        """The label of the version of this engine's weights (`pd_cache.versions`); None while it is unknown. See `store`."""
 
     @property
     def available(self) -> bool:
@@ -130,8 +120,8 @@ class BlockCache(Protocol):
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `epoch` is that of the weights with which the chunks were computed: the label that a lookup reported before that. By default it is
-        the last one that is known.
+        `epoch` is the version of the weights with which the chunks were computed: the label that a lookup reported before that. By default
+        it is this engine's. Nothing is stored if it is not the current one.
 
         `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
         (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
@@ -151,7 +141,7 @@ class BlockCache(Protocol):
 
         The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
         all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
-        nothing was loaded. By default it is the current one. `timeout` is in seconds.
+        nothing was loaded. By default it is this engine's. `timeout` is in seconds.
         """
 
     def restore(
@@ -174,26 +164,3 @@ class BlockCache(Protocol):
 
     def close(self) -> None:
         """Releases the cache and the KV tensors. Idempotent."""
-
-
-@runtime_checkable
-class RestoresByLayers(Protocol):
-    """A `BlockCache` whose loads can be watched layer by layer."""
-
-    @property
-    def restores_by_layers(self) -> bool:
-        """Whether `restore_by_layers` works for the registered tensors."""
-
-    def restore_by_layers(
-        self,
-        names: Sequence[bytes],
-        blocks: Sequence[int],
-        *,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> Generator[int, None, Restored]:
-        """Does the same as `BlockCache.restore`. Yields, more than once, how many layers, from the first, have arrived in the blocks.
-
-        What has arrived may be wrong: only the returned value says what was loaded.
-        """

@@ -122,6 +122,16 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     transfer: TransferSettings = TransferSettings()
     segment_size: int = 0
+    name: str = ""
+    """What people call this process: its node's name."""
+    versions: str = ""
+    """`http://host:port` of the authority of weights versions (`pd_cache/versions.py`); several with commas between them. Without one, this
+    process takes no part in the resets of others."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether other nodes may have the chunks, too."""
+        return any(isinstance(tier, MooncakeTier) for tier in self.cache.tiers)
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):

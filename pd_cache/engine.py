@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
-from pd_cache.backends import StorageBackend, open_backend
 from pd_cache.blocks import BlocksOrSlots, Restored, Slots, StoreOutcome
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.deadline import Deadline
-from pd_cache.epochs import FIRST
 from pd_cache.groups import LayerGroups, Surveyed
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
-from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.misses import ChunkHistory
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
+from pd_cache.reasons import ChunkHistory
+from pd_cache.tiers import StorageBackend, open_backend
+from pd_cache.versions import FIRST, WeightsVersion
+from transfer.errors import PoolUnavailableError
 
 _REMEMBERED = 4
 """How many sets of KV tensors are remembered per engine. An engine has one; tests and re-registrations have a few."""
@@ -50,8 +51,10 @@ class CacheEngine:
         metadata: CacheMetadata,
         layout: KVLayout,
         metrics: CacheMetrics | None = None,
+        version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, which is closed with the engine. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, which is closed with the engine. `version` is that of the weights, which the caller closes; by default the
+        engine has its own. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -70,7 +73,9 @@ class CacheEngine:
         self.chunk_size = self.database.chunk_size
         self.block_size = layout.block_size
         self.backend = backend
-        self.mover = ChunkMover(backend, self.database, self.metrics)
+        self._owns_version = version is None
+        self.version = version or WeightsVersion.of(settings, metadata.model)
+        self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
         self.history = ChunkHistory()
         """What this engine has stored or found."""
         self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics, self.history)
@@ -81,7 +86,7 @@ class CacheEngine:
 
     @property
     def epoch(self) -> str | None:
-        return self.mover.epochs.last
+        return self.version.own
 
     @property
     def available(self) -> bool:
@@ -89,8 +94,12 @@ class CacheEngine:
         return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
+        """Waits for the pool, and for the authority of versions. Raises PoolUnavailableError after `timeout` seconds. Serving engines need
+        not call this."""
+        deadline = Deadline(timeout)
         self.backend.wait_available(timeout)
+        if not self.version.wait_known(deadline.left() or 0.0):
+            raise PoolUnavailableError(f"the authority of versions at {self.settings.versions} does not answer")
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's layout."""
@@ -110,24 +119,31 @@ class CacheEngine:
         return self.survey(names, at_hand=at_hand, timeout=timeout).chunks
 
     def survey(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+        self,
+        names: Sequence[bytes],
+        *,
+        at_hand: int = 0,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
     ) -> Surveyed:
-        """Does the same as `lookup`; see `LookupClient.survey`."""
+        """Does the same as `lookup`; see `LookupClient.survey`. `epoch`: another weights version to look in than the engine's own."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
             return Surveyed(at_hand, at_hand, "not_asked")
+        deadline = Deadline(timeout)
         return self.prefix.find(
             names,
             at_hand,
-            lambda keys, left: self.backend.batched_contains(keys, timeout=left),
-            self.mover.epochs,
-            timeout,
+            self.backend.batched_contains,
+            self.version.current(deadline) if epoch is None else epoch,
+            deadline,
         )
 
-    def reset(self) -> str | None:
-        """Begins a new epoch of the model's weights; see `LookupClient.reset`."""
-        return None if self.mover.closed else self.mover.epochs.begin()
+    def reset(self, version: str | None = None) -> str | None:
+        """Says that this engine has other weights now; see `LookupClient.reset`."""
+        return None if self.mover.closed else self.version.reset(version)
 
     def store(
         self,
@@ -141,9 +157,12 @@ class CacheEngine:
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
-        epoch = self.mover.epochs.last if epoch is None else epoch
+        epoch = self.epoch if epoch is None else epoch
         allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail and not isinstance(blocks, Slots))
-        run = self._run(names, blocks, kv_caches, epoch, may_leave_out=allowed)
+        run = self._run(names, blocks, kv_caches, epoch or FIRST, may_leave_out=allowed)
+        if epoch is None:
+            self.metrics.trouble("store", "epoch_unknown", len(names))
+            return [StoreOutcome.NOT] * len(names)
         if after is not None:
             after.follow()
         outcomes = self.mover.store(run, timeout)
@@ -177,38 +196,12 @@ class CacheEngine:
     ) -> Restored:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
         deadline = Deadline(timeout)
-        current = self.mover.epochs.current(timeout=deadline) if epoch is None else epoch
+        current = self.version.current(deadline) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
             return Restored(0, "epoch_unknown")
         return self.mover.load(run, deadline).explained(self.history, names)
-
-    @property
-    def restores_by_layers(self) -> bool:
-        """Whether `restore_by_layers` works: the chunks are in the pool only, and the KV tensors on the CPU."""
-        pages = self._registered
-        return self.mover.loads_by_layers and pages is not None and all(copier.by_planes for copier in pages.copiers)
-
-    def restore_by_layers(
-        self,
-        names: Sequence[bytes],
-        blocks: Sequence[int],
-        *,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> Generator[int, None, Restored]:
-        """Does the same as `restore`, layer by layer. Yields how many layers have arrived, and returns what was loaded; see
-        `ChunkMover.load_by_layers`."""
-        deadline = Deadline(timeout)
-        current = self.mover.epochs.current(timeout=deadline) if epoch is None else epoch
-        run = self._run(names, blocks, None, current or FIRST, may_leave_out="ends")
-        if current is None:
-            self.metrics.trouble("retrieve", "epoch_unknown", len(names))
-            return Restored(0, "epoch_unknown")
-        restored = yield from self.mover.load_by_layers(run, deadline)
-        return restored.explained(self.history, names)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -225,6 +218,8 @@ class CacheEngine:
             remembered = list(self._remembered.values())
             self._remembered.clear()
             self._registered = None
+        if self._owns_version:
+            self.version.close()
         for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
             _close(pages)
         self.backend.close()
@@ -293,23 +288,26 @@ class EngineGroups:
     def available(self) -> bool:
         return all(engine.available for engine in self._engines)
 
-    def survey(self, names: Sequence[bytes], *, at_hand: int = 0, timeout: float | None = None) -> Surveyed:
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, epoch: str | None = None, timeout: float | None = None
+    ) -> Surveyed:
         """Returns how many chunks, from the first, a load could restore in all groups, by a single request."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if any(engine.mover.closed for engine in self._engines):
             return Surveyed(at_hand, at_hand, "not_asked")
+        deadline = Deadline(timeout)
         return self.prefix.find(
             names,
             at_hand,
-            lambda keys, left: self._backend.batched_contains(keys, timeout=left),
-            self._engines[0].mover.epochs,
-            timeout,
+            self._backend.batched_contains,
+            self._engines[0].version.current(deadline) if epoch is None else epoch,
+            deadline,
         )
 
-    def reset(self) -> str | None:
-        """Begins a new epoch of the model's weights; see `LookupClient.reset`."""
-        return self._engines[0].reset()
+    def reset(self, version: str | None = None) -> str | None:
+        """Says that the engines have other weights now; see `LookupClient.reset`."""
+        return self._engines[0].reset(version)
 
 
 def _close(pages: _Pages) -> None:
@@ -333,10 +331,11 @@ class CacheEngineBuilder:
         *,
         metrics: CacheMetrics | None = None,
         backend: Callable[[NodeSettings, int], StorageBackend] | None = None,
+        version: WeightsVersion | None = None,
     ) -> CacheEngine:
         """Returns the engine with this id. Creates it if there is none, without waiting for the pool.
 
-        Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers.
+        Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers; `version`: see `CacheEngine`.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -349,7 +348,7 @@ class CacheEngineBuilder:
                     else open_backend(config, payload, pin=host_pin(), metrics=metrics)
                 )
                 try:
-                    engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics)
+                    engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics, version)
                 except BaseException:
                     opened.close()
                     raise

@@ -15,4 +15,37 @@ class UnsupportedModelError(PdCacheError, ValueError):
     """A model that an engine cannot serve with a cache; the message names the model and the reason."""
 
 
-__all__ = ["ConfigError", "LayoutError", "PdCacheError", "UnsupportedModelError"]
+class CacheServerError(PdCacheError):
+    """A request to a cache server did not succeed. `reason` says why, in a word that names a counter."""
+
+    reason = "server_lost"
+
+
+class ServerLostError(CacheServerError):
+    """The connection broke, or there was none."""
+
+
+class NoAnswerError(CacheServerError):
+    """No answer came by the deadline."""
+
+    reason = "timeout"
+
+
+class RefusedError(CacheServerError):
+    """The server refused the request. `reason` is that of `protocol.Refused`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+__all__ = [
+    "CacheServerError",
+    "ConfigError",
+    "LayoutError",
+    "NoAnswerError",
+    "PdCacheError",
+    "RefusedError",
+    "ServerLostError",
+    "UnsupportedModelError",
+]

@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from pd_cache.misses import MissReason
-from pd_cache.tokens import ChunkedTokenDatabase
+from pd_cache.chunks import ChunkedTokenDatabase
+from pd_cache.reasons import MissReason
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Surveyed(NamedTuple):
     reason: MissReason = "none"
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     epoch: str | None = None
-    """The model's current epoch (`pd_cache.epochs`), if the pool was asked and answered."""
+    """The weights version (`pd_cache.versions`) that was looked up, if it is known."""
 
 
 class LayerGroups:

@@ -28,7 +28,7 @@ class PrefillWork(msgspec.Struct, frozen=True):
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     reason: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
-    """Why it computed them (`pd_cache.misses.MissReason`); empty if the node does not say. A later version may know other reasons."""
+    """Why it computed them (`pd_cache.reasons.MissReason`); empty if the node does not say. A later version may know other reasons."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):

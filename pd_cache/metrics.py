@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pd_cache.misses import MissReason
+from pd_cache.reasons import MissReason
 from pd_cache.sparse_log import SparseLog
 from transfer.errors import Status
 
 if TYPE_CHECKING:
-    from pd_cache.reports import RequestReport
+    from pd_cache.reasons import RequestReport
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class CacheMetrics:
         tokens = Counter(
             "pd_cache_tokens",
             "Tokens by what became of them. `stored`: this node found them missing, put them, and the pool holds them; if two nodes put "
-            "a chunk at the same time, both count it. `by_layers`: those of `loaded` that arrived layer by layer",
+            "a chunk at the same time, both count it",
             ["op", "outcome"],
             registry=self.registry,
         )
@@ -187,7 +187,6 @@ class CacheMetrics:
                 ("lookup", "hit"),
                 ("retrieve", "requested"),
                 ("retrieve", "loaded"),
-                ("retrieve", "by_layers"),
                 ("store", "requested"),
                 ("store", "stored"),
             )
@@ -273,7 +272,7 @@ class CacheMetrics:
         self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
-        """Counts tokens; outcomes are `requested` and `hit`, `loaded` (of these `by_layers`) or `stored`."""
+        """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
         if count:
             self._tokens[op, outcome].inc(count)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pd_cache.blocks import BlockCache, Slots, StoreOutcome
-from pd_cache.tokens import ExtraKey, Tokens
+from pd_cache.chunks import ExtraKey, Tokens
 
 Mask = torch.Tensor | Sequence[bool]
 

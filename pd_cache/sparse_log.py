@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-EVERY_S = 10.0
-
 
 class SparseLog:
-    """Lets one event in `EVERY_S` seconds through for each key, and counts those between. Thread-safe."""
+    """Lets one event in `every_s` seconds through for each key, and counts those between. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, every_s: float = 10.0) -> None:
+        self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
         self._last: dict[Hashable, tuple[float, int]] = {}
@@ -25,8 +24,8 @@ class SparseLog:
         """
         with self._lock:
             now = self._clock()
-            last, silent = self._last.get(key, (-EVERY_S, 0))
-            if now - last < EVERY_S:
+            last, silent = self._last.get(key, (-self._every_s, 0))
+            if now - last < self._every_s:
                 self._last[key] = (last, silent + count)
                 return None
             self._last[key] = (now, 0)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for

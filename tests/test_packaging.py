@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email.message
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import pd_cache
+from tests.support.cluster import cluster_file
 from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.slow
@@ -33,7 +35,7 @@ BROUGHT_ALONG = {
     "triton": "torch brings it where there is CUDA",
 }
 """What is imported only where something else has installed it."""
-EXTRAS = {"mooncake": ("cpu", "cuda12", "cuda13"), "transformers": ("reference",), "opentelemetry": ("otel",)}
+EXTRAS = {"mooncake": ("cpu", "cuda12", "cuda13"), "opentelemetry": ("otel",)}
 """What is imported inside of functions only, so that an installation without it has the rest."""
 
 
@@ -67,10 +69,6 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(folder)
     return folder
-
-
-IMPORTED_LATE = ("launch/engines/reference/huggingface.py",)
-"""Files that are imported only when what they import is wanted."""
 
 
 def requirements(metadata: email.message.Message) -> dict[str, set[str]]:
@@ -129,14 +127,11 @@ def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata:
             if module in BROUGHT_ALONG:
                 continue
             names = {canonicalize_name(name) for name in distributions.get(module, [])}
-            extras = ("",)
+            extras = EXTRAS.get(module, ("",))
             if package == "bench":
-                extras = ("", "bench", "reference")
+                extras = (*extras, "", "bench")
             elif module in EXTRAS:
-                extras = EXTRAS[module]
-                assert not at_once or str(file) in IMPORTED_LATE, (
-                    f"{file} always imports {module}, which only {extras} bring"
-                )
+                assert not at_once, f"{file} always imports {module}, which only {extras} bring"
             assert names & set.union(*(declared[extra] for extra in extras)), f"{file} imports {module}, undeclared"
             used |= names
     assert declared[""] <= used
@@ -168,3 +163,23 @@ def test_the_command_works_without_a_clone(unpacked: Path, tmp_path: Path) -> No
         "import bench, launch, pd_cache, transfer; print(*{m.__path__[0] for m in (bench, launch, pd_cache, transfer)})"
     )
     assert all(path.startswith(str(unpacked)) for path in run(unpacked, tmp_path, "-c", where).split())
+
+
+def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Path, tmp_path: Path) -> None:
+    for name in ("launch.py", "bench/__init__.py", "transfer/__init__.py", "pd_cache/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('not the package')")
+    (tmp_path / "files").mkdir()
+    file = str(cluster_file(tmp_path / "files"))
+    command = ("-P", "-m", "launch")  # as the installed script, which does not look into the working directory
+    assert json.loads(run(unpacked, tmp_path, *command, "demo", "--json", "-c", file))["all_equal"]
+    up = subprocess.Popen(
+        [sys.executable, *command, "up", "-c", file],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with up:
+        assert up.stdout is not None
+        ready = {up.stdout.readline().split()[1] for _ in range(5)}
+        up.terminate()
+    assert up.returncode == 0
+    assert ready == {"master", "store-0", "prefill-0", "decode-0", "proxy"}

@@ -107,7 +107,7 @@ def test_commands_are_there() -> None:
 
 
 def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
-    assert f"'dist/pd_cache-{pd_cache.__version__}-py3-none-any.whl[cpu,reference]'" in README
+    assert f"'dist/pd_cache-{pd_cache.__version__}-py3-none-any.whl[cpu]'" in README
 
 
 def test_every_bench_and_every_file_to_start_from_is_listed() -> None:

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
-EXTRAS=${EXTRAS:-cpu,reference,dev}
+EXTRAS=${EXTRAS:-cpu,bench,dev}
 TORCH=${TORCH:-2.13.0}   # the newest that is tested; any from pyproject.toml's range works
 
 "$PYTHON" - <<'EOF'

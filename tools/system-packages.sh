@@ -9,14 +9,16 @@ library() { ldconfig -p | grep -q "$1"; }
 programs() { command -v "$@" >/dev/null; }
 
 missing() {
-    # Mooncake's wheel links to both, also where there is no RDMA
+    # Mooncake's wheel links to these, also where there is no RDMA; to libmlx5 from 0.3.14 on
     library 'libibverbs\.so\.1' || echo libibverbs1
+    library 'libmlx5\.so\.1' || echo ibverbs-providers
     library 'libnuma\.so\.1' || echo libnuma1
     [ "$1" = run ] && return
     programs etcd || echo etcd-server
     { programs ip && programs tc; } || echo iproute2
     programs openssl || echo openssl
     programs chromium || programs chromium-browser || programs google-chrome || echo chromium
+    programs nginx || [ -x /usr/sbin/nginx ] || echo nginx-light
     [ "$1" = test ] && return
     programs make || echo make
     "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
@@ -25,7 +27,7 @@ missing() {
 for_what=${1:-run}
 mapfile -t packages < <(missing "$for_what")
 [ ${#packages[@]} = 0 ] && exit 0
-mapfile -t needed < <(missing run)
+mapfile -t needed < <(missing run | grep -v ibverbs-providers)  # Mooncake 0.3.13 loads without libmlx5
 
 if ! command -v apt-get >/dev/null; then
     echo "missing: ${packages[*]} (names of Debian and Ubuntu); install your distribution's, RDMA's libibverbs is of rdma-core" >&2

@@ -14,17 +14,18 @@ One lock, which only one side gets, decides whether a call is begun or dropped.
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _LOOK_S = 0.15
 """How often a waiting thread checks whether its call is queued behind a late one."""
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 def _nothing() -> None:
@@ -35,7 +36,7 @@ class Call(Generic[T]):
     """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to wait."""
 
     __slots__ = (
-        "__weakref__",
+        "_args",
         "_done",
         "_error",
         "_function",
@@ -49,10 +50,16 @@ class Call(Generic[T]):
     )
 
     def __init__(
-        self, threads: CallThreads, function: Callable[[], T], deadline: float, on_end: Callable[[], None]
+        self,
+        threads: CallThreads,
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        deadline: float,
+        on_end: Callable[[], None],
     ) -> None:
         self._threads = threads
-        self._function: Callable[[], T] | None = function
+        self._function: Callable[..., T] | None = function
+        self._args = args
         self._on_end = on_end
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -66,7 +73,7 @@ class Call(Generic[T]):
         self.started = False
         """Whether a thread has begun the call. None does after the deadline."""
 
-    def outcome(self, otherwise: T) -> T:
+    def outcome(self, otherwise: D) -> T | D:
         """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises what the call raised."""
         while not self._done.acquire(timeout=max(0.0, min(_LOOK_S, self.deadline - time.monotonic()))):
             if time.monotonic() >= self.deadline:
@@ -85,27 +92,16 @@ class Call(Generic[T]):
         Call it when no thread needs the outcome any more.
         """
         if self._taken.acquire(blocking=False):
-            self._drop()
+            self._end()
 
-    def _run(self) -> None:
-        """Runs the call. The thread must hold `_taken`."""
-        function, self._function = self._function, None
-        assert function is not None
+    def _end(self) -> None:
+        """Lets go of what the call was given. Call it once, if `_taken` is held."""
+        self._function, self._args = None, ()
         try:
-            if (left := self.deadline - time.monotonic()) > 0:
-                self.had_s, self.started = left, True
-                self._value = function()
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
-            self._error = error
+            self._on_end()  # first, because a thread that wakes up may lease slots again at once
         finally:
-            # first, because a thread that wakes up may lease slots again at once
-            self._on_end()
+            self._on_end = _nothing
             self._done.release()
-
-    def _drop(self) -> None:
-        self._function = None
-        self._on_end()
-        self._done.release()
 
 
 class CallThreads:
@@ -118,8 +114,8 @@ class CallThreads:
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
-        self._waiting: collections.deque[weakref.ref[Call[object]]] = collections.deque()
-        """The calls in the queue, and some that have left it. Weak references, so that nothing is kept for a call that has ended."""
+        self._waiting: collections.deque[Call[object]] = collections.deque()
+        """The calls in the queue, and some that have left it. A call that has ended keeps nothing that it was given."""
         self._name = name
         self._count = count
         self._spare = spare
@@ -135,22 +131,22 @@ class CallThreads:
                 self._start_thread()
 
     def submit(
-        self, function: Callable[[], T], deadline: float, on_end: Callable[[], None] = _nothing
+        self, function: Callable[..., T], deadline: float, on_end: Callable[[], None] = _nothing, *args: Any
     ) -> Call[T] | None:
-        """Queues a call. Returns None, after running `on_end`, if every thread is late, spare ones included, or `limit` calls are ahead."""
-        call = Call(self, function, deadline, on_end)
+        """Queues the call `function(*args)`. Returns None, after running `on_end`, if every thread is late, spare ones included, or `limit` calls are ahead."""
+        call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()
             ahead = self._queue.qsize() + len(self._running)
             accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
             if accepted:
-                while self._waiting and ((first := self._waiting[0]()) is None or first._taken.locked()):
+                while self._waiting and self._waiting[0]._taken.locked():
                     self._waiting.popleft()
                 queued: Call[object] = call  # type: ignore[assignment]  # the queues ignore what the call returns
-                self._waiting.append(weakref.ref(queued))
+                self._waiting.append(queued)
                 self._queue.put(queued)
         if not accepted:
-            call._drop()
+            call._end()
             return None
         return call
 
@@ -169,7 +165,7 @@ class CallThreads:
         """Drops the queued calls whose deadline has passed, so that they let go of what they were given."""
         now = time.monotonic()
         with self._lock:
-            overdue = [call for one in self._waiting if (call := one()) is not None and call.deadline <= now]
+            overdue = [call for call in self._waiting if call.deadline <= now]
         for call in overdue:
             call.abandon()
 
@@ -196,13 +192,14 @@ class CallThreads:
         if self._closed or len(self._running) < len(self._threads):
             return
         if self._late() > len(self._threads) - self._count and len(self._threads) < self._count + self._spare:
-            self._start_thread()
+            with contextlib.suppress(RuntimeError):  # no more threads: calls wait for the late ones
+                self._start_thread()
 
     def _start_thread(self) -> None:
         self._started += 1
         thread = threading.Thread(target=self._work, name=f"{self._name}-{self._started}", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _is_superfluous(self) -> bool:
         """Returns whether the calling thread is no longer needed because late calls have ended."""
@@ -219,7 +216,14 @@ class CallThreads:
             with self._lock:
                 self._running[me] = call.deadline
             try:
-                call._run()
+                if (left := call.deadline - time.monotonic()) > 0:
+                    call.had_s, call.started = left, True
+                    assert call._function is not None
+                    call._value = call._function(*call._args)
+            except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+                call._error = error
+            try:
+                call._end()
             finally:
                 with self._lock:
                     del self._running[me]

@@ -93,7 +93,7 @@ _BY_CODE = {
     -801: Status.CHECKSUM,
     -900: Status.POOL_DOWN,
     -901: Status.POOL_DOWN,
-    -9001: Status.TIMEOUT,  # our own: `transfer.bulk.LATE`
+    -9001: Status.TIMEOUT,  # our own: `transfer.moves.LATE`
 }
 
 _BY_RANGE = (

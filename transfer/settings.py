@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,6 @@ for _power, _letter in enumerate("kmgt", start=1):
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 _LARGEST = 2**60
-_ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}")
 
 MIN_SEGMENT = 16 << 20
 """The smallest segment: Mooncake refuses smaller ones with -600 (measured). 0 means none and is allowed."""
@@ -81,11 +81,6 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `transfer` section: how a node's processes talk to the Mooncake pool."""
 
-    client: Literal["embedded", "host"] = "embedded"
-    """`embedded`: each process is a full client of the pool. `host`: each process shares memory with the one
-    `mooncake_client` of its host, which a store node runs and which owns the host's segment."""
-    client_address: str = ""
-    """`host:port` of that `mooncake_client`. Empty in a cluster's file means the one of the same host's store node."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     metadata: str = "P2PHANDSHAKE"
     """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`. All clients of one master must use the same."""
@@ -94,7 +89,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segment_size: ByteSize = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
     local_buffer_size: ByteSize = ByteSize(16 << 20)
-    """Mooncake's own bounce buffer, used for small control objects only. Host clients have none."""
+    """Mooncake's own bounce buffer, used for small control objects only."""
     staging_size: ByteSize = ByteSize(512 << 20)
     """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
@@ -102,7 +97,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """How many transfer calls may be in flight at once in each direction. One saturates TCP; give RDMA 2 to 4."""
     direct_lookups: bool = True
-    """Whether an embedded client's lookups ask a master that is not elected over connections of our own (`transfer.exist_rpc`). `false`: only
+    """Whether lookups ask a master that is not elected over connections of our own (`transfer.lookup_rpc`). `false`: only
     through Mooncake's client, which takes longer."""
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
@@ -114,14 +109,6 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.protocol == "tcp" and self.devices:
             raise ValueError(f"devices: {list(self.devices)} given, but only protocol: rdma uses devices")
-        if self.client == "embedded" and self.client_address:
-            raise ValueError(f"client_address: {self.client_address!r} given, but only client: host uses it")
-        if self.client_address and not _ADDRESS.fullmatch(self.client_address):
-            raise ValueError(f"client_address: must be an address such as 127.0.0.1:50052, got {self.client_address!r}")
-        if self.client == "host" and self.segment_size:
-            raise ValueError(
-                f"segment_size: {self.segment_size} given, but with client: host only store nodes give memory to the pool"
-            )
         if 0 < self.segment_size < MIN_SEGMENT:
             raise ValueError(f"segment_size: must be 0 for none, or at least 16MiB, got {self.segment_size}")
 
@@ -129,3 +116,44 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
     """Returns the names of this machine's RDMA devices, sorted."""
     return tuple(sorted(entry.name for entry in sysfs.iterdir())) if sysfs.is_dir() else ()
+
+
+# --- the variables that Mooncake reads --------------------------------------------------------------------------------
+
+MAX_TRANSFERS = 1000
+"""The most transfers in one call. With Mooncake's defaults, more than 2048 outstanding transfers to a peer fail with -800."""
+
+
+def split_master(master: str) -> tuple[str, str | None]:
+    """Returns a master's address in Mooncake's form, and the name of the election in `etcd://host:port;host:port/NAME` or None."""
+    if not master.startswith("etcd://"):
+        return master, None
+    endpoints, _, name = master.removeprefix("etcd://").partition("/")
+    return f"etcd://{endpoints}", name or None
+
+
+def stall_seconds(settings: TransferSettings) -> int:
+    """Returns how long a transfer over TCP may stand still before Mooncake fails it."""
+    return max(1, min(10, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 3000))
+
+
+def prepare(settings: TransferSettings, election: str | None = None) -> None:
+    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md says what each does, as measured.
+
+    Mooncake reads them when it is imported and at the first `setup()` of a process, so call this before both. `election`: see
+    `split_master`.
+    """
+    stall = str(stall_seconds(settings))
+    variables = {
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # the default of 20 takes 90 s in setup() while the master is away
+        "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),  # the default is 30 s if the master is stopped
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
+        "MC_TCP_STATUS_TIMEOUT_SEC": stall,
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    if election is not None:  # the election to follow; without it, setup() fails with elected masters
+        variables["MC_STORE_CLUSTER_ID"] = election
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

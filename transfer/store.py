@@ -6,10 +6,10 @@ call blocks for seconds, with a stopped peer for a minute. So here:
 1. A state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes.
 2. Calls run on a bounded set of threads, and the caller waits only until its own deadline.
 3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the call returned before
-   its transfers ended, the memory is never used again (`transfer.bulk`).
+   its transfers ended, the memory is never used again (`transfer.moves`).
 4. While the master is down, a circuit breaker lets calls return at once, and one probe per interval checks whether it is back. Peers
-   that do not deliver have their own breakers (`transfer.peers`).
-5. If the master (or the `mooncake_client` of a `host` client) is not there yet, the store opens by itself when it comes.
+   that do not deliver have their own breakers (`transfer.health`).
+5. If the master is not there yet, the store opens by itself when it comes.
 6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as closed.
 """
 
@@ -19,25 +19,21 @@ import contextlib
 import ctypes
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from transfer.breaker import CircuitBreaker
-from transfer.bulk import Bulk, BulkClient
 from transfer.calls import Call, CallThreads
-from transfer.environment import MAX_TRANSFERS, prepare, split_master
-from transfer.errors import OUTAGE, MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
-from transfer.exist_rpc import exist_rpc
-from transfer.host import MOST_SMALL, HostClient
-from transfer.locks import Condition
-from transfer.ranges import ObjectRange, RangeRead
-from transfer.segment import prefault_segment
-from transfer.settings import Placement, TransferSettings
-from transfer.staging import Pin, SharedStagingPool, Slot, StagingPool
+from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
+from transfer.health import CircuitBreaker
+from transfer.lookup_rpc import lookup_rpc
+from transfer.moves import Batch, Moves, MovesClient
+from transfer.settings import MAX_TRANSFERS, Placement, TransferSettings, prepare, split_master
+from transfer.staging import Pin, Slot, StagingPool, prefault_segment
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +50,12 @@ SYSTEM_PACKAGES = {
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
-_FAIR = 0.9
-"""The part of its usual time that a call must have had before its time-out counts against the pool."""
-_WELL_S = 5.0
-"""For how long after an answer to Mooncake's client lookups may ask the master directly."""
+_CONNECT_S = 2.0
 _HEADROOM = 4
 """One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
+
+MOST_SMALL = 64 << 10
+"""The most bytes of a control object."""
 
 _undrained: list[object] = []
 """Clients that could not be closed, with the memory that they may still write to."""
@@ -84,16 +80,12 @@ class GetResult(NamedTuple):
     size: int
 
 
-class _MooncakeClient(BulkClient, Protocol):
-    """The methods that we use of `mooncake.store.MooncakeDistributedStore`, or of `HostClient` in its place. They return negative
-    ints as codes, and raise nothing."""
+class _MooncakeClient(MovesClient, Protocol):
+    """The methods that we use of `mooncake.store.MooncakeDistributedStore`. They return negative ints as codes, and raise nothing."""
 
     def setup(self, config: dict[str, str]) -> int: ...
     def close(self) -> int: ...
     def get_hostname(self) -> str: ...
-    def register_buffer(self, address: int, size: int) -> int: ...
-    def unregister_buffer(self, address: int) -> int: ...
-    def alloc_from_mem_pool(self, size: int) -> int: ...
     def is_exist(self, key: str) -> int: ...
     def put(self, key: str, value: bytes, config: Any) -> int: ...
     def get(self, key: str) -> bytes: ...
@@ -116,12 +108,13 @@ def load_mooncake() -> Any:
                 ) from error
         if "libcuda" in text:
             raise MissingLibraryError(
-                f"the installed Mooncake wheel needs CUDA ({text}); on a machine without it install the `cpu` extra: "
-                "pip install 'pd-cache[cpu]'"
+                f"the installed Mooncake wheel needs CUDA ({text}); on a machine without it: "
+                "pip uninstall -y mooncake-transfer-engine mooncake-transfer-engine-cuda13; "
+                "pip install mooncake-transfer-engine-non-cuda"
             ) from error
         raise MissingLibraryError(
-            f"Mooncake cannot be imported ({text}); install one of the extras: "
-            "pip install 'pd-cache[cpu]', 'pd-cache[cuda12]' or 'pd-cache[cuda13]'"
+            f"Mooncake cannot be imported ({text}); install its wheel: pip install "
+            "mooncake-transfer-engine-non-cuda, or with a GPU mooncake-transfer-engine (CUDA 12) or -cuda13"
         ) from error
     return module
 
@@ -137,6 +130,21 @@ def _replicate_config(module: Any, placement: Placement) -> Any:
     if placement.preferred_segment not in ("own", "any"):
         config.preferred_segment = placement.preferred_segment
     return config
+
+
+def _check(batch: Batch) -> None:
+    """Raises ValueError for a batch of no keys or too many, or whose keys, slots and sizes do not belong together."""
+    keys, slots, sizes = batch
+    if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
+        raise ValueError(
+            f"got {len(keys)} keys and {len(slots)} slots; expected one slot for each key, 1 to {MAX_TRANSFERS} of them"
+        )
+    if len(sizes) != len(keys) or any(size < 1 or size > slot.size for size, slot in zip(sizes, slots, strict=True)):
+        raise ValueError("expected one size for each key, between 1 and the size of its slot")
+
+
+def _nothing() -> None:
+    return
 
 
 class Pending(Generic[R]):
@@ -189,18 +197,8 @@ class MooncakeStore:
 
         `master` is `host:port`, or `etcd://host:port;host:port/NAME` for elected masters. `host` is the address at which
         other nodes reach this one; `host:port` also names its segment. `segment_size` overrides that of the settings. `placement`
-        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if `master` is empty, or if a host client
-        has a segment or no `client_address`.
+        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if `master` is empty.
         """
-        self._shared = settings.client == "host"
-        if self._shared and not settings.client_address:
-            raise ValueError(
-                "client: host needs client_address; set it to the host:port of this host's mooncake_client"
-            )
-        if self._shared and segment_size:
-            raise ValueError(
-                "a host client must have a segment_size of 0; its mooncake_client gives memory to the pool"
-            )
         if not master:  # with an empty address, setup() ends the process
             raise ValueError("the master has no address; set it to host:port, or etcd://host:port for elected masters")
         self._master, election = split_master(master)
@@ -209,37 +207,24 @@ class MooncakeStore:
         self._settings = settings
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
-        self._sharing: HostClient | None = None
-        """The client if it is a host client, otherwise None."""
-        if self._shared:
-            self._sharing = HostClient(module.MooncakeDistributedStore, settings.client_address, self._lost)
-        # a host client lacks some of these methods, and `Bulk` does not call them
-        self._client = cast("_MooncakeClient", self._sharing or module.MooncakeDistributedStore())
+        self._client: _MooncakeClient = module.MooncakeDistributedStore()
         self._placement = placement or Placement()
         self._put_config = _replicate_config(module, self._placement)
         self._pinned = module.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._pinned.replica_num = 2  # as far as there are segments: one store node's end should not take them along
-        self._breaker = CircuitBreaker(settings.breaker.failures)
-        # a lookup has to notice when the `mooncake_client` of a host client is gone
-        self._exist_rpc = None if self._shared or not settings.direct_lookups else exist_rpc(self._master)
-        self._well_until = 0.0
-        self._bulk = Bulk(self._client, settings, self._forfeit)
+        self._regions: list[StagingPool] = []
+        self._breaker = CircuitBreaker(self._master, settings)
+        self._lookup_rpc = lookup_rpc(self._master) if settings.direct_lookups else None
+        self._moves = Moves(self._client, settings, self._breaker, self._regions)
         self._process = os.getpid()
         self._control = CallThreads("mooncake-control", 2)
         # separate threads, so that a prompt on its way out does not hold up one on its way in
         self._gets, self._puts = (
-            # a host client waits without spinning, because its mooncake_client does the transfer
-            CallThreads(
-                f"mooncake-{name}",
-                settings.threads,
-                spare=settings.threads,
-            )
-            for name in ("get", "put")
+            CallThreads(f"mooncake-{name}", settings.threads, spare=settings.threads) for name in ("get", "put")
         )
-        self._regions: list[StagingPool] = []
         self._state = "opening"
-        self._changed = Condition()
+        self._changed = threading.Condition()
         self._setup_error = ""
         self._mounted = False
         """Whether `setup()` has succeeded. If so, the client must be closed."""
@@ -257,7 +242,9 @@ class MooncakeStore:
         with self._changed:
             if not self._changed.wait_for(lambda: self._state != "opening", timeout):
                 reason = self._setup_error or "no answer yet"
-                raise PoolUnavailableError(f"{self._peer} is not reachable after {timeout:g} s: {reason}")
+                raise PoolUnavailableError(
+                    f"Mooncake master {self._master} is not reachable after {timeout:g} s: {reason}"
+                )
             if self._state == "failed":
                 raise TransferError(f"the store of master {self._master} failed: {self._setup_error}")
             if self._state != "open":
@@ -277,25 +264,15 @@ class MooncakeStore:
         """The name of this node's segment, as `preferred_segment` and the master know it; empty before it is open."""
         return self._client.get_hostname() if self._state == "open" else ""
 
-    @property
-    def _peer(self) -> str:
-        """Names, for people, what has to run before this store can open."""
-        return f"mooncake_client {self._settings.client_address}" if self._shared else f"Mooncake master {self._master}"
-
     def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
         """Returns memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, from and to which this store can transfer.
 
-        A host client has the memory only once the store is open. Raises ValueError if not even one slot fits, TransferError as `attach`
-        does.
+        Raises ValueError if not even one slot fits, TransferError as `attach` does.
         """
         staging = int(self._settings.staging_size)
         headroom = staging // StagingPool.stride_of(slot_bytes) // _HEADROOM
-        pool = (
-            SharedStagingPool(staging + reserve, slot_bytes, pin=pin, headroom=headroom)
-            if self._shared
-            else StagingPool(
-                staging + reserve, slot_bytes, prefaulted=self._settings.prefault, pin=pin, headroom=headroom
-            )
+        pool = StagingPool(
+            staging + reserve, slot_bytes, prefaulted=self._settings.prefault, pin=pin, headroom=headroom
         )
         self.attach(pool)
         return pool
@@ -303,15 +280,13 @@ class MooncakeStore:
     def attach(self, pool: StagingPool) -> None:
         """Registers the memory of `pool` for transfers, now or as soon as the store opens.
 
-        Raises TransferError if Mooncake refuses it now. Raises ValueError unless exactly the host clients get a `SharedStagingPool`.
+        Raises TransferError if Mooncake refuses it now.
         """
-        if isinstance(pool, SharedStagingPool) is not self._shared:
-            raise ValueError(f"a {self._settings.client} client cannot use a {type(pool).__name__}")
         pool.reclaim = self._drop_overdue
         with self._changed:
             self._regions.append(pool)
-            if self._state == "open" and not self._register(pool):
-                self._lost()
+            if self._state == "open":
+                self._register(pool)
 
     def close(self) -> None:
         """Drains the calls under way, unmounts the segment and forgets the pool. Idempotent; never raises."""
@@ -322,8 +297,8 @@ class MooncakeStore:
                 return
             self._state = "closing"
             self._changed.notify_all()
-        if self._exist_rpc is not None:
-            self._exist_rpc.close()
+        if self._lookup_rpc is not None:
+            self._lookup_rpc.close()
         end = time.monotonic() + self._settings.timeouts.close_ms / 1000
         drained = True
         for threads in (self._gets, self._puts, self._control):
@@ -332,8 +307,6 @@ class MooncakeStore:
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
         if drained and self._mounted:
-            for pool in self._regions:
-                pool.unregister_from(self._client)
             self._client.close()
         elif not drained:
             log.warning("a call into Mooncake outlived close(); its client stays open until this process ends")
@@ -359,81 +332,48 @@ class MooncakeStore:
             return []
         if not self.available:
             return [self._refusal()] * len(keys)
-        deadline = time.monotonic() + timeout
-        codes: Sequence[int] | None = self._ask_directly(keys, deadline)
+        deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
+        codes: Sequence[int] | None = None
+        # only a pool that has just answered Mooncake's client is asked directly: so the breaker hears of the client's own trouble, and only
+        # of that
+        if rpc is not None and time.monotonic() < self._breaker.well_until:
+            try:
+                codes = rpc.ask(keys, deadline)
+            except TimeoutError:
+                if self._breaker.is_fair(timeout):
+                    self._breaker.well_until = 0.0
+                    rpc.drop_idle()  # they are no younger than the one that has gone silent
+                return [Status.TIMEOUT] * len(keys)
         if codes is None:
-            exist = self._judged("batch_is_exist", lambda: self._client.batch_is_exist(keys))
-            call = self._control.submit(exist, deadline)
+            call = self._control.submit(self._exist, deadline, _nothing, keys)
             if call is None:
                 return [self._refusal()] * len(keys)
             codes = call.outcome([])
             if not codes:
-                self._timed_out("batch_is_exist", call)
-            elif self._exist_rpc is not None and self._exist_rpc.wants_connection:
-                self._control.submit(self._exist_rpc.connect, time.monotonic() + timeout)
-        if not codes:
-            return [Status.TIMEOUT] * len(keys)
+                self._breaker.timed_out("batch_is_exist", call.had_s)
+                return [Status.TIMEOUT] * len(keys)
+            if rpc is not None and rpc.wants_connection:
+                self._control.submit(rpc.connect, time.monotonic() + timeout)
         if codes.count(1) == len(codes):
             return [Status.OK] * len(codes)
         return [_EXISTS.get(code) or status_of(code) for code in codes]
 
-    def _ask_directly(self, keys: list[str], deadline: float) -> bytes | None:
-        """Returns a code for each key, none at all if the deadline has passed, None if Mooncake's client has to ask.
-
-        Only a pool that has just answered the client is asked directly. So the breaker hears of the client's own trouble, and only of that.
-        """
-        now = time.monotonic()
-        if self._exist_rpc is None or now >= self._well_until:
-            return None
-        try:
-            return self._exist_rpc.ask(keys, deadline)
-        except TimeoutError:
-            if self._is_fair(deadline - now):
-                self._well_until = 0.0
-                self._exist_rpc.drop_idle()  # they are no younger than the one that has gone silent
-            return b""
+    def _exist(self, keys: list[str]) -> list[int]:
+        codes = self._client.batch_is_exist(keys)
+        self._breaker.judge("batch_is_exist", codes)
+        return codes
 
     def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
         """Begins to read each key into its slot, as far as the slot reaches.
 
         The slots are retained until the call has really ended, however long that takes.
         """
-        self._check_batch(keys, slots)
-        call = self._start(
-            self._gets, lambda taken, deadline: self._bulk.get(keys, taken, deadline), slots, timeout, Slot.release
-        )
-        return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
-
-    @property
-    def reads_ranges(self) -> bool:
-        """Whether parts of objects can be read: a host client has no sessions."""
-        return not self._shared
-
-    def start_ranges(self, keys: list[str], *, timeout: float) -> tuple[RangeRead, Pending[Status]]:
-        """Begins to read objects range by range. Returns what `start_get_range` needs, which the caller must close, and the statuses of
-        the keys. With OK, the key is there and leased."""
-        read = RangeRead(self._bulk.reads, keys)
+        batch, end = Batch(keys, list(slots), [slot.size for slot in slots]), time.monotonic() + timeout
+        _check(batch)
         call = None
-        if self.available and self.reads_ranges:
-            call = self._gets.submit(self._judged("a read", read.begin), time.monotonic() + timeout)
-        return read, Pending(self, call, len(keys), lambda status, _: status)
-
-    def start_get_range(
-        self, read: RangeRead, keys: list[str], slot: Slot, ranges: Sequence[ObjectRange], *, timeout: float
-    ) -> Pending[GetResult]:
-        """Begins to read a range of each key, which are some of those of `read`, into its place in `slot`.
-
-        The slot is retained until the call has really ended. Raises ValueError for ranges that do not fit into it.
-        """
-        if not 0 < len(keys) == len(ranges) <= MAX_TRANSFERS:
-            raise ValueError(f"got {len(keys)} keys and {len(ranges)} ranges; expected 1 to {MAX_TRANSFERS} of each")
-        if any(one.size < 1 or one.place < 0 or one.place + one.size > slot.size for one in ranges):
-            raise ValueError(f"expected ranges that lie in a slot of {slot.size} bytes, got {ranges}")
-
-        def get(taken: Sequence[Slot], deadline: float) -> list[int]:
-            return self._bulk.get_ranges(read, keys, taken[0], ranges, deadline)
-
-        call = self._start(self._gets, get, [slot], timeout, Slot.release)
+        if self.available:
+            batch.retain()
+            call = self._gets.submit(self._moves.get, end, batch.release, batch, end)
         return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
 
     def start_put(
@@ -451,82 +391,46 @@ class MooncakeStore:
         reporting it.
 
         OK means that the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY
-        means that another writer has begun the key and not ended it. A host client cannot detect this, and returns OK.
+        means that another writer has begun the key and not ended it.
 
         The slots are retained until the call has really ended; then they are settled.
         """
-        self._check_batch(keys, slots)
-        lengths = list(sizes)
-        if len(lengths) != len(keys) or any(n < 1 or n > slot.size for n, slot in zip(lengths, slots, strict=True)):
-            raise ValueError("start_put expects one size for each key, between 1 and the size of its slot")
-
+        batch, end = Batch(keys, list(slots), list(sizes)), time.monotonic() + timeout
+        _check(batch)
         config = self._put_config if placement is None else self._config_of(placement)
-
-        def put(taken: Sequence[Slot], deadline: float) -> list[int]:
-            return self._bulk.put(keys, taken, lengths, config, deadline)
-
-        def let_go(slot: Slot) -> None:
-            slot.settle()  # other tiers may still hold it
-            slot.release()
-
-        return Pending(self, self._start(self._puts, put, slots, timeout, let_go), len(keys), lambda status, _: status)
+        call = None
+        if self.available:
+            batch.retain()
+            call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
+        return Pending(self, call, len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""
-        codes = self._call(lambda: self._client.batch_remove(keys, force), timeout)
+        codes = self._call(timeout, self._client.batch_remove, keys, force)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def remove_matching(self, pattern: str, *, timeout: float) -> int:
         """Removes all keys in which a regular expression (ECMAScript's) is found, leased or not. Returns how many there were."""
-        count = self._call(lambda: self._client.remove_by_regex(pattern, True), timeout)
-        return max(0, count or 0)
+        return max(0, self._call(timeout, self._client.remove_by_regex, pattern, True) or 0)
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""
         if not 0 < len(value) <= MOST_SMALL:
             return Status.INVALID
-        code = self._small(self._puts, lambda: self._client.put(key, value, self._pinned), timeout)
+        code = self._small(self._puts, timeout, self._client.put, key, value, self._pinned)
         return Status.TIMEOUT if code is None else status_of(code)
 
     def get_small(self, key: str, *, timeout: float) -> bytes | None:
         """Returns a control object; None if it is missing or the pool did not answer in time."""
-        value = self._small(self._gets, lambda: self._client.get(key), timeout)
-        return value or None
+        return self._small(self._gets, timeout, self._client.get, key) or None
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _config_of(self, placement: Placement) -> Any:
         config = _replicate_config(load_mooncake(), placement)
-        if placement.preferred_segment == "own" and (self.segment_size or self._shared):
+        if placement.preferred_segment == "own" and self.segment_size:
             config.preferred_segment = self.hostname
         return config
-
-    def _check_batch(self, keys: Sequence[str], slots: Sequence[Slot]) -> None:
-        if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
-            raise ValueError(
-                f"got {len(keys)} keys and {len(slots)} slots; expected one slot for each key, 1 to {MAX_TRANSFERS} of them"
-            )
-
-    def _start(
-        self,
-        threads: CallThreads,
-        transfer: Callable[[Sequence[Slot], float], list[int]],
-        slots: Sequence[Slot],
-        timeout: float,
-        let_go: Callable[[Slot], None],
-    ) -> Call[list[int]] | None:
-        taken, deadline = list(slots), time.monotonic() + timeout
-        for slot in taken:
-            slot.retain()
-
-        def let_go_of_all() -> None:
-            while taken:
-                let_go(taken.pop())
-
-        if not self.available:
-            let_go_of_all()
-            return None
-        return threads.submit(self._judged("a transfer", lambda: transfer(taken, deadline)), deadline, let_go_of_all)
 
     def _drop_overdue(self) -> None:
         self._gets.drop_overdue()
@@ -536,37 +440,23 @@ class MooncakeStore:
         """Looks for silent peers, in the background. Called when a transfer's deadline has passed."""
         if self.available and self._gets.late:
             patience = self._settings.timeouts.exist_ms / 1000
-            self._control.submit(self._bulk.suspect_slow_peers, time.monotonic() + patience)
+            self._control.submit(self._moves.suspect_slow_peers, time.monotonic() + patience)
 
-    def _forfeit(self, slots: Sequence[Slot]) -> None:
-        """Gives up slots that a transfer may still use although its call has returned."""
-        if self._sharing is not None:
-            self._sharing.lose("it gave up a transfer that may go on")
-            return
-        for pool in self._regions:
-            pool.forfeit(slots, self._client)
-
-    def _call(self, function: Callable[[], R], timeout: float) -> R | None:
+    def _call(self, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
         """Runs a control call. Returns its result; None if the pool is not available or did not answer in time."""
         if not self.available:
             return None
-        call = self._control.submit(lambda: [function()], time.monotonic() + timeout)
-        if call is None:
-            return None
-        answer = call.outcome([])
-        if not answer:
-            self._timed_out("control call", call)
-            return None
-        return answer[0]
+        call = self._control.submit(function, time.monotonic() + timeout, _nothing, *args)
+        answer = None if call is None else call.outcome(None)
+        if call is not None and answer is None:
+            self._breaker.timed_out("control call", call.had_s)
+        return answer
 
-    def _small(self, threads: CallThreads, function: Callable[[], R], timeout: float) -> R | None:
+    def _small(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
         """Transfers a control object. Returns the result; None if there was none in time. A store node that is silent holds up neither the
         control calls nor, by the breaker, all others."""
-        if not self.available:
-            return None
-        call = threads.submit(lambda: [function()], time.monotonic() + timeout)
-        answer: list[R] = [] if call is None else call.outcome([])
-        return answer[0] if answer else None
+        call = threads.submit(function, time.monotonic() + timeout, _nothing, *args) if self.available else None
+        return None if call is None else call.outcome(None)
 
     def _refusal(self) -> Status:
         """The reason why a call was not begun."""
@@ -574,58 +464,13 @@ class MooncakeStore:
             return Status.CLOSED
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
-    def _judged(self, what: str, function: Callable[[], list[int]]) -> Callable[[], list[int]]:
-        """Returns a function that calls `function` and reports the outcome to the breaker, even if no caller waits any more.
-
-        The call counts as failed if every key's code means `pool_down`. A failed transfer says nothing about the master.
-        """
-
-        def call() -> list[int]:
-            codes = function()
-            statuses = {status_of(code) for code in set(codes)}
-            if statuses == {Status.POOL_DOWN}:
-                self._settle(what, failed=True)
-            elif not statuses <= OUTAGE:
-                self._settle(what, failed=False)
-            return codes
-
-        return call
-
-    def _settle(self, what: str, failed: bool) -> None:
-        self._well_until = 0.0 if failed else time.monotonic() + _WELL_S
-        if failed:
-            if self._breaker.failed():
-                log.warning(
-                    "pool %s counts as down: %s failed; trying again every %d ms",
-                    self._master,
-                    what,
-                    self._settings.breaker.probe_interval_ms,
-                )
-        elif self._breaker.succeeded():
-            log.info("pool %s is back", self._master)
-
-    def _is_fair(self, had_s: float) -> bool:
-        return had_s >= _FAIR * self._settings.timeouts.exist_ms / 1000
-
-    def _timed_out(self, what: str, call: Call[list[R]]) -> None:
-        """Counts a call whose deadline has passed as failed, if it had a fair time to run."""
-        if self._is_fair(call.had_s):
-            self._settle(f"{what} (no answer within {call.had_s:.3g} s)", failed=True)
-
-    def _register(self, pool: StagingPool) -> bool:
-        """Registers the pool's memory. Returns whether it can be used now.
-
-        Raises TransferError if Mooncake refuses the memory of a full client. A host client returns False and tries again later.
-        """
-        if isinstance(pool, SharedStagingPool) and self._sharing is not None and not self._sharing.lingers:
-            pool.let_go()
-        code = pool.register_with(self._client)
-        if code != 0 and not self._shared:
+    def _register(self, pool: StagingPool) -> None:
+        """Registers the pool's memory. Raises TransferError if Mooncake refuses it."""
+        if (code := self._client.register_buffer(pool.address, pool.nbytes)) != 0:
             raise TransferError(
                 f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code}); with rdma, "
                 "raise the limit of locked memory (ulimit -l) or lower staging_size"
             )
-        return code == 0
 
     def _keep(self) -> None:
         """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
@@ -635,7 +480,7 @@ class MooncakeStore:
                 if self._state == "opening" and self._open():
                     continue
                 if self._state == "open" and self._breaker.down and self._client.is_exist("pdc1/probe") >= 0:
-                    self._settle("probe", failed=False)
+                    self._breaker.succeeded()
             except TransferError as error:  # waiting will not help
                 log.error("pool %s: %s", self._master, error)
                 with self._changed:
@@ -649,19 +494,6 @@ class MooncakeStore:
                 self._setup_error = text
             self._pause(interval)
 
-    def _lost(self) -> None:
-        """Makes the keeper open the store anew with other memory. Called when the memory that a host client shares must not be used again."""
-        with self._changed:
-            self._retire()
-            if self._state == "open":
-                self._state = "opening"
-                self._changed.notify_all()
-
-    def _retire(self) -> None:
-        for pool in self._regions:
-            if isinstance(pool, SharedStagingPool):
-                pool.retire()
-
     def _pause(self, seconds: float) -> None:
         """Waits for the given time, or until the state changes."""
         with self._changed:
@@ -670,6 +502,11 @@ class MooncakeStore:
 
     def _open(self) -> bool:
         settings = self._settings
+        if (why := self._refused()) is not None:
+            if self._setup_error != why:
+                log.warning("Mooncake master %s: %s; trying again until it succeeds", self._master, why)
+            self._setup_error = why
+            return False
         code = self._client.setup(
             {
                 "local_hostname": self._host,
@@ -682,30 +519,42 @@ class MooncakeStore:
             }
         )
         if code != 0:
-            if self._setup_error != (error := f"setup() answered {code}"):
-                log.warning("%s: setup failed (%d); trying again until it succeeds", self._peer, code)
+            if self._setup_error != (error := f"setup() answered {code}; is a master at that address?"):
+                log.warning("Mooncake master %s: setup failed (%d); trying again until it succeeds", self._master, code)
             self._setup_error = error
             return False
         self._mounted = True
         self._setup_error = ""
         name = self._client.get_hostname()
-        if self._placement.preferred_segment == "own" and (self.segment_size or self._shared):
+        if self._placement.preferred_segment == "own" and self.segment_size:
             self._put_config.preferred_segment = name
         first = self._probe_segment() if self.segment_size else None
         if first is not None:
-            self._bulk.own_peer = first.transport_endpoint
+            self._moves.own_peer = first.transport_endpoint
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
         with self._changed:
             if self._state == "opening":
-                if not all(self._register(pool) for pool in self._regions):
-                    self._retire()
-                    self._setup_error = "mooncake_client refused our staging memory"
-                    return False
+                for pool in self._regions:
+                    self._register(pool)
                 self._state = "open"
                 self._changed.notify_all()
                 log.info("pool %s: open, segment of %d bytes as %s", self._master, self.segment_size, name)
         return True
+
+    def _refused(self) -> str | None:
+        """Returns why nothing can be there; None if something listens, or if that cannot be asked.
+
+        `setup()` holds the GIL for 4.5 s if the connection is refused: no other thread would end at its deadline.
+        """
+        host, _, port = self._master.rpartition(":")
+        if self._master.startswith("etcd://") or not port.isdecimal():
+            return None
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        except OSError as error:
+            return f"no connection: {error.strerror or error}"
+        return None
 
     def _probe_segment(self) -> Any | None:
         """Returns the descriptor of a small object put into the fresh segment, whose address is that of the segment; None if that failed.

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from bench.lib.report import option
-from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.engine import CacheEngine
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
+from pd_cache.tiers.memory import TRAILER_BYTES
 from transfer.staging import StagingPool
 
 _COPIED_TOGETHER = 64 << 20
@@ -93,7 +93,7 @@ class RawPool:
         """`memory` has a slot for each object."""
         self._client = client
         self._memory = memory
-        assert memory.register_with(client) == 0
+        assert client.register_buffer(memory.address, memory.nbytes) == 0
         self.slots = [slot for _ in keys if (slot := memory.try_lease()) is not None]
         self._addresses = [slot.address for slot in self.slots]
         self._sizes = [object_bytes] * len(keys)

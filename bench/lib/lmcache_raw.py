@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from bench.lib.pool import raw_client
-from pd_cache.adapters.lmcache_lanes import LaneL2Adapter
+from pd_cache.adapters.lmcache import LaneL2Adapter
 from pd_cache.deadline import Deadline
 
 _PATIENCE_S = 60.0

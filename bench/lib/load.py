@@ -18,7 +18,7 @@ import msgspec
 
 from bench.lib.arrivals import Arrival, prompt_ids
 from bench.lib.stats import Histogram, quantile
-from launch.access import trusting
+from launch.http import trusting
 
 _HEADERS = {"Content-Type": "application/json"}
 _LARGEST_EVENT = 4 << 20

@@ -12,8 +12,7 @@ import msgspec
 
 from launch.up import LocalCluster, quiet, running
 from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
-from transfer.environment import prepare
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import ByteSize, TransferSettings, prepare
 from transfer.store import load_mooncake
 
 
@@ -41,16 +40,6 @@ def whole_pool(segment_size: int, master: MasterNode) -> Iterator[ClusterConfig]
 
 
 @contextmanager
-def host_pool(segment_size: int) -> Iterator[tuple[str, str]]:
-    """`host:port` of a master, and of the `mooncake_client` that owns `segment_size` bytes of memory, prefaulted."""
-    with _pool(segment_size, TransferSettings(client="host")) as cluster:
-        config = cluster.config
-        store = config.node("store")
-        assert isinstance(store, StoreNode)
-        yield config.master_address, f"{store.host}:{store.port}"
-
-
-@contextmanager
 def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **changes: Any) -> Iterator[str]:
     """Yields `host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
 
@@ -65,10 +54,8 @@ def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **change
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
-    """Returns the file's `transfer` section for a client of a bench's own pool: embedded, without a segment unless it is given one."""
-    return msgspec.structs.replace(
-        config.transfer, client="embedded", client_address="", metadata="P2PHANDSHAKE", segment_size=ByteSize(0)
-    )
+    """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it is given one."""
+    return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=ByteSize(0))
 
 
 @contextmanager
@@ -98,19 +85,6 @@ def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings 
     code = client.setup(host, "P2PHANDSHAKE", 0, 16 << 20, settings.protocol, devices, master)
     if code != 0:
         raise RuntimeError(f"raw Mooncake setup answered {code}")
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-@contextmanager
-def raw_host_client(address: str) -> Iterator[Any]:
-    """Yields a bare dummy client of the `mooncake_client` at `address`."""
-    client = load_mooncake().MooncakeDistributedStore()
-    code = client.setup_dummy(0, 16 << 20, address)
-    if code != 0:
-        raise RuntimeError(f"raw Mooncake setup_dummy answered {code}")
     try:
         yield client
     finally:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from bench.lib.fleet import Location, Nothing, Site, step
 from bench.lib.report import progress
 from bench.lib.shrunken import ShrunkenCache
 from bench.lib.trace import BLOCK_TOKENS, Request
+from bench.lib.two_machines import Location, Nothing, Site, step
 from launch.discovery import find_master
 from pd_cache.blocks import Slots, StoreOutcome
+from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
-from pd_cache.tokens import CacheMetadata
 from transfer.errors import Status
 from transfer.settings import ByteSize, Timeouts, TransferSettings
 
@@ -105,10 +104,9 @@ class Tally(msgspec.Struct):
 class Replayer:
     """A client of the pool. Close it."""
 
-    def __init__(self, settings: NodeSettings, job: Open, stopping: threading.Event) -> None:
-        """Begins to connect. What loops ends soon after `stopping` is set."""
+    def __init__(self, settings: NodeSettings, job: Open) -> None:
+        """Begins to connect."""
         self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
-        self._stopping = stopping
         self._instance = f"replay-{uuid.uuid4().hex}"
         metadata = CacheMetadata.of(job.model, self._cache.layout)
         self.engine: CacheEngine = CacheEngineBuilder.get_or_create(
@@ -123,9 +121,8 @@ class Replayer:
         tally = Tally()
         start = time.monotonic()
         for request in requests:
-            due = 0.0 if speed is None else start + request.timestamp / 1000 / speed - time.monotonic()
-            if self._stopping.wait(due) if due > 0 else self._stopping.is_set():
-                break
+            if speed is not None:
+                time.sleep(max(0.0, start + request.timestamp / 1000 / speed - time.monotonic()))
             self._one(request.whole_blocks, tally)
             tally.requests += 1
             tally.prompt_tokens += request.input_length
@@ -161,14 +158,13 @@ class Replayer:
         for _ in range(2):
             busy = []
             for start in range(0, len(keys), _REMOVED_AT_ONCE):
-                if self._stopping.is_set():
-                    return
                 some = keys[start : start + _REMOVED_AT_ONCE]
                 statuses = self.engine.backend.batched_remove(some, timeout=_FIND_S)
                 busy += [key for key, status in zip(some, statuses, strict=True) if status is Status.BUSY]
             keys = busy
-            if not keys or self._stopping.wait(lease_ms / 1000 + 0.1):
+            if not keys:
                 return
+            time.sleep(lease_ms / 1000 + 0.1)
 
 
 def _names(blocks: Iterable[int]) -> list[bytes]:
@@ -187,7 +183,7 @@ class ReplaySite(Site):
         """Connects; a client from before is closed."""
         self._disconnect()
         settings = self._settings(job)
-        self._replayer = Replayer(settings, job, self.stopping)
+        self._replayer = Replayer(settings, job)
         self._replayer.engine.wait_available(_OPEN_S)
         return Opened(job.lease_ms or find_master(self.location.config, _FIND_S).lease_ttl_ms)
 
@@ -228,11 +224,9 @@ class ReplaySite(Site):
             tier = msgspec.convert({"kind": "mooncake", "pin": job.pin}, MooncakeTier)
         else:
             config = find_master(self.location.config, _FIND_S)
-            node = config.node(self.location.node)
-            assert node is not None, "a participant is a node of its file"
-            settings = config.settings_of(node)
-            tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)
+            settings = config.settings_of(config.nodes[0])
             transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
-            settings = msgspec.structs.replace(settings, transfer=transfer, segment_size=0)
+            settings = msgspec.structs.replace(settings, host=self.location.host, transfer=transfer, segment_size=0)
+            tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)
         cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks", tiers=(tier,))
         return msgspec.structs.replace(settings, cache=cache)

@@ -1,6 +1,6 @@
 """What every bench reports: its figures, and beside them the targets and whether they were met.
 
-The report is tables for people, one JSON object for scripts, and, if a bench has a `Report`, a page with plots (`bench/lib/page.py`).
+The report is tables for people, one JSON object for scripts, and, if a bench has a `Report`, a page with plots.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape as html_escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as RichTable
 
-from bench.lib.svg import Plot
+from bench.lib.plots import Plot
 from transfer.settings import ByteSize
 
 _UNCUT = 20
@@ -119,10 +120,8 @@ def finish(
     rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
     everything = {**results, "checks": rows, "ok": ok}
     if html is not None:
-        from bench.lib.page import page
-
         assert report is not None, "a page needs a report"
-        html.write_text(page(report, listed, everything), encoding="utf-8")
+        html.write_text(_page(report, listed, everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
@@ -167,3 +166,31 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def _page(report: Report, checks: Sequence[Check], results: Mapping[str, Any]) -> str:
+    """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
+    targets = [(c.name, c.value, f"{'≥' if c.at_least else '≤'} {shown(c.limit)}", "met" if c.ok else "missed") for c in checks]  # fmt: skip
+    parts = [
+        f"<h1>{html_escape(report.title)}</h1><p>{html_escape(report.summary)}</p>",
+        _table(Table("Targets", ("target", "value", "limit", ""), targets)) if checks else "",
+        *(_table(part) if isinstance(part, Table) else f"<figure>{part.plot.svg()}<figcaption>{html_escape(part.caption)}</figcaption></figure>" for part in report.parts),
+        _table(Table("How it was measured", ("", ""), list(report.about.items()))) if report.about else "",
+        f"<details><summary>All figures, as JSON</summary><pre>{html_escape(json.dumps(results, indent=1))}</pre></details>",
+    ]  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html_escape(report.title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
+        "<style>body{margin:1rem auto;max-width:72rem;padding:0 1rem;font:15px/1.5 system-ui,sans-serif}"
+        "section{overflow-x:auto}td,th{padding:.2rem .7rem;text-align:left;border-bottom:1px solid #cbd5e1}"
+        "svg{max-width:100%;height:auto}pre{overflow-x:auto}</style>\n" + "\n".join(parts) + "</html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{html_escape(name)}</th>" for name in table.columns)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html_escape(shown(cell))}</td>' for cell in row)}</tr>\n" for row in table.rows
+    )
+    return f"<section><h2>{html_escape(table.title)}</h2><table><tr>{head}</tr>\n{rows}</table><p>{html_escape(table.note)}</p></section>"

@@ -11,11 +11,11 @@ import msgspec
 import psutil
 import zmq
 
-from bench.lib.fleet import Crew, Location, Nothing, Site, step
 from bench.lib.kv import timed
-from pd_cache.client.connection import ServerConnection
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.scheduler_adapter import SchedulerAdapter
+from bench.lib.two_machines import Crew, Location, Nothing, Site, step
+from pd_cache.server.adapters import SchedulerAdapter
+from pd_cache.server.connection import ServerConnection
+from pd_cache.server.protocol import EngineIdentity, Lookup
 
 CLIENTS = 4
 RATE = 1000
@@ -29,9 +29,10 @@ def round_trips(url: str, count: int) -> list[float]:
     """Returns the seconds of each of `count` lookups that ask for nothing, one after the other."""
     client = ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
     try:
+        client.wait_ready(_PATIENCE_S)
         for _ in range(200):
-            client.lookup("", [], 0, 5).result()
-        return [timed(lambda: client.lookup("", [], 0, 5).result()) for _ in range(count)]
+            client.ask(Lookup("", b""), 5)
+        return [timed(lambda: client.ask(Lookup("", b""), 5)) for _ in range(count)]
     finally:
         client.close()
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from bench.lib.trace import BLOCK_TOKENS
-from pd_cache.backends.objects import TRAILER_BYTES
 from pd_cache.layout import KVLayout
+from pd_cache.tiers.memory import TRAILER_BYTES
 
 Words = npt.NDArray[np.uint64]
 

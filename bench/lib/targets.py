@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,8 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lib.trace import BLOCK_TOKENS
-from launch.access import NOBODY, Access, client_key, proxy_access, proxy_certificate
-from launch.asking import fetch
 from launch.discovery import open_directory
+from launch.http import NOBODY, Access, client_key, fetch, proxy_access, proxy_certificate
 from launch.up import quiet, running
 from pd_cache.cluster import (
     ClusterConfig,
@@ -125,12 +123,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnder
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
     """Returns name, vocabulary and longest request of the model that a file names. Raises ConfigError if the file does not say."""
     if isinstance(engine, ReferenceEngineConfig):
-        if engine.model.random is not None:
-            words = vocabulary or engine.model.random.vocab_size
-        else:
-            assert engine.model.path is not None
-            words = vocabulary or int(json.loads((Path(engine.model.path) / "config.json").read_text())["vocab_size"])
-        return engine.model.name, words, engine.max_model_len
+        return engine.model.name, vocabulary or engine.model.random.vocab_size, engine.max_model_len
     if engine is None or vocabulary is None:
         raise ConfigError("the file does not tell the model's vocabulary: say --vocabulary")
     return engine.name or engine.model, vocabulary, _ANY_LENGTH

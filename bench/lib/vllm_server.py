@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from launch.asking import healthy
 from launch.engines.vllm_command import executable, flags
-from launch.foreign import ForeignProgram
-from launch.process import LocalProcesses, Program
-from launch.signals import StopFlag
+from launch.http import healthy
+from launch.supervise import ForeignProgram, LocalProcesses, Program, StopFlag
 from pd_cache.cluster import Argument
 from pd_cache.cluster.addresses import free_port
 
@@ -49,11 +47,11 @@ def vllm_server(
         last.append(line)
         del last[:-_LINES]
 
-    with closing(LocalProcesses(_GRACE_S)) as processes, closing(StopFlag()) as never:
+    with closing(LocalProcesses(_GRACE_S)) as processes:
         server = Program("vllm", command, env)
         with ForeignProgram("vLLM", lambda: processes.spawn(server, note), _GRACE_S) as vllm:
             vllm.wait_serving(
-                never,
+                StopFlag(),
                 serving=lambda: healthy("127.0.0.1", port),
                 deadline=time.monotonic() + ready_timeout_s,
                 hint=lambda: "its last lines:\n" + "\n".join(last),

@@ -1,11 +1,9 @@
 """How fast bytes move from each node to each node's memory, next to raw TransferEngine between the same two, and to the link.
 
-On every machine:
-    pd-cache bench bandwidth -c cluster.yaml [--node NAME]         or  python -m bench.suites.bandwidth …
-On one machine, between two processes:
-    pd-cache bench bandwidth
+    pd-cache bench bandwidth                           on one machine, between two processes
+    pd-cache bench bandwidth --serve HOST:PORT         on one of two machines, and on the other --connect HOST:PORT
 
-The pool is the bench's own: a master at the coordinator, and of every participant a segment for as long as the bench runs. Put and get
+The pool is the bench's own: a master at the machine that connects, and of each a segment for as long as the bench runs. Put and get
 go through `MooncakeStore`, as chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of the same size.
 """
 
@@ -23,15 +21,14 @@ import click
 import msgspec
 
 from bench.lib.about import about, machine
-from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
 from bench.lib.link import link_of
+from bench.lib.plots import MatrixPlot
 from bench.lib.pool import bench_transfer, own_master
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
-from bench.lib.svg import matrix_plot
-from pd_cache.cluster.memory import machine_memory
-from transfer.engine import DirectEngine
+from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options, step
+from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
-from transfer.settings import MIN_SEGMENT, ByteSize, Placement, Timeouts
+from transfer.settings import MIN_SEGMENT, ByteSize, Placement, Timeouts, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import MooncakeStore
 
@@ -82,13 +79,54 @@ class Timed(msgspec.Struct, frozen=True):
     equal: bool = True
 
 
+class RawEngine:
+    """Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing."""
+
+    def __init__(self, settings: TransferSettings, host: str) -> None:
+        """`host`: the address at which peers reach this process. Raises TransferError if Mooncake refuses."""
+        from mooncake.engine import TransferEngine  # needs what the store has loaded already
+
+        # Mooncake takes no less than 5 s
+        longest_s = max(5, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 1000)
+        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(longest_s))
+        self._engine: Any = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
+        if code != 0:
+            raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}")
+        self.address = f"{host}:{self._engine.get_rpc_port()}"
+        self._registered: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Lets peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
+        if (code := self._engine.register_memory(address, nbytes)) != 0:
+            raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
+        self._registered.append(address)
+
+    def write(self, peer: str, slots: Sequence[Slot], remote: Sequence[int]) -> Status:
+        """Writes each slot to the address of the same index in the peer's memory. Returns OK when all are there."""
+        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
+        code = self._engine.batch_transfer_sync_write(peer, addresses, list(remote), sizes)
+        return Status.OK if code == 0 else Status.TRANSFER_FAILED
+
+    def read(self, peer: str, slots: Sequence[Slot], remote: Sequence[int]) -> Status:
+        """Fills each slot from the address of the same index in the peer's memory. Returns OK when all are full."""
+        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
+        code = self._engine.batch_transfer_sync_read(peer, addresses, list(remote), sizes)
+        return Status.OK if code == 0 else Status.TRANSFER_FAILED
+
+    def close(self) -> None:
+        """Takes the memory back."""
+        while self._registered:
+            self._engine.unregister_memory(self._registered.pop())
+
+
 class BandwidthSite(Site):
     """A store client, a segment and a raw engine, with the same batch of bytes for both."""
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
         self._store: MooncakeStore | None = None
-        self._engine: DirectEngine | None = None
+        self._engine: RawEngine | None = None
         self._source: list[Slot] = []
         self._target: list[Slot] = []
 
@@ -117,7 +155,7 @@ class BandwidthSite(Site):
         self._source, self._target = slots[: job.objects], slots[job.objects :]
         for slot in self._source:
             slot.view[:] = os.urandom(slot.size)
-        self._engine = engine = DirectEngine(settings, self.location.host)
+        self._engine = engine = RawEngine(settings, self.location.host)
         self._memory = StagingPool(job.objects * stride, job.object_bytes)
         for pool in (staging, self._memory):
             engine.register(pool.address, pool.nbytes)
@@ -166,22 +204,22 @@ class BandwidthSite(Site):
         if job.part == "remove":
             return store.remove(keys, timeout=put_s, force=True)
         if job.part == "raw_write":
-            return [engine.write(job.to.engine, self._source, remote, timeout=put_s)]
+            return [engine.write(job.to.engine, self._source, remote)]
         if job.part == "raw_read":
-            return [engine.read(job.to.engine, self._target, remote, timeout=get_s)]
+            return [engine.read(job.to.engine, self._target, remote)]
         raise ValueError(f"no part {job.part!r}")
 
     def close(self) -> None:
         """The objects go with the segments that they are in."""
         if self._engine is not None:
-            self._engine.close(5.0)
+            self._engine.close()
         if self._store is not None:
             for slot in (*self._source, *self._target):
                 slot.release()
             self._store.close()
 
 
-# --- at the coordinator ----------------------------------------------------------------------------------------------
+# --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -199,7 +237,11 @@ class Pair:
 
 
 def measure(
-    fleet: Fleet, opened: dict[str, NodeMemory], groups: Iterable[Sequence[tuple[str, str]]], batch: int, rounds: int
+    machines: Machines,
+    opened: dict[str, NodeMemory],
+    groups: Iterable[Sequence[tuple[str, str]]],
+    batch: int,
+    rounds: int,
 ) -> Iterator[list[Pair]]:
     """Yields the pairs of each group, all of a group at the same time. The first round of each is not counted."""
     timeout = _MARGIN_S + max(max(one.timeouts.get_ms, one.timeouts.put_ms) for one in opened.values()) / 1000
@@ -211,7 +253,7 @@ def measure(
                 if part.startswith("raw") and pairs[0].begin == pairs[0].end:
                     continue  # the store copies within a node; the engine would take the way over the network
                 jobs = {pair.begin: Transfer(part, run, opened[pair.end]) for pair in pairs}
-                done = fleet.run(BandwidthSite.transfer, jobs, timeout_s=timeout)
+                done = machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout)
                 for pair in pairs:
                     pair.equal &= done[pair.begin].equal
                     if turn and part in PARTS:
@@ -243,20 +285,20 @@ def link_gbps(
 
 
 def lead(
-    fleet: Fleet, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
+    machines: Machines, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
     """Opens everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
-    batch, hosts, config = object_bytes * objects, fleet.hosts, fleet.location.config
-    with own_master(config, hosts[fleet.own]) as master, fleet.closing_sites(), progress() as bar:
+    batch, hosts, config = object_bytes * objects, machines.hosts, machines.location.config
+    with own_master(config, hosts[machines.own]) as master, machines.closing_sites(), progress() as bar:
         job = JoinPool(master, object_bytes, objects)
-        opened = fleet.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
-        groups = one_at_a_time(fleet.nodes)
-        together = all_at_once(fleet.nodes) if at_once else []
+        opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
+        groups = one_at_a_time(machines.nodes)
+        together = all_at_once(machines.nodes) if at_once else []
         task = bar.add_task("pairs", total=len(groups) + len(together))
 
         def run(groups: list[list[tuple[str, str]]]) -> list[dict[str, Any]]:
             rows = []
-            for pairs in measure(fleet, opened, groups, batch, rounds):
+            for pairs in measure(machines, opened, groups, batch, rounds):
                 bar.advance(task)
                 for pair in pairs:
                     figures = {f"{part}_gbps": pair.median(part) for part in PARTS}
@@ -310,8 +352,8 @@ def report_of(figures: dict[str, Any]) -> Report:
     batch = f"{figures['objects']} objects of {size}"
     parts: list[Table | Figure] = [
         Figure(
-            matrix_plot(
-                f"{part}, one pair at a time", "GB/s", names, names,
+            MatrixPlot(
+                f"{part}, one pair at a time, GB/s", names,
                 [[by_pair[begin, end][f"{part}_gbps"] for end in names] for begin in names],
             ),
             "From the node that calls to the node whose memory it is. Within a node it is a copy in memory.",
@@ -377,7 +419,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> Byte
 
 
 @click.command()
-@fleet_options
+@machine_options
 @option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
 @option("--objects", default=16, type=click.IntRange(1, 512), help="Objects a batch.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
@@ -385,7 +427,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> Byte
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, where the kernel does not know it.")
 @report_options
 def main(
-    fleet: FleetOptions,
+    where: MachineOptions,
     size: ByteSize,
     objects: int,
     rounds: int,
@@ -393,9 +435,9 @@ def main(
     link_gbit: float | None,
     **output: Any,
 ) -> None:
-    """Put and get between all nodes, next to the raw engine and the link. Only the coordinator's options count."""
+    """Put and get between all nodes, next to the raw engine and the link."""
     figures = conduct(
-        "bandwidth", fleet, BandwidthSite, lambda all_of_us: lead(all_of_us, size, objects, rounds, at_once, link_gbit)
+        where, BandwidthSite, lambda machines: lead(machines, size, objects, rounds, at_once, link_gbit), local=2
     )
     if figures is not None:
         finish(figures, checks_of(figures), report=report_of(figures), **output)

@@ -28,10 +28,10 @@ import click
 from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, gbps, shape_options, timed
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Check, finish, option, output_options, progress, size
-from launch.process import end, spawn_child
+from launch.supervise import end, spawn_child
+from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.engine import CacheEngine, CacheEngineBuilder
-from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 

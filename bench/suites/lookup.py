@@ -1,8 +1,8 @@
 """How long a lookup takes, against naming alone, a raw `batch_is_exist` of the same keys and, if asked for, LMCache's lookup client, in
 the same run; and how many lookups a second one master answers as clients grow.
 
-pd-cache bench lookup [--lmcache]                            or  python -m bench.suites.lookup
-pd-cache bench lookup -c cluster.yaml [--node NAME]          on every machine
+pd-cache bench lookup [--lmcache]
+pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ import msgspec
 import numpy as np
 
 from bench.lib.about import about
-from bench.lib.fleet import Crew, Fleet, FleetOptions, Location, Nothing, Site, conduct, fleet_options, step
-from bench.lib.fleet.children import MOST
 from bench.lib.lmcache_lookups import LMCacheLookups
+from bench.lib.plots import LinePlot
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import Histogram
-from bench.lib.svg import line_plot
+from bench.lib.two_machines import (
+    MOST,
+    Crew,
+    Location,
+    MachineOptions,
+    Machines,
+    Nothing,
+    Site,
+    conduct,
+    machine_options,
+    step,
+)
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
 from transfer.errors import TransferError
 
 _HASH_LIMIT_RATIO = 5 / 1.5
@@ -198,7 +208,7 @@ class TimedLookups(Site):
         for _ in range(_WARM_UP):
             right()
         start = last = time.perf_counter()
-        while last < start + job.seconds and not self.stopping.is_set():
+        while last < start + job.seconds:
             if not right():
                 raise TransferError(f"{job.kind}: not the whole prompt of {job.tokens} tokens was found")
             now = time.perf_counter()
@@ -259,13 +269,13 @@ class LookupSite(Site):
         self._crew.close()
 
 
-# --- at the coordinator ----------------------------------------------------------------------------------------------
+# --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int, lmcache: bool) -> list[dict[str, float]]:
+def measure_parts(machines: Machines, master: str, chunk: int, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with (
-        looking_up(fleet.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
+        looking_up(machines.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
         peer = LMCacheLookups.of(raw, chunk) if lmcache else None
@@ -276,7 +286,7 @@ def measure_parts(fleet: Fleet, master: str, chunk: int, rounds: int, lmcache: b
 
 
 def measure_clients(
-    fleet: Fleet, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
+    machines: Machines, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     opening = Opening(master, chunk, tuple(lengths), random.randrange(1 << 31))
@@ -286,16 +296,16 @@ def measure_clients(
         for clients in levels:
             # the more, the longer they all take to start on one machine
             timeout = _MARGIN_S + _OPEN_S + 5 * clients
-            fleet.everywhere(LookupSite.grow, Growing(clients, opening), timeout_s=timeout)
+            machines.everywhere(LookupSite.grow, Growing(clients, opening), timeout_s=timeout)
             for tokens in lengths:
                 row: dict[str, Any] = {
                     "tokens": tokens,
                     "clients_per_node": clients,
-                    "clients": clients * len(fleet.nodes),
+                    "clients": clients * len(machines.nodes),
                 }
                 for kind in _KINDS:
                     level = Level(clients, Asking(kind, tokens, seconds))
-                    done = fleet.everywhere(LookupSite.ask, level, timeout_s=seconds + 2 * _MARGIN_S).values()
+                    done = machines.everywhere(LookupSite.ask, level, timeout_s=seconds + 2 * _MARGIN_S).values()
                     together = Histogram.of(one.latencies for one in done)
                     row |= {
                         f"{kind}_per_s": sum(one.per_s for one in done),
@@ -308,7 +318,7 @@ def measure_clients(
 
 
 def lead(
-    fleet: Fleet,
+    machines: Machines,
     chunk: int,
     rounds: int,
     levels: Sequence[int],
@@ -316,12 +326,12 @@ def lead(
     seconds: float,
     lmcache: bool,
 ) -> dict[str, Any]:
-    """Both parts, on a pool of the bench's own at the coordinator."""
-    config, hosts = fleet.location.config, fleet.hosts
-    with own_master(config, hosts[fleet.own], _SEGMENT) as master, fleet.closing_sites():
-        parts = measure_parts(fleet, master, chunk, rounds, lmcache)
-        clients = measure_clients(fleet, master, chunk, levels, lengths, seconds) if levels else []
-    return {"about": about(config), "nodes": hosts, "coordinator": fleet.own, "results": parts, "clients": clients}
+    """Both parts, on a pool of the bench's own at the machine that leads."""
+    config, hosts = machines.location.config, machines.hosts
+    with own_master(config, hosts[machines.own], _SEGMENT) as master, machines.closing_sites():
+        parts = measure_parts(machines, master, chunk, rounds, lmcache)
+        clients = measure_clients(machines, master, chunk, levels, lengths, seconds) if levels else []
+    return {"about": about(config), "nodes": hosts, "coordinator": machines.own, "results": parts, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -373,7 +383,7 @@ def report_of(figures: dict[str, Any]) -> Report:
                 for tokens in sorted({row["tokens"] for row in clients})
                 for kind in _KINDS
             }
-            parts.append(Figure(line_plot(unit, "clients, on all nodes together", "", lines)))
+            parts.append(Figure(LinePlot(unit, "clients, on all nodes together", "", lines)))
         parts.append(
             Table(
                 "As clients grow",
@@ -408,7 +418,7 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 
 
 @click.command()
-@fleet_options
+@machine_options
 @option("--chunk", default=256, type=click.IntRange(1), help="Tokens a chunk.")
 @option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
 @option(
@@ -419,7 +429,7 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
 @report_options
 def main(
-    fleet: FleetOptions,
+    where: MachineOptions,
     chunk: int,
     rounds: int,
     lmcache: bool,
@@ -428,16 +438,12 @@ def main(
     seconds: float,
     **output: Any,
 ) -> None:
-    """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node.
-
-    Only the coordinator's options count.
-    """
+    """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node."""
     if bad := [length for length in lengths if length % chunk]:
         raise click.UsageError(f"--tokens: {bad[0]} is no multiple of --chunk {chunk}")
 
     figures = conduct(
-        "lookup",
-        fleet,
+        where,
         LookupSite,
         lambda all_of_us: lead(all_of_us, chunk, rounds, clients, lengths, seconds, lmcache),
         local=1,

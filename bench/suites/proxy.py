@@ -29,9 +29,9 @@ import yaml
 
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
-from launch.process import end, spawn_child
-from launch.proxy.completion import Completion
+from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
+from launch.supervise import end, spawn_child
 from pd_cache.config import TracingConfig
 from pd_cache.tracing import open_tracing
 
@@ -53,7 +53,7 @@ class Timing(NamedTuple):
 def _process(*command: str) -> Iterator[str]:
     """Yields a child that prints `ready ...` when it can be used; answers the last word of that line."""
     process = spawn_child(
-        (sys.executable, *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        (sys.executable, "-P", *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert process.stdin is not None
     assert process.stdout is not None

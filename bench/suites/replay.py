@@ -6,7 +6,7 @@ cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simul
 trace's ideal), and LRU with the same capacity.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
-    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool, on every machine; only the coordinator reads FILE
+    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool; with --serve and --connect from two machines
 
 Across machines each conversation stays with one client, so that no client looks up what another is just about to store. The **hit rate**
 is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/reuse.py`.
@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import click
 
 from bench.lib.about import about
-from bench.lib.fleet import Fleet, FleetOptions, Nothing, conduct, fleet_options
+from bench.lib.plots import LinePlot
 from bench.lib.pool import local_pool
 from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
 from bench.lib.report import Check, Figure, Report, Table, finish, option, report_options
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, allotted_bytes, object_bytes
-from bench.lib.svg import SERIES, line_plot
 from bench.lib.trace import Request, deal, read_trace
+from bench.lib.two_machines import MachineOptions, Machines, Nothing, conduct, machine_options
 from launch.discovery import open_directory
 from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.errors import ConfigError
@@ -60,6 +60,8 @@ _COLUMNS = {
     "lost": "lost",
     "seconds": "seconds",
 }
+_LINES = 8
+"""Most lines of the plot."""
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
@@ -114,17 +116,17 @@ def shrunken_pool(setting: ReplaySetting, distinct: int) -> Iterator[str]:
 
 
 class Leader:
-    """The coordinator's part."""
+    """The part of the machine that leads."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[Request], speed: float | None) -> None:
-        self._fleet = fleet
+    def __init__(self, machines: Machines, requests: Sequence[Request], speed: float | None) -> None:
+        self._machines = machines
         self._trace = requests
         self._speed = speed
-        shares = deal(requests, len(fleet.nodes))
+        shares = deal(requests, len(machines.nodes))
         self._shares = {
-            node: [requests[index] for index in share] for node, share in zip(fleet.nodes, shares, strict=True)
+            node: [requests[index] for index in share] for node, share in zip(machines.nodes, shares, strict=True)
         }
-        self.clients = len(fleet.nodes)
+        self.clients = len(machines.nodes)
         self.ideal = hit_rate(requests, Infinite())
         self.requests = len(requests)
         self.prompt_tokens = sum(request.input_length for request in requests)
@@ -143,7 +145,7 @@ class Leader:
             tally, _ = self._replay(
                 what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms, pin=setting.pin
             )
-            self._fleet.everywhere(ReplaySite.disconnect, Nothing(), timeout_s=_STEP_S)
+            self._machines.everywhere(ReplaySite.disconnect, Nothing(), timeout_s=_STEP_S)
         return self._row(tally, setting)
 
     def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class Leader:
         tally, lease_ms = self._replay(f"chunks of {chunk_bytes} bytes", chunk_bytes)
         job = Remove(self.distinct, lease_ms)
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
-        self._fleet.run(ReplaySite.remove, {self._fleet.own: job}, timeout_s=timeout_s)
+        self._machines.run(ReplaySite.remove, {self._machines.own: job}, timeout_s=timeout_s)
         slot = allotted_bytes(object_bytes(chunk_bytes))
         return self._row(tally, ReplaySetting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
 
@@ -159,9 +161,9 @@ class Leader:
         """Returns what became of the requests, and the lease in force."""
         longest = max(1, *(len(request.whole_blocks) for request in self._trace))
         job = Open(model=f"replay-{uuid.uuid4().hex}", longest=longest, chunk_bytes=chunk_bytes, **pool)
-        opened = self._fleet.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
+        opened = self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
         jobs = {node: Replay(what, share, self._speed) for node, share in self._shares.items()}
-        tallies = self._fleet.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
+        tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
         return Tally.together(tallies.values()), min(one.lease_ms for one in opened.values())
 
     def _row(self, tally: Tally, setting: ReplaySetting) -> dict[str, Any]:
@@ -221,8 +223,13 @@ def _evictions(context: click.Context, option: click.Parameter, values: tuple[st
 
 
 @click.command()
-@fleet_options
-@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
+@machine_options
+@option(
+    "--trace",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="One of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces, or one in that format (bench/lib/trace.py).",
+)
 @option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
 @option(
     "--capacity",
@@ -256,7 +263,7 @@ def _evictions(context: click.Context, option: click.Parameter, values: tuple[st
 @option("--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible.")
 @report_options
 def main(
-    fleet: FleetOptions,
+    where: MachineOptions,
     trace: Path,
     limit: int | None,
     capacities: tuple[float, ...],
@@ -272,7 +279,7 @@ def main(
     for size in sizes:
         if size % STEP_BYTES:
             raise click.UsageError(f"--chunk-bytes {size} must be a multiple of {STEP_BYTES}")
-    if fleet.file is None:
+    if where.file is None:
         if len(sizes) > 1:
             raise click.UsageError("--chunk-bytes: once, where pools of any --capacity are made")
     elif capacities or evictions or leases or pin:
@@ -280,10 +287,15 @@ def main(
             "--capacity, --evict, --lease-ms and --pin are for pools of this machine; with -c the pool is the cluster's"
         )
 
-    def lead(running: Fleet) -> tuple[Leader, list[dict[str, Any]]]:
+    if where.connect and where.file is None:
+        raise click.UsageError(
+            "--connect: say which pool, that of a cluster's file (-c): those of this machine alone are on its loopback"
+        )
+
+    def lead(running: Machines) -> tuple[Leader, list[dict[str, Any]]]:
         leader = Leader(running, read_trace(trace, limit), speed)
-        if fleet.file is not None:
-            capacity, eviction = pool_of(read_config(fleet.file)[0])
+        if where.file is not None:
+            capacity, eviction = pool_of(read_config(where.file)[0])
             return leader, [leader.on_the_clusters_pool(capacity, size, eviction) for size in sizes]
         settings = settings_of(capacities, evictions, leases, pin or "none", sizes[0], len(leader.distinct))
         return leader, [
@@ -291,7 +303,7 @@ def main(
             for number, one in enumerate(settings, start=1)
         ]
 
-    led = conduct("replay", fleet, ReplaySite, lead, local=1)
+    led = conduct(where, ReplaySite, lead, local=1)
     if led is None:
         return
     leader, rows = led
@@ -303,7 +315,7 @@ def main(
         "allotted_bytes": [allotted_bytes(object_bytes(size)) for size in sizes],
         "results": rows,
     }
-    report = report_of(leader, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
+    report = report_of(leader, rows, about(None if where.file is None else read_config(where.file)[0]))
     finish(results, checks_of(rows), report=report, **output)
 
 
@@ -318,10 +330,10 @@ def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[
     for row in rows:
         capacity = row["capacity_chunks"]
         label = f"pool, {row['watermark'] or '?'} / {row['ratio'] or '?'}, lease {row['lease_ms']} ms"
-        if label in lines or len(lines) < SERIES:
+        if label in lines or len(lines) < _LINES:
             x = float(most if capacity == "unbounded" else capacity)
             lines.setdefault(label, []).append((x, row["hit_rate"]))
-    plot = line_plot(
+    plot = LinePlot(
         "Hit rate against the pool's capacity",
         "capacity, chunks of 512 tokens",
         "hit rate",

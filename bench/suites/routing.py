@@ -8,11 +8,9 @@ describes the format of traces, `bench/lib/agents.py` the synthetic one.
 - `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million
   tokens.
 - `guess_of_size`: the same, if nodes say it.
-- `events`: `prefix_aware` with the nodes' KV events, encoded and decoded as on the wire, which arrive a while (`--lag`) after the block was computed or
+- `events`: `prefix_aware` with the nodes' KV events, which arrive a while (`--lag`) after the block was computed or
   evicted.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
-
-With `--cluster`, a small real cluster too (`bench/lib/routed_cluster.py`), beside the simulation of the same requests.
 
     pd-cache bench routing [--trace FILE] --json         or  python -m bench.suites.routing --json
 """
@@ -30,16 +28,15 @@ from random import Random
 from typing import Any, Literal, NamedTuple, get_args
 
 import click
-import msgspec
 
 from bench.lib.agents import agent_trace
-from bench.lib.report import Check, Figure, Report, Table, finish, option, output_options, progress
+from bench.lib.report import Check, Report, Table, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
-from launch.proxy.block_index import BlockBudget, KnownCache, NamedPrompt, leading
-from launch.proxy.prefixes import RoutedPrompt
+from launch.proxy.events import BlockBudget, KnownCache, leading
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
-from pd_cache.kv_events import EventBatch, KvEvent, RemovedEvent, StoredEvent, encode_batch, read_batch
+from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 _ROUTERS: tuple[Router, ...] = get_args(Router)
@@ -67,7 +64,7 @@ class _SimulatedNode:
         self.queue: deque[_Waiting] = deque()
         self.busy: _Waiting | None = None
         self.blocks: OrderedDict[int, None] = OrderedDict()
-        self.events: deque[tuple[float, bytes]] = deque()
+        self.events: deque[tuple[float, EventBatch]] = deque()
         """When each batch arrives at the router."""
         self._room = cache_tokens // BLOCK_TOKENS
 
@@ -87,7 +84,7 @@ class _SimulatedNode:
         if gone:
             events.append(RemovedEvent([*gone], "GPU"))
         if events:
-            self.events.append((now + lag_s, encode_batch(EventBatch(now, events))))
+            self.events.append((now + lag_s, EventBatch(now, events)))
         return found
 
 
@@ -143,7 +140,7 @@ def simulate(
     def hear(now: float) -> None:
         for url, node in fleet.items():
             while node.events and node.events[0][0] <= now:
-                batch = read_batch(node.events.popleft()[1])
+                batch = node.events.popleft()[1]
                 if router == "events":
                     known[url].apply([batch])
 
@@ -200,71 +197,6 @@ def compare(
     return rows
 
 
-_BUSY = 0.6
-"""Which part of the time the real cluster's nodes are to compute, if half of all tokens are hits."""
-
-
-def compare_real(agents: int, cache_blocks: int, most: int = 160) -> list[dict[str, Any]]:
-    """Returns what routers make of a real cluster of two prefill nodes, beside what the simulation says of it. A row per router.
-
-    The simulated nodes compute at the rate at which a real one computes a prompt that it does not know. They have no pool. The real nodes have
-    one, without which they could hand nothing over, and load from it what their own caches lack. So the proxy's `load_bytes` says that loading
-    costs as much as computing, except in the last run, `events, pool`, in which the proxy weighs what the pool holds as it usually does.
-    """
-    from bench.lib.routed_cluster import BLOCK, fits, real_reports, routed_cluster, shrunken_prompts
-    from pd_cache.cluster import ProxyConfig
-    from transfer.settings import ByteSize
-
-    fitting = [request for request in agent_trace(agents, span_s=120.0, seed=1) if fits(request)][:most]
-    shrunk = BLOCK_TOKENS // BLOCK
-    rows = []
-    with routed_cluster(cache_blocks) as config:
-        spread = ProxyConfig(policy="round_robin", direct_tokens=0)
-        (cold,) = shrunken_prompts([fitting[-1]], 99)
-        warm_up, first, second = (
-            real_reports(config, spread, False, [[*cold[index:], *cold[:index]]], [0.0])[0] for index in (1, 2, 3)
-        )
-        del warm_up  # what is computed first takes longer
-        rate = (first["asked"] + second["asked"]) / (first["seconds"] + second["seconds"])
-        span = sum(request.input_length for request in fitting) / shrunk * 0.5 / (2 * rate * _BUSY)
-        stretch = span * 1000 / fitting[-1].timestamp
-        requests = [msgspec.structs.replace(request, timestamp=request.timestamp * stretch) for request in fitting]
-        times = [request.timestamp / 1000 for request in requests]
-        routers: tuple[Router, ...] = ("round_robin", "least_loaded", "guess", "events")
-        for number, router in enumerate(routers):
-            policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-            settings = ProxyConfig(policy=policy, direct_tokens=0, load_bytes=ByteSize(1))
-            prompts = shrunken_prompts(requests, number)
-            reports = real_reports(config, settings, router == "events", prompts, times)
-            rows.append(_real_row(router, requests, cache_blocks, rate * shrunk, reports))
-        reports = real_reports(
-            config, ProxyConfig(direct_tokens=0), True, shrunken_prompts(requests, len(routers)), times
-        )
-    rows.append(_real_row("oracle", requests, cache_blocks, rate * shrunk, []))
-    return [*rows, {"policy": "events, pool", "requests": len(requests), "simulated_hit_rate": None, **_real(reports)}]
-
-
-def _real_row(
-    router: Router, requests: list[Request], cache_blocks: int, rate: float, reports: list[dict[str, float]]
-) -> dict[str, Any]:
-    simulated = simulate(requests, router, 2, cache_blocks * BLOCK_TOKENS, rate).hit_rate
-    return {"policy": router, "requests": len(requests), "simulated_hit_rate": simulated, **_real(reports)}
-
-
-def _real(reports: list[dict[str, float]]) -> dict[str, float | None]:
-    """Returns what real nodes reported; nothing but None if there are no reports."""
-    if not reports:
-        return dict.fromkeys(("real_hit_rate", "real_load_rate", "real_p50_s", "real_p99_s"))
-    seconds = [report["seconds"] for report in reports]
-    asked = sum(report["asked"] for report in reports)
-    return {
-        "real_hit_rate": sum(report["at_hand"] for report in reports) / asked,
-        "real_load_rate": sum(report["loaded"] for report in reports) / asked,
-        "real_p50_s": quantile(seconds, 0.5),
-        "real_p99_s": quantile(seconds, 0.99),
-    }
-
-
 @click.command()
 @option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
 @option(
@@ -281,9 +213,6 @@ def _real(reports: list[dict[str, float]]) -> dict[str, float | None]:
 )
 @option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
 @option("--lag", default=_LAG_S, type=click.FloatRange(0.0), help="Seconds until an event is with the router.")
-@option("--cluster", is_flag=True, help="A small real cluster with vLLM, too; needs vLLM and some minutes.")
-@option("--cluster-agents", default=12, type=click.IntRange(1), help="Sessions of its trace.")
-@option("--cluster-blocks", default=256, type=click.IntRange(140), help="Blocks of a node's own cache there.")
 @output_options
 def main(
     trace: Path | None,
@@ -292,17 +221,14 @@ def main(
     caches: tuple[int, ...],
     rate: float,
     lag: float,
-    cluster: bool,
-    cluster_agents: int,
-    cluster_blocks: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
     workloads = {} if trace is None else {"trace": read_trace(trace)}
     if agents:
         workloads["agents"] = agent_trace(agents)
-    if not workloads and not cluster:
-        raise click.UsageError("neither --trace, --agents nor --cluster: nothing to route")
+    if not workloads:
+        raise click.UsageError("neither --trace nor --agents: nothing to route")
     rows: list[dict[str, Any]] = []
     checks = []
     with progress() as bar:
@@ -327,19 +253,8 @@ def main(
         "ideal_hit_rate": {name: ideal_hit_rate(requests) for name, requests in workloads.items()},
         "results": rows,
     }
-    if cluster:
-        results["cluster"] = real = compare_real(cluster_agents, cluster_blocks)
-        measured = {row["policy"]: row for row in real}
-        known, oracle = measured["events"]["real_hit_rate"], measured["oracle"]["simulated_hit_rate"]
-        checks.append(
-            Check("hits of the simulated oracle's, real cluster", known / max(1e-9, oracle), 0.95, at_least=True)
-        )
-    tables: list[Table | Figure] = [
-        Table("", tuple(part[0]), [tuple(row.values()) for row in part])
-        for part in (rows, results.get("cluster"))
-        if part
-    ]
-    finish(results, checks, report=Report("Routing", parts=tables), **output)
+    table = Table("", tuple(rows[0]), [tuple(row.values()) for row in rows])
+    finish(results, checks, report=Report("Routing", parts=[table]), **output)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """What a cluster of 1 to 1,000 nodes does, in simulation, and what is full first.
 
-Requests of a trace come at a rate that grows with the cluster. Unit costs are measured on this machine, or given in a file. The policies are
-the product's own modules. `--validate` runs a real cluster of the reference engine beside its simulation first.
+Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules; unit costs are assumed, or given in
+a file.
 
     pd-cache bench scale --trace FILE --html scale.html
     pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives
-    pd-cache bench scale --trace FILE --validate 1x1 --validate 2x2 --rounds 3
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,30 +18,157 @@ import click
 import msgspec
 
 from bench.lib.about import about
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
-from bench.lib.simulation.costs import UnitCosts, read_costs, write_costs
-from bench.lib.simulation.growing import GrowthPlan, GrowthStep, Limit, grow, limits, usual_rate
-from bench.lib.simulation.validating import ComparedLoad, EngineCount, spread, validate, whole_conversations, workbench
-from bench.lib.svg import Bars, bar_plot, line_plot
-from bench.lib.trace import read_trace
+from bench.lib.plots import LinePlot
+from bench.lib.report import Figure, Report, Table, finish, option, progress, report_options, size
+from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
+from bench.lib.simulation.costs import UnitCosts, read_costs
+from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
+from bench.lib.stats import quantile
+from bench.lib.trace import Request, read_trace
 from pd_cache.cluster import ProxyConfig
 from transfer.settings import ByteSize
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_NEAR = 0.15
-"""How far a simulated figure may be from the real one."""
 _SHOWN = 1.25
 """Where a plot of shares ends: what is full is full."""
+_LEAST_REQUESTS = 300
+_DEPTH = 300
+_TRIAL_NODES = 4
+_TRIAL_BUSY = 0.2
+_TRIAL_REQUESTS = 100
 
 
-def _counts(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[EngineCount, ...]:
-    def read(value: str) -> EngineCount:
-        parts = value.split("x")
-        if len(parts) != 2 or not all(part.isdecimal() and 1 <= int(part) <= 8 for part in parts):
-            raise click.BadParameter(f"{value!r} is not of the form 2x1 (prefill x decode nodes, 1 to 8 of each)", context, parameter)  # fmt: skip
-        return EngineCount(*map(int, parts))
+class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cluster grows."""
 
-    return tuple(map(read, values))
+    prefill_share: float = 0.5
+    """Of all nodes; at least one decodes."""
+    proxies: int = 1
+    node_memory: int = 32 << 30
+    """Bytes that each node gives to the pool."""
+    requests_per_node: int = 8
+    warm: int = 1000
+    """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
+    proxy: ProxyConfig = ProxyConfig()
+    seed: int = 0
+
+    def prefill(self, nodes: int) -> int:
+        """Returns how many of so many nodes prefill."""
+        return min(nodes - 1, max(1, round(nodes * self.prefill_share))) if nodes > 1 else 0
+
+
+class GrowthStep(msgspec.Struct):
+    """What a number of nodes does."""
+
+    nodes: int
+    prefill: int
+    decode: int
+    requests: int
+    rate: float
+    """Requests a second that came."""
+    answered_per_s: float
+    """While requests came, and until the last one of these was answered."""
+    refused: int
+    """Requests that were answered with an error."""
+    hit_rate: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    asked: dict[str, float]
+    """What each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full."""
+    busiest: dict[str, float]
+    """The same of the one of its kind that was asked for most."""
+
+
+class Limit(msgspec.Struct):
+    """When a resource is full."""
+
+    resource: str
+    nodes: float | None
+    """From how many nodes on, between those that were simulated; None if it never is."""
+    rate_per_node: float
+    """Requests a second and node at which it would be full in the largest cluster that does not ask too much of anything."""
+
+
+def grow(
+    trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: int, rate_per_node: float, requests: int = 0
+) -> GrowthStep:
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or what the plan says."""
+    prefill = plan.prefill(nodes)
+    rate = rate_per_node * nodes
+    count = requests or max(_LEAST_REQUESTS, plan.requests_per_node * nodes)
+    # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
+    share = min(1.0, plan.requests_per_node * nodes / _DEPTH)
+    users = of_some_users(trace, share) or trace
+    copied = CopiedTrace(users, round(plan.warm * share), min(_DEPTH, count))
+    arrivals = copied.arrivals(count, rate, plan.seed)
+    cluster = SimulatedCluster(
+        ClusterPlan(
+            prefill,
+            nodes - prefill,
+            plan.proxies,
+            pool_chunks=max(1, nodes * plan.node_memory // costs.chunk_bytes),
+            proxy=plan.proxy,
+            seed=plan.seed,
+        ),
+        costs,
+    )
+    for request in copied.passed:
+        for copy in range(copied.copies(count)):
+            cluster.remember(names_of(copied.parts(request, copy), costs.engine.chunk_tokens))
+    outcomes, uses = cluster.run([of_arrival(one, costs.engine.chunk_tokens) for one in arrivals])
+    answered = [one for one in outcomes if not one.error]
+    firsts = [one.first or 0.0 for one in answered]
+    seconds = max([one.due + one.last for one in answered] + [arrivals[-1].due])
+    return GrowthStep(
+        nodes=nodes,
+        prefill=prefill,
+        decode=nodes - prefill,
+        requests=len(outcomes),
+        rate=rate,
+        answered_per_s=len(answered) / seconds,
+        refused=len(outcomes) - len(answered),
+        hit_rate=sum(one.cached or 0 for one in answered) / max(1, sum(one.prompt_tokens for one in answered)),
+        ttft_p50_ms=quantile(firsts, 0.5) * 1e3,
+        ttft_p99_ms=quantile(firsts, 0.99) * 1e3,
+        asked={use.name: use.asked for use in uses},
+        busiest={use.name: use.busiest for use in uses},
+    )
+
+
+def usual_rate(trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, busy: float) -> float:
+    """Returns the requests a second and node that keep engines `busy` (0 to 1) of the time, those of the kind that has more to do."""
+    guess = 1.0
+    for _ in range(12):
+        step = grow(trace, costs, plan, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
+        most = max(step.asked["prefill"], step.asked["decode"])
+        if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
+            return guess * busy / most
+        guess *= min(10.0, max(0.1, _TRIAL_BUSY / max(most, 1e-6)))
+    return guess
+
+
+def limits(steps: Sequence[GrowthStep]) -> list[Limit]:
+    """Returns when each resource is full, the first one first; those that never are, behind, by how much they were asked."""
+    healthy = [step for step in steps if max(step.asked.values()) < 1.0] or steps[:1]
+    largest = healthy[-1]
+    found = []
+    for name in steps[0].asked:
+        shares = [(step.nodes, step.asked[name]) for step in steps]
+        rate = largest.rate / largest.nodes / max(largest.asked[name], 1e-12)
+        found.append(Limit(name, full_at(shares), rate))
+    return sorted(found, key=lambda one: (one.nodes or math.inf, one.rate_per_node))
+
+
+def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
+    """Returns at how many nodes a share comes to 1, by a straight line between the numbers of nodes around; None if it never does."""
+    before: tuple[int, float] | None = None
+    for nodes, share in shares:
+        if share >= 1.0:
+            if before is None or share == before[1]:
+                return float(nodes)
+            return before[0] + (nodes - before[0]) * (1.0 - before[1]) / (share - before[1])
+        before = (nodes, share)
+    return None
 
 
 @click.command()
@@ -56,11 +183,7 @@ def _counts(context: click.Context, parameter: click.Parameter, values: tuple[st
 @option("--busy", default=0.6, type=click.FloatRange(0, 1, min_open=True))
 @option("--requests-per-node", default=8, type=click.IntRange(1), help="How long each number of nodes is simulated.")
 @option("--warm", default=1000, type=click.IntRange(0), help="Requests of the trace that the pool has seen before.")
-@option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs that are not as measured here. With a file that gives all, nothing is measured.")  # fmt: skip
-@option("--write-costs", "costs_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the unit costs to this file, in the form that --costs reads.")  # fmt: skip
-@option("--validate", "clusters", multiple=True, callback=_counts, help="Also run a real cluster of so many prefill x decode nodes on this machine, such as 2x1; may be given several times.")  # fmt: skip
-@option("--rounds", default=3, type=click.IntRange(1), help="Of a validation.")
-@option("--validate-requests", default=60, type=click.IntRange(8), help="Of each load of a validation.")
+@option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
 @option("--seed", default=0)
 @report_options
 def main(
@@ -76,18 +199,12 @@ def main(
     requests_per_node: int,
     warm: int,
     file: Path | None,
-    costs_file: Path | None,
-    clusters: tuple[EngineCount, ...],
-    rounds: int,
-    validate_requests: int,
     seed: int,
     **output: Any,
 ) -> None:  # fmt: skip
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
-    given = (
-        None if file is None else read_costs(file, UnitCosts())
-    )  # what is wrong with it is found before anything is measured
+    costs = UnitCosts() if file is None else read_costs(file)
     plan = GrowthPlan(
         warm=warm,
         prefill_share=prefill_share,
@@ -97,29 +214,9 @@ def main(
         proxy=ProxyConfig(max_requests=max_requests, policy=policy),
         seed=seed,
     )
-    compared: list[ComparedLoad] = []
+    per_node = rate or usual_rate(requests, costs, plan, busy)
     with progress() as bar:
-        measured: UnitCosts | None = None
-        for cluster in clusters:
-            task = bar.add_task("", total=1 + 2 * rounds)
-
-            def told(what: str, task: Any = task) -> None:
-                bar.update(task, description=what, advance=1)
-
-            more, measured = validate(cluster, whole_conversations(requests, validate_requests), rounds, seed, told)
-            compared += more
-            bar.remove_task(task)
-        if measured is None and not (given is not None and file is not None and _gives_all(file)):
-            with workbench(EngineCount(1, 1)) as bench:
-                bench.warm_up(requests, seed)
-                measured = bench.costs()
-        costs = given if measured is None or file is None else read_costs(file, measured)
-        costs = costs or measured
-        assert costs is not None
-        if costs_file is not None:
-            write_costs(costs, costs_file)
         steps = []
-        per_node = rate or usual_rate(requests, costs, plan, busy)
         for nodes in bar.track(sorted(set(counts or _NODES)), description="nodes"):
             steps.append(grow(requests, costs, plan, nodes, per_node))
     found = limits(steps)
@@ -128,30 +225,14 @@ def main(
         "costs": msgspec.to_builtins(costs),
         "results": [msgspec.to_builtins(step) for step in steps],
         "limits": [msgspec.to_builtins(one) for one in found],
-        "validation": [{**msgspec.to_builtins(one), "ratios": one.ratios()} for one in compared],
     }
-    report = report_of(steps, found, compared, costs, per_node, about())
-    finish(results, checks_of(compared), report=report, **output)
-
-
-def _gives_all(file: Path) -> bool:
-    """Returns whether a file of costs leaves nothing to be measured: it is the same whatever was measured."""
-    ones = msgspec.convert({section: {key: 2 * value + 1 for key, value in costs.items()} for section, costs in msgspec.to_builtins(UnitCosts()).items()}, UnitCosts)  # fmt: skip
-    return read_costs(file, UnitCosts()) == read_costs(file, ones)
-
-
-def checks_of(compared: Sequence[ComparedLoad]) -> list[Check]:
-    """Each quantity of a validation is within 15 % of the real one, in the median of the rounds."""
-    return [
-        Check(f"{cluster} {load}: {name}, simulated / real: off by", abs(middle - 1), _NEAR, at_least=False)
-        for cluster, load, name, middle, _, _ in spread(compared)
-    ]
+    report = report_of(steps, found, costs, per_node, about())
+    finish(results, [], report=report, **output)
 
 
 def report_of(
     steps: Sequence[GrowthStep],
     found: Sequence[Limit],
-    compared: Sequence[ComparedLoad],
     costs: UnitCosts,
     rate: float,
     facts: Mapping[str, str],
@@ -186,11 +267,9 @@ def report_of(
             "99th percentile": [(float(step.nodes), step.ttft_p99_ms) for step in steps],
         }
         parts += [
-            Figure(line_plot("How full each resource is", "nodes", "share asked for; 1 is full", shares, y_most=_SHOWN), "Lines end at the top where more is asked for than can ever be done."),
-            Figure(line_plot("Time to first token", "nodes", "milliseconds", times)),
+            Figure(LinePlot("How full each resource is", "nodes", "share asked for; 1 is full", shares, y_most=_SHOWN), "Lines end at the top where more is asked for than can ever be done."),
+            Figure(LinePlot("Time to first token", "nodes", "milliseconds", times)),
         ]  # fmt: skip
-    if compared:
-        parts += _validation(compared)
     flat = [[f"{section}.{key}", value] for section, values in msgspec.to_builtins(costs).items() for key, value in values.items()]  # fmt: skip
     parts.append(Table("Unit costs", ["cost", "value"], [[name, f"{value:.4g}"] for name, value in flat], "Seconds of one core, unless the name says otherwise."))  # fmt: skip
     return Report(
@@ -199,21 +278,6 @@ def report_of(
         parts,
         facts,
     )
-
-
-def _validation(compared: Sequence[ComparedLoad]) -> list[Table | Figure]:
-    rows = [
-        [f"{one.cluster} {one.load} {one.round}", one.real.requests_per_s, one.simulated.requests_per_s, one.real.hit_tokens, one.simulated.hit_tokens, one.real.ttft_p50_ms, one.simulated.ttft_p50_ms, one.real.ttft_p90_ms, one.simulated.ttft_p90_ms, one.others, one.late_ms]
-        for one in compared
-    ]  # fmt: skip
-    columns = ["load, round", "requests/s", "simulated", "hit tokens", "simulated", "TTFT p50, ms", "simulated", "TTFT p90, ms", "simulated", "other programs, cores", "woken late, ms"]  # fmt: skip
-    ratios = [[cluster, load, name, middle, least, most] for cluster, load, name, middle, least, most in spread(compared)]  # fmt: skip
-    groups = [Bars(f"{cluster} {load} {name}", (middle,)) for cluster, load, name, middle, _, _ in spread(compared)]
-    return [
-        Table("A real cluster and its simulation", columns, rows, "A cluster of prefill x decode engines, a master and a proxy on this machine. burst: all requests at once. steady: at half the rate of the burst's answers. other programs: how many cores they took meanwhile. woken late: how long a thread that should run waited for a core."),
-        Table("Simulated / real", ["cluster", "load", "quantity", "median", "least", "most"], ratios, "Over the rounds."),
-        Figure(bar_plot("Simulated / real, median of the rounds", "", ["simulated / real"], groups), "1 is right; the target is 0.85 to 1.15."),
-    ]  # fmt: skip
 
 
 def _first(found: Sequence[Limit], steps: Sequence[GrowthStep]) -> str:

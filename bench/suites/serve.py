@@ -6,7 +6,8 @@ that every prompt is computed anew, then without, so that prompts reuse what oth
 
     pd-cache bench serve --rate 2                a small cluster of the reference engine on this machine
     pd-cache bench serve --trace FILE --speed 0.5 --scale 16
-    pd-cache bench serve --rate 50 -c cluster.yaml         on every machine: each sends its share to the cluster's proxy
+    pd-cache bench serve --rate 50 -c cluster.yaml         requests to the cluster's proxy
+    pd-cache bench serve --serve HOST:PORT                 on a second machine, which sends half with --connect HOST:PORT on the first
     pd-cache bench serve --rate 2 --url http://HOST:PORT --vocabulary 32000      any server that speaks OpenAI's API
 """
 
@@ -14,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,13 @@ import msgspec
 
 from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
-from bench.lib.fleet import Fleet, FleetOptions, Location, Site, conduct, fleet_options, step
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
+from bench.lib.plots import LinePlot
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import quantile
-from bench.lib.svg import line_plot
 from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace
+from bench.lib.two_machines import MachineOptions, Machines, Site, conduct, machine_options, step
 from pd_cache.cluster import read_config
 from pd_cache.errors import ConfigError
 
@@ -89,44 +89,18 @@ class Send(msgspec.Struct, frozen=True):
 class ServeSite(Site):
     """This machine's generator."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._lock = threading.Lock()
-        self._cancel: Callable[[], object] | None = None
-
     @step
     def send(self, job: Send) -> Load:
-        """Until the last request has ended; what became of them."""
-
-        async def run() -> Load:
-            task, loop = asyncio.current_task(), asyncio.get_running_loop()
-            assert task is not None
-            with self._lock:
-                self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-            try:
-                if self.stopping.is_set():
-                    return Load()
-                with progress() as bar:
-                    task_id = bar.add_task(job.what, total=len(job.arrivals))
-                    start = time.monotonic() + _START_S
-                    return await generate(job.target, job.arrivals, start, lambda: bar.advance(task_id))
-            finally:
-                with self._lock:
-                    self._cancel = None
-
-        try:
-            return asyncio.run(run())
-        except asyncio.CancelledError:
-            return Load()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._cancel is not None:
-                self._cancel()
+        """Returns what became of the requests, when the last one has ended."""
+        with progress() as bar:
+            task = bar.add_task(job.what, total=len(job.arrivals))
+            return asyncio.run(
+                generate(job.target, job.arrivals, time.monotonic() + _START_S, lambda: bar.advance(task))
+            )
 
 
 def run_pass(
-    fleet: Fleet,
+    machines: Machines,
     name: str,
     server: ServerUnderLoad,
     target: Destination,
@@ -134,16 +108,16 @@ def run_pass(
     ttft_limit_s: float | None,
 ) -> tuple[Load, dict[str, Any]]:
     """Has every generator send its share, all beginning together. Returns what they saw, and a row of the report."""
-    parts = len(fleet.nodes)
+    parts = len(machines.nodes)
     jobs = {
         node: Send(
             name, target._replace(salted=target.salted and f"{target.salted}-{node}"), list(arrivals[part::parts])
         )
-        for part, node in enumerate(fleet.nodes)
+        for part, node in enumerate(machines.nodes)
     }
     timeout_s = arrivals[-1].due + target.deadline_s + _STEP_S
     before, direct = looked_up(server.prefill), past_prefill(server.url, server.watching)
-    load = join(fleet.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
+    load = join(machines.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
     after = looked_up(server.prefill)
     row = summarize(load, ttft_limit_s)
     row["ideal_hit_rate"] = ideal_hit_rate(arrivals) if not target.salted else 0.0
@@ -174,7 +148,7 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 @click.command()
-@fleet_options
+@machine_options
 @option(
     "--url",
     help="A server to send requests to, instead of the cluster's proxy or a small cluster of this machine's own.",
@@ -185,16 +159,16 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
     type=click.IntRange(16),
     help="Prompts are made of token ids below this; by default the model's, where the file tells it.",
 )
-@option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the coordinator.")
+@option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the machine that leads.")
 @option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
-    help="Requests a second, of all machines together, at random times (Poisson).",
+    help="Requests a second, of both machines together, at random times (Poisson).",
 )
 @option(
     "--trace",
     type=click.Path(path_type=Path),
-    help="Prompts, and times where no --rate is given, of a trace; read at the coordinator.",
+    help="Prompts, and times where no --rate is given, of a trace; read at the machine that leads.",
 )
 @option("--speed", default=1.0, type=click.FloatRange(0, min_open=True), help="Times a trace's own.")
 @option(
@@ -236,7 +210,7 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
 @option("--only-reuse", is_flag=True, help="Leave out the pass that computes everything anew.")
 @report_options
 def main(
-    fleet: FleetOptions,
+    where: MachineOptions,
     url: str | None,
     model: str | None,
     vocabulary: int | None,
@@ -252,13 +226,18 @@ def main(
     if load["rate"] is None and load["trace"] is None:
         raise click.UsageError("say how fast requests come: --rate, --trace, or both")
 
-    def lead(there: Fleet) -> tuple[dict[str, Load], list[dict[str, Any]]]:
+    if where.connect and where.file is None and url is None:
+        raise click.UsageError(
+            "--connect: say what to put under load, with -c or --url: a cluster of this machine alone is on its loopback"
+        )
+
+    def lead(there: Machines) -> tuple[dict[str, Load], list[dict[str, Any]]]:
         key = "" if key_file is None else _read_key(key_file)
         with ExitStack() as stack:
             if url is not None:
                 server = any_server(url, model, vocabulary, key)
-            elif fleet.file is not None:
-                server = clusters_proxy(read_config(fleet.file)[0], vocabulary)
+            elif where.file is not None:
+                server = clusters_proxy(read_config(where.file)[0], vocabulary)
             else:
                 server = stack.enter_context(own_cluster(vocabulary))
             arrivals = LoadPlan(**{**load, "longest": min(load["longest"] or 1 << 30, server.longest)}).arrivals()
@@ -280,11 +259,11 @@ def main(
                 rows.append({"pass": name, **row})
             return loads, rows
 
-    led = conduct("serve", fleet, ServeSite, lead, local=1)
+    led = conduct(where, ServeSite, lead, local=1)
     if led is not None:
         loads, rows = led
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in load.items()}
-        report = report_of(loads, rows, about(None if fleet.file is None else read_config(fleet.file)[0]))
+        report = report_of(loads, rows, about(None if where.file is None else read_config(where.file)[0]))
         results = {"load": shown, "results": rows}
         finish(results, checks_of(rows), report=report, **output)
 
@@ -310,8 +289,8 @@ def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], fact
         spread = {name: distribution([one.first or 0.0 for one in ones]) for name, ones in answered.items()}
         course = {name: in_slices(ones) for name, ones in answered.items()}
         parts += [
-            Figure(line_plot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0)),
-            Figure(line_plot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False)),
+            Figure(LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0)),
+            Figure(LinePlot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False)),
         ]  # fmt: skip
     return Report("A cluster under load", "Open loop: requests begin when they are due, however slow the cluster is.", parts, facts)  # fmt: skip
 

@@ -34,15 +34,15 @@ from bench.lib.server_lookups import (
 )
 from bench.lib.stats import quantile
 from launch.up import quiet, running
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.observer import server_status
-from pd_cache.client.server_cache import ServerCache
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode, dump_config, read_config
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
-from pd_cache.tokens import CacheMetadata
+from pd_cache.server.client import ServerCache
+from pd_cache.server.connection import server_status
+from pd_cache.server.protocol import EngineIdentity
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 

@@ -26,19 +26,18 @@ import click
 import numpy as np
 
 from bench.lib.kv import PagedPrompt, Shape, gbps, timed
+from bench.lib.plots import BarPlot, LinePlot
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, finish, option, output_options, progress, size
-from bench.lib.svg import Bars, bar_plot, line_plot
-from pd_cache.backends.base import StorageBackend
-from pd_cache.backends.compose import open_backend
-from pd_cache.backends.eviction import make_policy
-from pd_cache.backends.hybrid import HybridBackend
-from pd_cache.backends.index import EvictingIndex
-from pd_cache.backends.mooncake import MooncakeBackend
-from pd_cache.backends.objects import TRAILER_BYTES
+from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.engine import CacheEngineBuilder
-from pd_cache.tokens import CacheMetadata
+from pd_cache.tiers import open_backend
+from pd_cache.tiers.base import StorageBackend
+from pd_cache.tiers.hybrid import HybridBackend
+from pd_cache.tiers.index import EvictingIndex
+from pd_cache.tiers.memory import TRAILER_BYTES
+from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
@@ -376,14 +375,13 @@ def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int
 
     At least `least` are replaced, and each once; the median over slices of that.
     """
-    index: EvictingIndex[int] = EvictingIndex(entries, make_policy(policy, entries))
+    index: EvictingIndex[int] = EvictingIndex(entries, policy)
 
     def take_in(keys: Sequence[str]) -> float:
         start = time.thread_time()  # nothing here waits: other processes do not count
         for key in keys:
-            place = index.reserve(key).place
-            assert place is not None
-            index.fill(place, key, 0)
+            assert index.reserve(key).refusal is None
+            index.fill(key, 0)
         return time.thread_time() - start
 
     take_in(names(entries))
@@ -424,15 +422,15 @@ def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> 
         ("disk, put", "disk_put_gbps", "raw_write_gbps"),
         ("pool, pipelined retrieve", "pipelined_retrieve_gbps", "plain_retrieve_gbps"),
     )
-    bars = [Bars(label, (figures[ours], figures[limit])) for label, ours, limit in pairs]
+    bars = {label: (figures[ours], figures[limit]) for label, ours, limit in pairs}
     (folder / "tiers.svg").write_text(
-        bar_plot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars).svg()
+        BarPlot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars).svg()
     )
     lines: dict[str, list[tuple[float, float]]] = {
         policy: [(float(n), float(figures[f"evict_us_{policy}_{n}"])) for n in sizes] for policy in POLICIES
     }
     (folder / "eviction.svg").write_text(
-        line_plot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines).svg()
+        LinePlot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines).svg()
     )
 
 

@@ -30,6 +30,7 @@ from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Check, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.vllm_server import vllm_server
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import (
     ClusterConfig,
     ConnectorConfig,
@@ -41,7 +42,6 @@ from pd_cache.cluster import (
 )
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tokens import CacheMetadata
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 

@@ -12,7 +12,9 @@ import msgspec
 
 import pd_cache
 from launch.discovery.membership import View
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
+    About,
     CacheServerNode,
     Capacity,
     ClusterConfig,
@@ -23,15 +25,13 @@ from pd_cache.cluster import (
     NodeRecord,
     ReferenceEngineConfig,
 )
+from pd_cache.cluster.addresses import port_of
 from pd_cache.cluster.checks import ELECTION_S
 from pd_cache.errors import ConfigError
-from pd_cache.tokens import Namespace
 
 log = logging.getLogger(__name__)
 
 OnChange = Callable[[View], None]
-
-_PROMISE_S = 10.0
 
 
 class Directory:
@@ -101,6 +101,8 @@ class Member:
         self._announced = False
         self.namespaces: tuple[Namespace, ...] = ()
         """Those of its model's groups of layers. Set it before `announce`, on a node that keeps a cache and knows them."""
+        self.kv_tokens = 0
+        """How many tokens vLLM's own cache holds. Set it before `announce`, if the node is one of vLLM's."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -115,7 +117,7 @@ class Member:
     def announce(self, address: str) -> None:
         """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer."""
         record = describe_node(self._config, self._node, address, self.namespaces)
-        record = msgspec.structs.replace(record, master=self.master)
+        record = msgspec.structs.replace(record, master=self.master).telling(About(kv_tokens=self.kv_tokens))
         if self._registration is not None and not self._announced:
             self._announced = True
             self._registration.announce(record)
@@ -152,6 +154,7 @@ def describe_node(
         address=address,
         instance=uuid.uuid4().hex,
         metrics=_metrics_address(node),
+        versions=f"http://{node.host}:{node.versions}" if isinstance(node, MasterNode) else None,
         lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
         capacity=capacity,
@@ -199,22 +202,15 @@ def known_master(config: ClusterConfig) -> str | None:
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
     """Returns the same cluster with its masters in it: those of the file, or those that registered.
 
-    Raises ConfigError if no master is found within `timeout_s`. Clients find elected masters by themselves, but not how long these protect a
-    key. So it waits for elected masters, too, but only for a few seconds, and without an error.
+    Raises ConfigError if no master is found within `timeout_s`.
     """
     discovery, elected = config.discovery, config.masters.ha
     if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):
         return config
-    deadline = time.monotonic() + (min(timeout_s, _PROMISE_S) if elected else timeout_s)
+    deadline = time.monotonic() + timeout_s
     with EtcdDirectory(config, discovery) as directory:
         while not (found := directory.view().by_role("master")):
             if time.monotonic() > deadline:
-                if elected:
-                    log.warning(
-                        "no elected master has registered yet; assuming that each protects a key for %d ms",
-                        config.lease_ttl_ms,
-                    )
-                    return config
                 raise ConfigError(
                     f"no master of the cluster {config.name} registered in etcd ({', '.join(discovery.endpoints)}) "
                     f"within {timeout_s:g} s; is one running, and is `name` the same in its file?"
@@ -228,5 +224,11 @@ def _master(record: NodeRecord) -> MasterNode:
     host, _, port = record.address.rpartition(":")
     lease = record.lease_ttl_ms or MasterNode(name="default").lease_ttl_ms
     return MasterNode(
-        name=record.name, host=host, port=int(port), metrics_port=0, lease_ttl_ms=lease, client_ttl_s=ELECTION_S
+        name=record.name,
+        host=host,
+        port=int(port),
+        metrics_port=0,
+        versions_port=port_of(record.versions or ""),
+        lease_ttl_ms=lease,
+        client_ttl_s=ELECTION_S,
     )

@@ -23,6 +23,7 @@ from launch.discovery.stubs import load_etcd3
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record, differences
 from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
+from pd_cache.versions import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _LONGEST_TICK_S = 1.0
 _MOST_REASONS = 8
 """How many reasons are logged in one outage, each once: a slow answer may be followed by a refusal that somebody has to mend."""
+_PAGE = 512
+"""Entries. A record has less than a KiB."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
-    ("grpc.max_receive_message_length", 64 << 20),  # grpc's 4 MiB would hold three large values, but no list
+    ("grpc.max_receive_message_length", 16 << 20),  # a page of a list that has more is asked for again, in smaller ones
 )
 
 
@@ -205,8 +208,7 @@ class EtcdRegistration:
         return True
 
     def _compare(self, client: Any, record: NodeRecord) -> None:
-        found = (_read(kv, self._prefix) for kv in client.get_prefix_response(self._prefix).kvs)
-        others = (other for _, other in found if isinstance(other, NodeRecord))
+        others = (other for _, other in _list_entries(client, self._prefix)[0] if isinstance(other, NodeRecord))
         for name, difference in differences(others).items():
             log.warning("%s: %s", "this node" if name == record.name else name, difference)
 
@@ -219,6 +221,54 @@ class EtcdRegistration:
                 )  # removes our record, but not that of another process under the same name
         except (load_etcd3().Etcd3Exception, grpc.RpcError) as error:
             log.warning("could not deregister (%s); the lease ends by itself within %d s", error, self._ttl_s)
+
+
+class EtcdValues:
+    """Reads and replaces single values over one connection. Thread-safe. A call waits for at most one other call."""
+
+    def __init__(self, settings: EtcdDiscovery) -> None:
+        """Sends nothing yet. Raises ConfigError if a password or certificate cannot be read."""
+        self._opener = _EtcdOpener(settings)
+        self._stack = contextlib.ExitStack()
+        self._client: Any = None
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes | None:
+        """Returns a value as it is now; None if there is none. Raises UnavailableError."""
+        value: bytes | None = self._call(lambda client: client.get(key)[0])
+        return value
+
+    def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
+        """Writes a value, unless it is not `before` any more. Returns whether it did. Raises UnavailableError."""
+
+        def exchange(client: Any) -> bool:
+            made = client.transactions
+            same = made.version(key) == 0 if before is None else made.value(key) == before
+            done, _ = client.transaction(compare=[same], success=[made.put(key, after)], failure=[])
+            return bool(done)
+
+        return bool(self._call(exchange))
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._stack.close()
+
+    def _call(self, call: Callable[[Any], Any]) -> Any:
+        if not self._lock.acquire(timeout=self._opener.timeout_s):
+            raise UnavailableError("etcd is slow: other calls wait for it")
+        try:
+            if self._client is None:
+                self._client = self._stack.enter_context(self._opener.client())
+            return call(self._client)
+        except Exception as error:
+            self._client = None
+            try:
+                self._stack.__exit__(type(error), error, error.__traceback__)
+            except _Lost as lost:
+                raise UnavailableError(str(lost)) from error
+            raise UnavailableError(f"etcd: {error}") from error
+        finally:
+            self._lock.release()
 
 
 class EtcdWatch:
@@ -298,10 +348,10 @@ class EtcdWatch:
             pause.wait()
 
     def _read(self, client: Any, pause: _Pause) -> None:
-        answer = client.get_prefix_response(self._prefix)
-        self._sync(answer.kvs)
+        entries, revision = _list_entries(client, self._prefix)
+        self._sync(entries)
         pause.reset()
-        self._stream = stream = _watch_stream(client, self._prefix, answer.header.revision + 1)
+        self._stream = stream = _watch_stream(client, self._prefix, revision + 1)
         try:
             if self._closed.is_set():
                 return
@@ -337,11 +387,10 @@ class EtcdWatch:
 
     # --- what was learned ----------------------------------------------------------------------------------------
 
-    def _sync(self, kvs: Iterable[Any]) -> None:
+    def _sync(self, entries: Iterable[tuple[str, NodeRecord | str]]) -> None:
         records: list[NodeRecord] = []
         unreadable: dict[str, str] = {}
-        for kv in kvs:
-            name, found = _read(kv, self._prefix)
+        for name, found in entries:
             if isinstance(found, NodeRecord):
                 records.append(found)
             else:
@@ -362,10 +411,10 @@ class EtcdWatch:
                     self._membership.delete(_name(event.kv.key, self._prefix), time.monotonic())
                     continue
                 name, found = _read(event.kv, self._prefix)
-                if not isinstance(found, NodeRecord):
+                if isinstance(found, NodeRecord):
+                    self._membership.put(found)
+                else:
                     self._membership.spoil(name, found)
-                elif not self._membership.put(found):
-                    log.warning("left out node %s: there are too many nodes", name)
             self._publish(before)
 
     def _lost(self, why: str) -> None:
@@ -385,10 +434,43 @@ class EtcdWatch:
         """Publishes the view, and logs what became unreadable since `before`. Call with the lock held, so that views arrive in order."""
         view = self._membership.view()
         if before is not None:
-            for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
+            new = sorted(set(view.unreadable) - set(before.unreadable))
+            for name, why in new[:_MOST_REASONS]:
                 log.warning("etcd: %s%s is ignored: %s", self._prefix, name, why)
+            if len(new) > _MOST_REASONS:
+                log.warning("etcd: %d more entries are ignored; `pd-cache status` names them", len(new) - _MOST_REASONS)
         if self._on_change is not None:
             self._on_change(view)
+
+
+def _list_entries(client: Any, prefix: str) -> tuple[list[tuple[str, NodeRecord | str]], int]:
+    """Returns what is below a prefix, each entry with its name as `_read` does, and the revision at which all of it was so.
+
+    Reads in pages. An entry that is too large for a message is named without its value. So what lies there besides records, however much
+    it is, keeps no node from being seen.
+    """
+    from etcd3 import etcdrpc, utils
+
+    start, end = utils.to_bytes(prefix), utils.increment_last_byte(utils.to_bytes(prefix))
+    found: list[tuple[str, NodeRecord | str]] = []
+    size, revision, more = _PAGE, 0, True
+    while more:
+        request = etcdrpc.RangeRequest(
+            key=start, range_end=end, limit=max(1, size), revision=revision, keys_only=size == 0
+        )
+        try:
+            answer = client.kvstub.Range(request, client.timeout, metadata=client.metadata)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or not size:
+                raise
+            size = 0 if size == 1 else max(1, size // 8)
+            continue
+        revision, more = revision or answer.header.revision, answer.more
+        for kv in answer.kvs:
+            found.append(_read(kv, prefix) if size else (_name(kv.key, prefix), "it is larger than any record"))
+            start = kv.key + b"\0"
+        size = size or _PAGE
+    return found, revision
 
 
 def _watch_stream(client: Any, prefix: str, revision: int) -> Any:

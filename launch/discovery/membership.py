@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pd_cache.cluster import NodeRecord
 
 MAX_NODES = 4096
+_TOO_MANY = f"left out: there are more than {MAX_NODES} nodes"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class View:
     doubted: frozenset[str] = frozenset()
     """The names of nodes that have been missing since an outage."""
     unreadable: tuple[tuple[str, str], ...] = ()
-    """The names of entries that are not readable records, each with the reason; sorted, at most `MAX_NODES`."""
+    """The names of entries that are not readable records or were left out, each with the reason; sorted, at most `MAX_NODES`."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """Returns the nodes of these roles."""
@@ -56,8 +57,11 @@ class Membership:
 
     def sync(self, records: Iterable[NodeRecord], now: float, unreadable: Mapping[str, str] | None = None) -> None:
         """Notes a full list, which ends an outage. `unreadable`: its unreadable entries, by name, with the reason."""
-        listed = {record.name: record for record in list(records)[:MAX_NODES]}
-        self._unreadable = dict(list((unreadable or {}).items())[:MAX_NODES])
+        # known nodes first: a flood of new ones must not drive them out
+        ordered = sorted(records, key=lambda record: record.name not in self._nodes)
+        listed = {record.name: record for record in ordered[:MAX_NODES]}
+        left_out = {record.name: _TOO_MANY for record in ordered[MAX_NODES:]}
+        self._unreadable = dict(list((left_out | dict(unreadable or {})).items())[:MAX_NODES])
         listed |= {name: self._nodes[name] for name in self._unreadable if name in self._nodes}
         if self._stale_since is not None:
             self._settled_at = now + self._grace_s
@@ -70,14 +74,14 @@ class Membership:
             self._doubted = set()
         self._nodes = listed
 
-    def put(self, record: NodeRecord) -> bool:
-        """Notes that a node is there. Returns False, and leaves the node out, if there are more than `MAX_NODES`."""
-        self._unreadable.pop(record.name, None)
+    def put(self, record: NodeRecord) -> None:
+        """Notes that a node is there. A new one beyond `MAX_NODES` is left out, and counts as unreadable."""
         if record.name not in self._nodes and len(self._nodes) >= MAX_NODES:
-            return False
+            self.spoil(record.name, _TOO_MANY)
+            return
+        self._unreadable.pop(record.name, None)
         self._nodes[record.name] = record
         self._doubted.discard(record.name)
-        return True
 
     def spoil(self, name: str, why: str) -> None:
         """Notes that the entry under a name is not a readable record now."""

@@ -1,13 +1,162 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
-There is one module per subject; each turns what it reads into findings: `libraries`, `rdma`, `memory`, `files`, `open_files`, `clock`,
-`network` (ports, and which nodes reach which), `cluster` (what nodes report), `probe` (a real put and get to each segment). `examine`
-calls them in order, `report` shows the outcome. docs/doctor.md explains each check. Nothing is changed, and whatever is put into the pool
-is removed again.
+`checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them. docs/doctor.md explains each check. Nothing
+is changed, and whatever is put into the pool is removed again.
 """
 
-from launch.doctor.examine import examine
-from launch.doctor.finding import DoctorReport, Finding, Verdict
-from launch.doctor.report import as_json, report_table
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+import pd_cache
+from launch.discovery import View, find_master
+from launch.doctor.checks import (
+    installed_findings,
+    library_findings,
+    memory_findings,
+    rdma_findings,
+    skew_findings,
+)
+from launch.doctor.probe import (
+    advertised_findings,
+    discovery_finding,
+    fingerprint_findings,
+    listening_findings,
+    master_findings,
+    node_findings,
+    peer_findings,
+    peer_report,
+    probe_findings,
+    reach_findings,
+    reach_from_here,
+    segment_findings,
+    unknown_segments,
+    version_findings,
+)
+from launch.doctor.report import DoctorReport, Finding, Verdict, as_json, report_table, skipped
+from launch.http import proxy_access
+from launch.masters import Segment
+from launch.reachability import targets_of
+from launch.status import ClusterStatus, cluster_status
+from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.addresses import is_local, local_nodes
+from pd_cache.errors import ConfigError
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "as_json", "examine", "report_table"]
+
+_AT_A_TIME = 16
+_MASTER_S = 5.0
+
+
+def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> DoctorReport:
+    """Checks everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
+    findings = list(_findings(config, root))
+    name = None if file is None else os.fsencode(file).decode(errors="backslashreplace")
+    if name is not None:
+        given = f"-c {shlex.quote(name)}"
+        findings = [
+            msgspec.structs.replace(finding, repair=finding.repair.replace("-c FILE", given)) for finding in findings
+        ]
+    return DoctorReport(
+        version=pd_cache.__version__,
+        host=socket.gethostname(),
+        file=name,
+        broken=sum(finding.verdict is Verdict.BROKEN for finding in findings),
+        warnings=sum(finding.verdict is Verdict.WARNING for finding in findings),
+        findings=findings,
+    )
+
+
+def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
+    yield from library_findings()
+    yield from installed_findings()
+    yield from rdma_findings(None if config is None else config.transfer, root)
+    if config is None:
+        yield from memory_findings(None, (), (), root)
+        yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
+        return
+    status = cluster_status(config)
+    segments, leading = status.segments, next(iter(status.leading), None)
+    mine = local_nodes(config)
+    running = {row.name for row in status.nodes if row.answers} | {
+        node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
+    }
+    yield from memory_findings(config, mine, running, root)
+    yield from listening_findings(mine, root)
+    yield from _cluster(config, status, segments)
+    yield from _network(config, status, segments, None if leading is None else leading.name)
+    if segments and leading is not None:
+        yield from _transfers(config, segments, leading.record.metrics or "")
+    else:
+        yield skipped("transfer.segment", "not tried: there is no segment to put anything into")
+
+
+def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None) -> Iterator[Finding]:
+    yield discovery_finding(config, status)
+    yield from node_findings(status)
+    yield from master_findings(config, status)
+    yield from version_findings(status.nodes)
+    yield from fingerprint_findings(status.nodes)
+    if segments is None:
+        yield unknown_segments("no leading master tells which segments there are")
+    else:
+        yield from segment_findings(status.nodes, segments)
+    answering = {row.name: row.url for row in status.nodes if row.answers and row.url and not is_local(row.host)}
+    yield from skew_findings(answering)
+
+
+def _network(
+    config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None, leading: str | None
+) -> Iterator[Finding]:
+    rows = status.nodes
+    hosts = {row.host for row in rows if row.host} | {node.host for node in config.nodes}
+    view = View(tuple(row.record for row in rows))
+    reached = reach_from_here(targets_of(config, view, segments or (), leading))
+    yield from reach_findings(reached)
+    yield from advertised_findings(hosts, segments or ())
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
+        access = proxy_access(config)
+        told = zip(rows, threads.map(lambda row: peer_report(row, access), rows), strict=True)
+        reports = {row.name: report for row, report in told if report is not None}
+    yield from peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
+
+
+def _transfers(config: ClusterConfig, segments: list[Segment], metrics: str) -> Iterator[Finding]:
+    from transfer.settings import rdma_devices
+
+    if config.transfer.protocol == "rdma" and not rdma_devices():
+        yield skipped("transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP")
+        return
+    try:
+        config = find_master(config, _MASTER_S)
+    except ConfigError as error:
+        yield skipped("transfer.segment", f"not tried: {error}")
+        return
+    yield from probe_findings(config, segments, metrics, _own_host(config))
+
+
+def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:
+    """Returns whether the pool has all the memory that a host's nodes promise."""
+    promised = sum(config.segment_size(node) for node in config.nodes if node.host == host)
+    return sum(segment.size_bytes for segment in segments or () if segment.host == host) >= promised
+
+
+def _own_host(config: ClusterConfig) -> str:
+    """Returns the address by which the cluster knows this machine, or else the one from which packets to the master come."""
+    mine = local_nodes(config)
+    if mine:
+        return mine[0].host
+    address = next((node.host for node in config.nodes), "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        try:
+            sender.connect((address, 9))  # nothing is sent
+            return str(sender.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

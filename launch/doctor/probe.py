@@ -1,28 +1,385 @@
-"""A real put and get of 64 MiB to each segment of the pool, with the bytes compared and the bandwidth measured.
+"""Checks of the cluster: what its nodes report, who reaches whom, and a real put and get to each segment.
 
-The objects have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not pinned, so
-what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is evicted for a
-test.
+The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not
+pinned, so what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is
+evicted for a test.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import os
+import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from launch.doctor.finding import Finding, broken, ok, skipped, warning
-from launch.doctor.network import MOONCAKE_PORTS
+import pd_cache
+from launch.doctor.report import Finding, broken, ok, skipped, warning
+from launch.http import NOBODY, Access, fetch
 from launch.masters import Segment, places_at
-from pd_cache.cluster import ClusterConfig, MasterNode
-from pd_cache.cluster.memory import shown_bytes
+from launch.reachability import PeerAddress, PeerReport, Reach, reach, read_peers
+from launch.status import ClusterStatus, NodeStatus
+from pd_cache.cluster import ClusterConfig, MasterNode, Node
+from pd_cache.cluster.addresses import host_of
+from pd_cache.cluster.machine import shown_bytes
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
+
+# --- what nodes report -------------------------------------------------------------------------------------------------
+
+
+_UP = "pd-cache up -c FILE"
+
+
+def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
+    """Returns whether discovery's view is fresh."""
+    check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
+    if status.source == kind:
+        return ok(check, f"{kind}: {len(status.nodes)} nodes")
+    return broken(
+        check, status.source, why="nodes that come are not found, and those that left are still asked",
+        repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
+    )  # fmt: skip
+
+
+def node_findings(status: ClusterStatus) -> Iterator[Finding]:
+    """Yields which nodes answer, as `pd-cache status` sees it. If none answers, that is a single finding."""
+    check = "cluster.node"
+    asked = [row for row in status.nodes if row.asked]
+    if asked and not any(row.answers for row in asked):
+        yield broken(
+            check, f"none of the {len(asked)} nodes that take questions answers", why="the cluster is not running, or not from here",
+            repair=_UP,
+        )  # fmt: skip
+        return
+    for name, why in status.unreadable.items():
+        yield broken(check, why, name, why="no process that starts now finds the node of that name", repair="start that node again; if there is none: etcdctl del, under /pd-cache")  # fmt: skip
+    for row in status.nodes:
+        if row.silent:
+            yield broken(
+                check, row.state, row.name, why=f"a {row.record.role} node is missing",
+                repair=f"on {row.host}: {_UP}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
+            )  # fmt: skip
+        elif row.state.startswith("degraded"):
+            yield broken(
+                check, row.state, row.name, why="it answers, and says that not all of it works",
+                repair="its log, and the other findings about it",
+            )  # fmt: skip
+        elif row.asked:
+            yield ok(check, row.state, row.name)
+
+
+def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
+    """Nodes with another version of pd-cache than this one."""
+    check, ours = "cluster.version", pd_cache.__version__
+    told = [row for row in rows if row.record.version]
+    same = [row.name for row in told if row.record.version == ours]
+    if same:
+        yield ok(check, f"{ours} on {', '.join(same)}")
+    for row in told:
+        if row.record.version != ours:
+            yield warning(
+                check, f"{row.record.version}, and {ours} here", row.name,
+                why="versions may name chunks in other ways, and cache servers refuse engines of another one",
+                repair=f"on {row.host}: install the wheel of pd-cache {ours}, as README.md says",
+            )  # fmt: skip
+
+
+def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
+    """Nodes that never share a hit with the others. Nodes that serve another model are not meant to."""
+    check = "cluster.fingerprint"
+    known = [row for row in rows if row.record.fingerprint]
+    if known and not any(row.difference for row in known):
+        names = ", ".join(row.name for row in known)
+        yield ok(check, f"{names}: one namespace, so they share hits")
+    usual = {row.record.model for row in known if not row.difference}
+    for row in known:
+        if row.difference:
+            make = broken if row.record.model in usual else warning
+            yield make(
+                check, row.difference, row.name, why="what one of them stores, the other computes again",
+                repair="make cache and engine of the file, and the model's folder, the same on both",
+            )  # fmt: skip
+
+
+def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
+    """Returns whether exactly one master leads."""
+    check = "cluster.master"
+    masters, leading = status.masters, [row.name for row in status.leading]
+    for row in masters:
+        if row.leads:
+            yield ok(check, "leads" if row.name in leading else row.leads, row.name)
+    if masters and len(leading) != 1:
+        found = f"{len(leading)} of {len(masters)} masters lead" + (f": {', '.join(leading)}" if leading else "")
+        yield broken(
+            check, found,
+            why="each of them knows only some of the keys" if leading else "without a leader no key can be found or stored",
+            repair="pd-cache launch master -c FILE; with master.ha: etcdctl endpoint health, then the masters' logs",
+        )  # fmt: skip
+    if config.masters.ha and len(masters) < 2:
+        yield warning(
+            check, f"master.ha is set, and there is {len(masters)} master", why="nobody takes over when it dies",
+            repair="nodes: give the file a second master, on another host",
+        )  # fmt: skip
+
+
+def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:
+    """Returns whether the pool has the memory that the nodes of each host are to give."""
+    check = "cluster.segments"
+    promised: dict[str, int] = defaultdict(int)
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.record.capacity.segment_bytes:
+            promised[row.host] += row.record.capacity.segment_bytes
+            names[row.host].append(row.name)
+    mounted: Mapping[str, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        mounted[segment.host].append(segment)
+    for host, size in promised.items():
+        here = sum(segment.size_bytes for segment in mounted[host])
+        found = f"{', '.join(names[host])}: {shown_bytes(size)} promised, {shown_bytes(here)} in the pool"
+        if here < size:
+            yield broken(
+                check, found, host, why="chunks that should land there have no room, and those that lay there are gone",
+                repair=f"on {host}: {_UP}; a node that hangs or died loses its segment after client_ttl_s",
+            )  # fmt: skip
+        else:
+            yield ok(check, found, host)
+    if not promised and not segments:
+        yield broken(
+            check, "no node gives memory to the pool", why="every store fails: there is nowhere to put a chunk",
+            repair="nodes: give one a segment_size, or add a node of role store",
+        )  # fmt: skip
+
+
+def unknown_segments(reason: str) -> Finding:
+    """Returns the finding in place of all those that need the list of segments."""
+    return skipped("cluster.segments", reason)
+
+
+# --- who reaches whom --------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 4
+_PEERS_S = 15.0
+"""A node tries the addresses that it knows before it answers: at most eight seconds of connections, after it has asked discovery."""
+_WHY_HERE = "what this machine cannot reach, its engines cannot load from or store to"
+_WHY_THERE = "a node that cannot reach another computes again what that one has, and its stores fail"
+MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
+
+
+def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
+    """Judges the outcome of connections from here."""
+    check = "network.from_here"
+    good = [one for one in reached if one.ok]
+    if good:
+        peers = len({one.target.peer for one in good})
+        yield ok(check, f"{len(good)} addresses of {peers} nodes, segments and services take connections")
+    for one in reached:
+        if not one.ok:
+            found = f"{one.target.what} at {one.target.address}: {one.error}"
+            yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open_port(one.target))
+
+
+def reach_from_here(targets: Iterable[PeerAddress]) -> list[Reach]:
+    """Connects to each target."""
+    return asyncio.run(reach(targets))
+
+
+def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
+    """Returns what a node says it reaches; None if it says nothing, like vLLM and masters. `access`: key and certificates for proxies."""
+    if (
+        not row.asked
+        or row.silent
+        or row.record.role not in ("prefill", "decode", "proxy")
+        or not row.record.address.startswith("http")
+    ):
+        return None
+    try:
+        needed = access if row.record.role == "proxy" else NOBODY
+        return read_peers(fetch(f"{row.record.address}/peers", _PEERS_S, needed))
+    except (OSError, ValueError):
+        return None
+
+
+def peer_findings(
+    rows: Iterable[NodeStatus], reports: Mapping[str, PeerReport], reached: Iterable[Reach], here: Collection[str]
+) -> Iterator[Finding]:
+    """Judges which nodes reach each other and this machine.
+
+    `reports`: by the name of the node. `reached`: from here, so that a dead address is reported once. `here`: this machine's hosts.
+    """
+    check = "network.from_nodes"
+    dead = {one.target for one in reached if not one.ok}
+    silent: dict[str, list[str]] = defaultdict(list)
+    spoken = set(here)
+    for row in rows:
+        report = reports.get(row.name)
+        host = row.host
+        if report is None:
+            if host:
+                silent[host].append(row.name)
+            continue
+        spoken.add(host)
+        failed = [one for one in report.reached if not one.ok and one.target not in dead]
+        if not failed:
+            count = sum(one.ok for one in report.reached)
+            beyond = f", {report.left_out} were not tried" if report.left_out else ""
+            yield ok(check, f"reaches {count} addresses of the others{beyond}", row.name)
+            continue
+        shown = "; ".join(f"{_named(one.target)}: {one.error}" for one in failed[:_SHOWN])
+        more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        yield broken(
+            check, f"does not reach what this machine does: {shown}{more}", row.name, why=_WHY_THERE,
+            repair=f"{_open_port(failed[0].target)}; look for routes and firewalls between it and {host}",
+        )  # fmt: skip
+    mute = [f"{host} ({', '.join(sorted(names))})" for host, names in sorted(silent.items()) if host not in spoken]
+    if mute:
+        shown = ", ".join(mute)
+        yield skipped(check, f"no node tells what is reached from {shown}", repair="on each: pd-cache doctor -c FILE")
+
+
+def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:
+    """Finds segments that only their own host can reach, in a cluster of several `hosts`."""
+    if len({host for host in hosts if not _only_here(host)}) < 2:
+        return
+    for segment in segments:
+        told = [address for address in (segment.segment_name, segment.te_endpoint) if _only_here(host_of(address))]
+        if told:
+            yield broken(
+                "network.advertised", f"is given out as {told[0]}, which other machines cannot reach", segment.segment_name,
+                why="chunks that land there can only be read on its own machine",
+                repair="nodes: the host of that node must be the address that the others reach it at",
+            )  # fmt: skip
+
+
+def _only_here(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _named(target: PeerAddress) -> str:
+    return (
+        f"{target.what} of {target.peer} at {target.address}"
+        if target.what != "segment"
+        else f"segment {target.peer} at {target.address}"
+    )
+
+
+def _open_port(target: PeerAddress) -> str:
+    host, _, port = target.address.rpartition(":")
+    if target.what == "segment":
+        return f"let {port}/tcp through the firewall of {host}; {MOONCAKE_PORTS}"
+    return f"on {host}: is {target.peer} running? ss -ltn 'sport = :{port}'; else let {port}/tcp through its firewall"
+
+
+# --- where Mooncake's clients listen: on all addresses, without a key; only a firewall can restrict that ---------------
+
+
+_LISTENING = "network.listening"
+_MOST_ADDRESSES, _MOST_PORTS = 16, 8
+_LISTENS = "0A"
+"""In /proc/net/tcp: the state LISTEN."""
+
+
+def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Finding]:
+    """Checks where `nodes`, those of this machine, listen beyond their `host`."""
+    ports = wide_ports(root)
+    if not ports:
+        yield skipped(_LISTENING, "no Mooncake client runs here")
+        return
+    written = {address for node in nodes if (address := _resolved(node.host)) is not None}
+    others = sorted(own_addresses(root) - written)[:_MOST_ADDRESSES]
+    targets = [
+        PeerAddress("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
+        for other in others
+        for port in sorted(ports)[:_MOST_PORTS]
+    ]
+    yield listening_verdict(asyncio.run(reach(targets)), written)
+
+
+def listening_verdict(reached: Iterable[Reach], written: Iterable[str]) -> Finding:
+    """Judges the outcome of connections to the addresses that the file does not name."""
+    taken = sorted({one.target.address.rpartition(":")[0] for one in reached if one.ok})
+    if not taken:
+        return ok(_LISTENING, "Mooncake's ports can be reached at no address that the file does not name")
+    first, last = _client_ports()
+    allowed = ", ".join(["127.0.0.0/8", *sorted(written)])
+    return warning(
+        _LISTENING, f"Mooncake's clients also take connections at {', '.join(taken)}",
+        why="they listen on all addresses, whatever host says, and ask for no key: who connects reads and writes the pool",
+        repair=f"nft add rule inet filter input tcp dport {first}-{last} ip daddr != {{ {allowed} }} drop; nft add rule inet "
+        f"filter input meta nfproto ipv6 tcp dport {first}-{last} drop",
+    )  # fmt: skip
+
+
+def wide_ports(root: Path = Path("/")) -> set[int]:
+    """Returns the ports, in the range of Mooncake's clients, on which a process of this machine listens at all addresses."""
+    first, last = _client_ports()
+    found = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = (root / "proc/net" / name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, *_ = line.split()
+            address, port = local.split(":")
+            if state == _LISTENS and not int(address, 16) and first <= int(port, 16) <= last:
+                found.add(int(port, 16))
+    return found
+
+
+def own_addresses(root: Path = Path("/")) -> set[str]:
+    """Returns addresses of this machine at which other machines could reach it."""
+    found: set[str] = set()
+    before = ""
+    for line in _lines(root / "proc/net/fib_trie"):
+        if "/32 host LOCAL" in line:
+            found.add(before)
+        before = line.split()[-1] if line.split() else ""
+    for line in _lines(root / "proc/net/if_inet6"):
+        found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
+    kept = (ipaddress.ip_address(address) for address in found)
+    return {str(address) for address in kept if not address.is_loopback and not address.is_link_local}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _client_ports() -> tuple[int, int]:
+    """Returns the range from which Mooncake's clients choose their ports, by this environment; theirs may differ."""
+    values = (os.environ.get("MC_MIN_RPC_PORT", ""), os.environ.get("MC_MAX_RPC_PORT", ""))
+    first, last = (
+        int(value) if value.isdigit() else usual for value, usual in zip(values, (15000, 17000), strict=True)
+    )
+    return first, last
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError):
+        return None
+
+
+# --- a put and a get of 64 MiB to each segment -------------------------------------------------------------------------
+
 
 PREFIX = "pdc1/doctor"
 _OBJECT = 4 << 20
@@ -34,8 +391,8 @@ _CONTROL_S = 2.0
 _MOST_HUNG = 3
 """How many segments may hang; each holds 64 MiB until its call returns. After so many, the others are not tried."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
-_CHECK = "transfer.segment"
-_WHY = "chunks that lie there cannot be used, and those that land there are lost"
+_SEGMENT = "transfer.segment"
+_WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"
 
 
 class _Probed(NamedTuple):
@@ -58,7 +415,7 @@ def probe_findings(
     try:
         for segment in sorted(segments, key=lambda segment: segment.segment_name):
             if hung == _MOST_HUNG:
-                yield skipped(_CHECK, f"not tried: {hung} segments did not answer", segment.segment_name)
+                yield skipped(_SEGMENT, f"not tried: {hung} segments did not answer", segment.segment_name)
                 continue
             room = int(segment.size_bytes * watermark) - segment.allocator_used_bytes
             objects = min(_OBJECTS, room // _OBJECT)
@@ -67,7 +424,7 @@ def probe_findings(
                 continue
             try:
                 if store is None:
-                    store, pool = _open(config, host)
+                    store, pool = _open_store(config, host)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
                     "transfer.pool", f"a client of the pool cannot be opened: {error}", why="no engine could either",
@@ -85,13 +442,11 @@ def probe_findings(
             store.close()
 
 
-def _open(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
-    """Returns a full client, even if engines share one: a segment out of its reach is out of reach for other machines' clients, too."""
+def _open_store(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
+    """Returns a client and its staging memory."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,
-        client="embedded",
-        client_address="",
         segment_size=ByteSize(0),
         staging_size=ByteSize(_OBJECT * _OBJECTS),
         prefault=True,
@@ -165,13 +520,13 @@ class _Probe:
         ):
             return _Probed(
                 broken(
-                    _CHECK, "gives back other bytes than were put there", name,
+                    _SEGMENT, "gives back other bytes than were put there", name,
                     why="every chunk from there fails its checksum, and is computed again",
                     repair="memtest of that machine, the NIC's counters: ethtool -S DEV | grep -i err",
                 ),
                 False,
             )  # fmt: skip
-        return _Probed(_judged(self._segment, total, total / put_s, total / get_s), False)
+        return _Probed(_measured(self._segment, total, total / put_s, total / get_s), False)
 
     def _elsewhere(self) -> int:
         """Returns how many objects landed in another segment; 0 if the master does not say."""
@@ -187,16 +542,16 @@ class _Probe:
         name, host = self._segment.segment_name, self._segment.host
         found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
         repair = f"on {host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
-        return _Probed(broken(_CHECK, found, name, why=_WHY, repair=repair), hung)
+        return _Probed(broken(_SEGMENT, found, name, why=_WHY_SEGMENT, repair=repair), hung)
 
 
-def _judged(segment: Segment, total: int, put: float, get: float) -> Finding:
+def _measured(segment: Segment, total: int, put: float, get: float) -> Finding:
     found = f"{shown_bytes(total)}: put {put / 1e9:.2f} GB/s, get {get / 1e9:.2f} GB/s, every byte right"
     slow = _SLOW.get(segment.protocol, _SLOW["tcp"])
     if min(put, get) >= slow:
-        return ok(_CHECK, found, segment.segment_name)
+        return ok(_SEGMENT, found, segment.segment_name)
     return warning(
-        _CHECK, found, segment.segment_name, why=f"below {slow / 1e9:g} GB/s it may be quicker to compute chunks again",
+        _SEGMENT, found, segment.segment_name, why=f"below {slow / 1e9:g} GB/s it may be quicker to compute chunks again",
         repair=f"iperf3 to {segment.host}; its link's speed (ethtool DEV) and load",
     )  # fmt: skip
 
@@ -204,6 +559,6 @@ def _judged(segment: Segment, total: int, put: float, get: float) -> Finding:
 def _full(segment: Segment, found: str) -> Finding:
     used = f"{shown_bytes(segment.size_bytes - segment.free)} of {shown_bytes(segment.size_bytes)} were taken"
     return warning(
-        _CHECK, f"not measured: {found}; {used}", segment.segment_name, why="a pool that is full evicts with every store",
+        _SEGMENT, f"not measured: {found}; {used}", segment.segment_name, why="a pool that is full evicts with every store",
         repair="a larger segment_size, one more store node, or a lower eviction_high_watermark of the master",
     )  # fmt: skip

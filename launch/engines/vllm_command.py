@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from launch.errors import RoleError
-from launch.foreign import find_program
+from launch.supervise import RoleError
 from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,
@@ -16,10 +16,21 @@ from pd_cache.cluster import (
     PrefillNode,
     VllmEngineConfig,
 )
-from pd_cache.vllm.namespace_file import NAMESPACE_FILE, TellNamespace
-from pd_cache.vllm.report_file import TellRequests
+from pd_cache.cluster.machine import find_program
+from pd_cache.vllm.files import NAMESPACE_FILE, TellNamespace, TellRequests
 
 _TRACES = "otlp-traces-endpoint"
+_PARSE = """
+import sys
+from vllm.entrypoints.cli import serve
+parser = serve.FlexibleArgumentParser(prog="vllm")
+commands = parser.add_subparsers()
+for command in serve.cmd_init():
+    command.subparser_init(commands)
+parser.parse_args(sys.argv[1:])
+"""
+"""vLLM's own parser, without what follows it."""
+_PARSE_S = 120.0
 
 
 def command(
@@ -36,11 +47,7 @@ def command(
     `events`: where it publishes KV events and sends them again. `traces`: the collector's endpoint, if the file has one. vLLM then sends its
     own spans there, and tells the connector under which trace context a request came. It does so only with this option.
     """
-    arguments = {
-        name: value
-        for name, value in _arguments(engine, node).items()
-        if name not in SECRET_VARIABLES or isinstance(value, bool)
-    }
+    arguments = _visible(_arguments(engine, node))
     if traces is not None:
         arguments.setdefault(_TRACES, traces)
     connector = {
@@ -68,6 +75,35 @@ def command(
     ]
 
 
+def refused_flags(engine: VllmEngineConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
+    """Returns what vLLM's own parser says against the flags of nodes, by the name of the node. Imports vLLM in its Python, which takes
+    seconds. Empty if all are good, or if the program is no script of a Python in which vLLM can be asked."""
+    python = _python_of(executable(engine.executable))
+    refused, told = {}, dict[tuple[str, ...], str]()
+    for node in nodes if python is not None else ():
+        given = tuple(flags(_visible(_arguments(engine, node))))
+        if given not in told:
+            told[given] = _parse([str(python), "-P", "-c", _PARSE, "serve", engine.model, *given])
+        if told[given]:
+            refused[node.name] = told[given]
+    return refused
+
+
+def _python_of(script: str) -> str | None:
+    with open(script, "rb") as opened:
+        first = opened.readline(4096).decode(errors="replace").split()
+    return first[0][2:] if len(first) == 1 and first[0].startswith("#!/") and "python" in first[0] else None
+
+
+def _parse(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return last.partition("error: ")[2] if done.returncode == 2 else ""
+
+
 def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
     """Returns vLLM's settings for events that others find at these addresses.
 
@@ -91,12 +127,9 @@ def environment(
         value = arguments.get(name)
         if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
             secrets[variable] = str(value[0] if isinstance(value, list) else value)
-    # events with whole hashes, from which the pool's publisher knows the names of chunks
-    events = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"} if node.events_port else {}
     # vLLM would send over gRPC, which is another port of a collector
     spans = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}"}
     return {
-        **events,
         **(spans if traces is not None else {}),
         **engine.env,
         **node.env,
@@ -108,6 +141,11 @@ def environment(
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:
     """Returns the flags of a node, by the name that vLLM knows them by."""
     return {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
+
+
+def _visible(arguments: Mapping[str, Argument]) -> dict[str, Argument]:
+    """Returns the arguments without secrets, which every user of the machine could read."""
+    return {name: value for name, value in arguments.items() if name not in SECRET_VARIABLES or isinstance(value, bool)}
 
 
 def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:

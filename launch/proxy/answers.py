@@ -1,12 +1,13 @@
-"""Errors in the shape that OpenAI's clients understand."""
+"""What a client gets in place of an answer: errors in the shape that OpenAI's clients understand, and refusals of nodes."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from launch.openai import error_body
-from launch.proxy.hops import Refusal
 from pd_cache.errors import PdCacheError
 
 
@@ -37,6 +38,19 @@ class ApiError(PdCacheError):
     def response(self) -> web.Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+
+
+class Refusal(NamedTuple):
+    """A node's whole answer that is not a success."""
+
+    status: int
+    headers: dict[str, str]
+    """The headers that a client may see."""
+    body: bytes
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
 
 
 def passed_on(refusal: Refusal) -> web.Response:

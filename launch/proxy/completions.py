@@ -11,21 +11,24 @@ from typing import Literal, TypeVar
 import aiohttp
 from aiohttp import web
 
-from launch.proxy.answers import ApiError, overloaded, passed_on
-from launch.proxy.attempts import Attempts
-from launch.proxy.completion import Completion, HandedOver, read_handoff, read_tokens
-from launch.proxy.direct import DirectRule
-from launch.proxy.exchange import ID_HEADER, ClientGone, Exchange
-from launch.proxy.hops import HopError, Refusal, check_status, client_headers, read_all, read_some, refusal_of
-from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.node_pools import NodePools
-from launch.proxy.nodes import Nodes
-from launch.proxy.prefixes import RoutedPrompt
-from launch.proxy.routing import Hop
-from launch.proxy.tokens import HopBody, PromptTokens
-from launch.proxy.trips import AnswerEnd, Trip, read_report
+from launch.proxy.answers import ApiError, ClientGone, Refusal, overloaded, passed_on
+from launch.proxy.bodies import Completion, HandedOver, HopBody, PromptTokens, read_handoff, read_tokens
+from launch.proxy.direct import MAX_WAITING, DirectRule, Why
+from launch.proxy.exchange import ID_HEADER, Exchange, NodeClient
+from launch.proxy.metrics import AnswerEnd, ProxyMetrics, RecentTrips, read_report
+from launch.proxy.nodes import (
+    HopError,
+    NodePools,
+    check_status,
+    client_headers,
+    read_all,
+    read_some,
+    refusal_of,
+)
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.routing import Attempts, Hop
 from pd_cache.cluster import LARGEST_BODY
-from pd_cache.reports import RecentReports, RequestReport
+from pd_cache.reasons import RequestReport
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +49,13 @@ class Completions:
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: NodeClient,
         pools: NodePools,
         direct: DirectRule,
         metrics: ProxyMetrics,
         prefill_timeout_s: float,
     ) -> None:
-        self.trips: RecentReports[Trip] = RecentReports()
+        self.trips = RecentTrips()
         """The last requests."""
         self._nodes = nodes
         self._pools = pools.pools
@@ -61,6 +64,8 @@ class Completions:
         self._metrics = metrics
         self._prefill_timeout_s = prefill_timeout_s
         self._large = asyncio.Semaphore(1)
+        self._judging = 0
+        """How many prompts are being tokenized or looked up."""
         self._tokenize_after = 0.0
         """The time until which no node is asked for tokens."""
         self._slow_to_tokenize = 0
@@ -83,22 +88,19 @@ class Completions:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes = len(body)
-        completion = await self._computed(nbytes, lambda: Completion(body, prompt=field))
-        prompt = await self._computed(nbytes, completion.prompt)
+        completion, prompt = await self._computed(nbytes, lambda: _read(body, field))
         exchange.model = self._node_pools.served(completion.model(), exchange.started)
         if not self._pools["decode"].count(exchange.model):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            judged = await self._direct.judge(
-                completion, prompt, exchange.id, lambda: self._tokenize(exchange, completion, nbytes)
-            )
-            span.note(direct=judged.why or "")
-        if judged.why is not None:
-            result: str = judged.why
+            why, named = await self._judge(exchange, completion, prompt, nbytes)
+            span.note(direct=why or "")
+        if why is not None:
+            result: str = why
         elif self._pools["prefill"].count(exchange.model):
-            prompt = prompt._replace(named=self._node_pools.caches.completed(judged.named))
+            prompt = prompt._replace(named=named)
             answer = await self._prefill(exchange, await self._body(completion, nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
@@ -109,6 +111,34 @@ class Completions:
             result = "no_prefill_nodes"
         self._metrics.handoffs.labels(result).inc()
         return await self._body(completion, nbytes, lambda tokens: completion.for_decode(handoff, tokens))
+
+    async def _judge(
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, nbytes: int
+    ) -> tuple[Why | None, NamedPrompt | None]:
+        """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known."""
+        direct = self._direct
+        if (why := direct.why(prompt.tokens)) is not None:
+            return why, None
+        if self._judging >= MAX_WAITING or not direct.can_tell(completion.model(), prompt.tokens):
+            return None, None
+        if not completion.plain():
+            return None, None
+        self._judging += 1
+        try:
+            async with asyncio.timeout(direct.timeout_s):
+                tokens = completion.token_ids()
+                if tokens is None:
+                    tokens = await self._tokenize(exchange, completion, nbytes)
+                if tokens is None or (why := direct.why(len(tokens))) is not None:
+                    return why, None
+                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
+        except (TimeoutError, ValueError):
+            return None, None
+        finally:
+            self._judging -= 1
+        if named is None or named.pool_tokens is None:
+            return None, named
+        return direct.why(len(tokens), named.pool_tokens), named
 
     async def _body(self, completion: Completion, nbytes: int, encode: Callable[[bytes | None], bytes]) -> HopBody:
         text = await self._computed(nbytes, lambda: encode(None))
@@ -197,7 +227,7 @@ class Completions:
                     exchange.first_byte_s = time.monotonic() - exchange.started
                     self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
                     body = HopBody(b"")
-                    exchange.forget_body()
+                    exchange.share.give_back()
                     return await self._relay(exchange, node, answer, first)
             finally:
                 if answer is not None:
@@ -274,7 +304,7 @@ class Completions:
                         fingerprint
                         and alone
                         and completion.takes_tokens()
-                        and exchange.take_memory(nbytes + len(tokens.json))
+                        and exchange.share.grow(nbytes // 2 + len(tokens.json))
                     ):
                         completion.tokens = PromptTokens(node, fingerprint, tokens.json)
                     return tokens.ids
@@ -294,6 +324,11 @@ class Completions:
             self._tokenize_after = now + _NO_TOKENIZE_S
             log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
             return None
+
+
+def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:
+    completion = Completion(body, prompt=field)
+    return completion, completion.prompt()
 
 
 def _note_report(exchange: Exchange, hop: Hop, report: RequestReport | None) -> None:

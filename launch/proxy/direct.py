@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
-from launch.proxy.block_index import NamedPrompt
-from launch.proxy.completion import Completion
-from launch.proxy.naming import Naming, PromptNamer
-from launch.proxy.patience import within
-from launch.proxy.prefixes import RoutedPrompt
-from pd_cache.groups import Surveyed
+from launch.proxy.prefixes import NamedPrompt, PromptNamer
+from pd_cache.chunks import Namespace
 from pd_cache.lookup import LookupClient
-from pd_cache.misses import MissReason
-from pd_cache.tokens import Namespace
+from pd_cache.reasons import MissReason
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +31,10 @@ _MAX_TOKENS = 1 << 18
 _MAX_KEYS = 1 << 18
 """The most objects that a lookup asks for. The sizes in a node's record, which anyone who may write to etcd can choose, must not fill the
 proxy's memory."""
-_MISSED: frozenset[MissReason] = frozenset(("missing", "never_stored", "evicted"))
-"""The reasons of lookups that the pool has answered, if it lacks a chunk."""
-_ANSWERED: frozenset[MissReason] = _MISSED | {"none", "no_tail", "being_stored", "reset"}
-"""The reasons of all lookups that the pool has answered."""
+_ANSWERED: frozenset[MissReason] = frozenset(
+    ("missing", "never_stored", "evicted", "none", "no_tail", "being_stored", "reset")
+)
+"""The reasons of lookups that the pool has answered."""
 
 
 class Pool(NamedTuple):
@@ -50,19 +45,12 @@ class Pool(NamedTuple):
     master: str
     model: str | None = None
     """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
+    versions: str = ""
+    """Where to ask which version of the weights is current; see `NodeSettings.versions`."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
 """Opens a client of a pool. Must return quickly; may raise any exception."""
-
-
-class Judged(NamedTuple):
-    """What is known of a prompt before a node is chosen."""
-
-    why: Why | None = None
-    """Why it needs no prefill node; None if it needs one."""
-    named: NamedPrompt | None = None
-    """The prompt's hashes, and how much of it the pool holds; None if they are not known."""
 
 
 class _Eyes(NamedTuple):
@@ -98,15 +86,13 @@ class DirectRule:
         """
         self._tokens = tokens
         self._open = open_lookup
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._seeds = seeds
         self._pool: Pool | None = None
         self._eyes: _Eyes | None = None
         self._namer: PromptNamer | None = None
         self.wants_names = False
         """Whether prompts have to be named although they are not looked up."""
-        self.on_miss: Callable[[Naming, int], None] = lambda naming, chunk: None
-        """Called after each lookup that found less than the whole prompt, with the number of the first chunk that the pool does not hold."""
         self.blind = "nothing is known of the pool yet"
         """The reason why no prompt is looked up; empty while prompts are."""
         self._waiting = 0
@@ -139,42 +125,25 @@ class DirectRule:
             if self._tokens:
                 log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
 
-    async def judge(
-        self,
-        completion: Completion,
-        prompt: RoutedPrompt,
-        request_id: str,
-        tokenize: Callable[[], Awaitable[list[int] | None]],
-    ) -> Judged:
-        """Returns whether a prompt needs a prefill node, and what it is known by. Calls `tokenize` if the prompt is text."""
-        if (why := needs_no_prefill(prompt.tokens, 0, self._tokens)) is not None:
-            return Judged(why)
-        namer, eyes = self._namer, self._eyes
-        if namer is None or self._waiting >= MAX_WAITING or prompt.tokens > _MAX_TOKENS:
-            return Judged()
-        if eyes is None and not self.wants_names:
-            return Judged()
-        self._waiting += 1
-        try:
-            model = None if self._pool is None else self._pool.model
-            if not completion.plain() or (model is not None and completion.model() not in (None, model)):
-                return Judged()
-            return await within(self._look(namer, eyes, completion, request_id, tokenize), self._timeout_s)
-        except (TimeoutError, ValueError):
-            return Judged()
-        finally:
-            self._waiting -= 1
+    def why(self, tokens: int, found: int = 0) -> Why | None:
+        """Returns why a prompt of `tokens` tokens, of which the pool holds the first `found`, needs no prefill node; None if it needs one."""
+        return needs_no_prefill(tokens, found, self._tokens)
 
-    async def name(self, tokens: list[int], salt: str | None) -> NamedPrompt | None:
-        """Returns what a prompt is known by; None if that cannot be known here, or if too many prompts are being named. Raises ValueError
-        if a token is none."""
-        namer = self._namer
+    def can_tell(self, model: str | None, tokens: int) -> bool:
+        """Returns whether `look_up` can say more of such a prompt for `model`, and somebody wants to know it."""
+        if self._namer is None or tokens > _MAX_TOKENS or (self._eyes is None and not self.wants_names):
+            return False
+        return self.model is None or model in (None, self.model)
+
+    async def look_up(self, tokens: list[int], salt: str | None, request_id: str) -> NamedPrompt | None:
+        """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here. Returns None if the prompt
+        cannot be named here, or if too many prompts are being looked up. Raises ValueError if a token is none."""
+        namer, eyes = self._namer, self._eyes
         if namer is None or self._waiting >= MAX_WAITING or len(tokens) > _MAX_TOKENS:
             return None
         self._waiting += 1
         try:
-            loop = asyncio.get_running_loop()
-            return (await loop.run_in_executor(self._threads(), namer.name, tokens, salt)).prompt
+            return await self._named(namer, eyes, tokens, salt, request_id)
         finally:
             self._waiting -= 1
 
@@ -183,39 +152,21 @@ class DirectRule:
         """The model whose prompts can be named; None if requests for it may name any."""
         return None if self._pool is None else self._pool.model
 
-    async def _look(
-        self,
-        namer: PromptNamer,
-        eyes: _Eyes | None,
-        completion: Completion,
-        request_id: str,
-        tokenize: Callable[[], Awaitable[list[int] | None]],
-    ) -> Judged:
-        tokens = completion.token_ids()
-        if tokens is None:
-            tokens = await tokenize()
-        if tokens is None:
-            return Judged()
-        if (why := needs_no_prefill(len(tokens), 0, self._tokens)) is not None:
-            return Judged(why)
-        loop, salt = asyncio.get_running_loop(), completion.cache_salt()
-        if eyes is None:
-            return Judged(None, (await loop.run_in_executor(self._threads(), namer.name, tokens, salt)).prompt)
-        if len(tokens) // namer.chunk_size * eyes.keys_per_chunk > _MAX_KEYS:
-            return Judged()
+    async def _named(
+        self, namer: PromptNamer, eyes: _Eyes | None, tokens: list[int], salt: str | None, request_id: str
+    ) -> NamedPrompt:
+        """Returns what a prompt is known by, and how much of it the pool holds if `eyes` can see that."""
 
-        def find() -> tuple[Naming, Surveyed]:
+        def find() -> NamedPrompt:
             naming = namer.name(tokens, salt)
-            return naming, eyes.client.survey(naming.names, request_id)
+            if eyes is None or len(naming.names) * eyes.keys_per_chunk > _MAX_KEYS:
+                return naming.prompt
+            found = eyes.client.survey(naming.names, request_id)
+            if found.reason not in _ANSWERED:
+                return naming.prompt
+            return naming.prompt._replace(pool_tokens=found.chunks * namer.chunk_size)
 
-        naming, found = await loop.run_in_executor(self._threads(), find)
-        if found.reason not in _ANSWERED:
-            return Judged(None, naming.prompt)
-        if found.reason in _MISSED:
-            self.on_miss(naming, found.leading)
-        there = found.chunks * namer.chunk_size
-        why = needs_no_prefill(len(tokens), there, self._tokens)
-        return Judged(why, naming.prompt._replace(pool_tokens=there))
+        return await asyncio.get_running_loop().run_in_executor(self._threads(), find)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:

@@ -1,35 +1,39 @@
-"""Exchange: one request on its way through the proxy."""
+"""One request on its way through the proxy, and what is sent to nodes for it."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import aiohttp
 from aiohttp import web
 
-from launch.proxy.attempts import Trial
-from launch.proxy.budget import RetryBudget
-from launch.proxy.connections import Connections
-from launch.proxy.trips import HopReport, Trip
-from pd_cache.reports import RequestReport
+from launch.proxy.answers import ClientGone
+from launch.proxy.bodies import BodyShare
+from launch.proxy.keys import Keys
+from launch.proxy.metrics import HopReport, ProxyMetrics, Trip
+from launch.proxy.nodes import HopError, send
+from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Trial
+from pd_cache.reasons import RequestReport
+from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import HEADERS, UNTRACED, TraceSpan, Tracing, trace_headers
 
+log = logging.getLogger(__name__)
+
 ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Where the outermost handler leaves the id in aiohttp's request."""
 _TO_NODE = ("Authorization", "Traceparent", "Tracestate")
-
-
-class ClientGone(Exception):
-    """The client closed its connection."""
 
 
 class Exchange:
     """One request under way, and how far it has come."""
 
-    def __init__(self, request: web.Request, request_id: str, budget: RetryBudget, connections: Connections) -> None:
+    def __init__(self, request: web.Request, budget: RetryBudget, share: BodyShare) -> None:
         self.request = request
-        self._connections = connections
-        self.id = request_id
+        self.id = request[REQUEST_ID]
         self.started = time.monotonic()
         self.path = request.path
         self.trial = Trial(budget)
@@ -42,10 +46,8 @@ class Exchange:
         """How long the decode node's first byte took; None before it."""
         self.model: str | None = None
         """The model that the nodes must serve; None for any."""
-        self.forget_body: Callable[[], None] = lambda: None
-        """Called when the body is not needed any more."""
-        self.take_memory: Callable[[int], bool] = lambda count: False
-        """Charges the client for `count` more bytes, until the body is not needed any more. Returns False if it has no room for them."""
+        self.share = share
+        """The memory that its body takes."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self.tracing = UNTRACED
@@ -83,16 +85,16 @@ class Exchange:
             finally:
                 self._trace = {}
 
-    def headers(self, guarded: bool, node_key: str | None) -> dict[str, str]:
-        """Returns the headers for a node. If the proxy is `guarded` by keys, leaves out the client's key. Adds `node_key` if there is one."""
+    def headers(self, keys: Keys) -> dict[str, str]:
+        """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own key if there is one."""
         headers = {name: self.request.headers[name] for name in _TO_NODE if name in self.request.headers}
         if self._trace:  # a client's state without a context that can be read belongs to no trace
             headers = {name: value for name, value in headers.items() if name.lower() not in HEADERS}
             headers |= {name.capitalize(): value for name, value in self._trace.items()}
-        if guarded:
+        if keys.guarded:
             headers.pop("Authorization", None)
-        if node_key is not None:
-            headers["Authorization"] = f"Bearer {node_key}"
+        if keys.node_key is not None:
+            headers["Authorization"] = f"Bearer {keys.node_key}"
         # bytes are passed on as they come, and the client might not accept every encoding
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
 
@@ -103,11 +105,46 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
-        self._connections.writing(self.request.transport, time.monotonic())
         try:
             await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
-        finally:
-            self._connections.wrote(self.request.transport)
         self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+class NodeClient:
+    """Sends requests to nodes, and counts and logs how they fail."""
+
+    def __init__(self, pools: dict[Hop, NodePool], metrics: ProxyMetrics, keys: Keys) -> None:
+        self.pools = pools
+        self.session: aiohttp.ClientSession | None = None
+        """Set while the proxy runs."""
+        self._metrics = metrics
+        self._keys = keys
+        self._sparse = SparseLog()
+
+    async def send(
+        self, exchange: Exchange, hop: Hop, node: str, method: str, body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """Returns a node's answer to the client's request, with its body unread. The caller must close it. Raises HopError if none came."""
+        exchange.nodes[hop] = node
+        return await self.post(exchange, node + exchange.path, body, method)
+
+    async def post(
+        self, exchange: Exchange, url: str, body: bytes | None, method: str = "POST"
+    ) -> aiohttp.ClientResponse:
+        """Does the same as `send` for a request of our own, made for the client."""
+        assert self.session is not None
+        return await send(self.session, method, url, exchange.headers(self._keys), body)
+
+    def failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
+        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+        self._metrics.hop_failures.labels(hop, error.reason).inc()
+        now = time.monotonic()
+        if (count := self._sparse.admit((node, error.reason))) is not None:
+            more = f" (and {count - 1} more like it before)" if count > 1 else ""
+            log.warning("request %s: %s node %s: %s: %s%s", exchange.id, hop, node, error.reason, error, more)
+        if attempts is not None:
+            attempts.failed(node, error.reason, now)
+        elif error.reason == "unreachable":
+            self.pools[hop].failed(node, error.reason, now)

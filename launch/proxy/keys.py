@@ -1,17 +1,28 @@
-"""The keys of clients, of monitors of the cluster, and of the nodes."""
+"""Who may ask, and how much: keys of clients, monitors and nodes, the certificate, and how many requests are admitted.
+
+Files of keys and certificates are read again when they change.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import os
 import re
-from collections.abc import Mapping
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from launch.proxy.answers import ApiError
-from launch.proxy.nodes import Credentials
-from launch.proxy.watched_files import WatchedFiles
-from pd_cache.cluster import ProxyConfig
+from launch.proxy.answers import ApiError, overloaded
+from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -74,7 +85,8 @@ class Keys:
         self._config = config
         self._clients: Mapping[bytes, str] | None = None
         self._monitors: Mapping[bytes, str] | None = None
-        self._node_key: str | None = None
+        self.node_key: str | None = None
+        """The nodes' own key."""
         for field, load in (
             ("api_keys_file", self._read_clients),
             ("monitor_keys_file", self._read_monitors),
@@ -92,12 +104,12 @@ class Keys:
 
     def _read_node_key(self) -> None:
         assert self._config.node_key_file is not None
-        self._node_key = read_node_key(self._config.node_key_file)
+        self.node_key = read_node_key(self._config.node_key_file)
 
     @property
-    def credentials(self) -> Credentials:
-        """What nodes learn about the client's key, and their own key."""
-        return Credentials(self._clients is not None, self._node_key)
+    def guarded(self) -> bool:
+        """Whether clients need keys. Those are for the proxy only, and nodes do not get them."""
+        return self._clients is not None
 
     def client(self, authorization: str | None) -> str:
         """Returns the client's name, empty if clients need no keys. Raises ApiError 401 if the key is missing or unknown."""
@@ -144,3 +156,176 @@ def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
 
 def _refused() -> ApiError:
     return ApiError(401, "A valid API key is needed: `Authorization: Bearer KEY`", code="invalid_api_key")
+
+
+class Admission:
+    """Admits requests, or refuses them immediately."""
+
+    def __init__(self, max_requests: int, max_per_key: int | None) -> None:
+        self._max_requests = max_requests
+        self._max_per_key = max_per_key
+        self._running: Counter[str] = Counter()
+        self.closing = False
+        """Set once no more are admitted."""
+
+    def running(self) -> int:
+        """Returns how many requests are admitted now."""
+        return self._running.total()
+
+    def check(self, client: str) -> None:
+        """Raises ApiError 503 if the proxy is full or closing, 429 if the client has its share. Takes no place."""
+        if self.closing:
+            raise overloaded("The proxy is shutting down")
+        if self.running() >= self._max_requests:
+            raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
+        if client and self._max_per_key is not None and self._running[client] >= self._max_per_key:
+            raise ApiError(
+                429,
+                f"{self._max_per_key} requests of this key are in flight, and a key may have no more at a time",
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+
+    @contextmanager
+    def admitted(self, client: str) -> Iterator[None]:
+        """Holds a place while the block runs. Raises ApiError as `check` does."""
+        self.check(client)
+        self._running[client] += 1
+        try:
+            yield
+        finally:
+            self._running[client] -= 1
+            if not self._running[client]:
+                del self._running[client]
+
+
+_LOOK_S = 2.0
+
+_Signature = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class _WatchedFile(NamedTuple):
+    what: str
+    files: Sequence[str]
+    load: Callable[[], None]
+
+
+class WatchedFiles:
+    """Loads files, and loads them again when they change. If a file cannot be used, logs that and keeps what was loaded before."""
+
+    def __init__(self) -> None:
+        self._watches: list[_WatchedFile] = []
+        self._seen: dict[str, _Signature] = {}
+        self._said: dict[str, str] = {}
+        """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
+
+    def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
+        """Calls `load` now, and on another thread whenever one of `files` changes.
+
+        `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
+        """
+        self._seen[what] = _signature(files)  # first, so that a file that changes while it is read is read again
+        load()
+        self._watches.append(_WatchedFile(what, files, load))
+
+    def look(self) -> None:
+        """Loads the files that changed since the last look."""
+        for watch in self._watches:
+            self._look_at(watch)
+
+    def _look_at(self, watch: _WatchedFile) -> None:
+        signature = _signature(watch.files)
+        if signature == self._seen[watch.what]:
+            return
+        try:
+            watch.load()
+        except ConfigError as error:
+            if self._said.get(watch.what) != str(error):
+                log.error("%s changed and cannot be used; the previous contents stay in force: %s", watch.what, error)
+            self._said[watch.what] = str(error)
+        else:
+            self._seen[watch.what] = signature
+            self._said.pop(watch.what, None)
+            log.info("%s changed and was read again", watch.what)
+
+    async def follow(self) -> None:
+        """Looks every two seconds, until it is cancelled.
+
+        Each entry has a thread of its own, for which nothing waits: a file may be on a server that does not answer.
+        """
+        stop = threading.Event()
+
+        def watch_one(watch: _WatchedFile) -> None:
+            while not stop.wait(_LOOK_S):
+                self._look_at(watch)
+
+        for watch in self._watches:
+            threading.Thread(target=watch_one, args=(watch,), name=watch.what, daemon=True).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stop.set()
+
+
+def _signature(files: Sequence[str]) -> _Signature:
+    """Returns a value that changes when a file is written, replaced or removed. Follows links, because secrets are mounted through them."""
+    found: list[tuple[int, int, int, int] | None] = []
+    for file in files:
+        try:
+            status = os.stat(file)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
+    return tuple(found)
+
+
+class ServerTls:
+    """The TLS context of the proxy's socket. After a change of the files, the next handshake uses the new certificate."""
+
+    def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
+        """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
+        self._config = config
+        self._current = self.context = _fresh()
+        # OpenSSL calls this at the beginning of each handshake, also if the client names no server
+        self.context.sni_callback = lambda handshake, name, context: setattr(handshake, "context", self._current)
+        files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
+
+    def _load(self) -> None:
+        # a new context, because handshakes on other threads use the present one
+        config, context = self._config, _fresh()
+        try:
+            context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigError(_why(config, error)) from None
+        self._current = context
+
+
+def _fresh() -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _no_pass_phrase() -> NoReturn:
+    """Raises ValueError. Called if a key is encrypted; otherwise OpenSSL would ask on the terminal."""
+    raise ValueError("the key needs a pass phrase")
+
+
+def _why(config: ServerTlsConfig, error: OSError | ValueError) -> str:
+    for field, file, marks in (
+        ("cert_file", config.cert_file, ("-----BEGIN CERTIFICATE-----", "-----BEGIN TRUSTED CERTIFICATE-----")),
+        ("key_file", config.key_file, ("PRIVATE KEY-----",)),
+    ):
+        try:
+            text = Path(file).read_text(encoding="ascii", errors="replace")
+        except OSError as unreadable:
+            return f"proxy.tls.{field}: {file}: cannot be read: {unreadable.strerror or unreadable}"
+        if not any(mark in text for mark in marks):
+            kind = "certificate" if field == "cert_file" else "private key"
+            return f"proxy.tls.{field}: {file}: holds no {kind} in PEM format (a line `-----BEGIN …`)"
+        if field == "key_file" and "ENCRYPTED" in text:
+            return f"proxy.tls.key_file: {file}: the key needs a pass phrase; remove it with: openssl pkey -in FILE"
+    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        return f"proxy.tls: {config.key_file} is not the key of the first certificate in {config.cert_file}"
+    return f"proxy.tls: {config.cert_file} and {config.key_file} cannot be used: {error}"

@@ -1,8 +1,34 @@
-"""The proxy's metrics."""
+"""What the proxy says of itself: `/health`, `/metrics`, `/peers`, and `/requests/ID`, of the last requests.
+
+A node's answer holds a report on the prompt (docs/explain.md). The proxy passes answers on as they come, and looks only at their ends. vLLM's
+streams hold no report; the node itself still has it. If clients need keys, a client without one learns from `/health` only whether the
+proxy can serve.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+import pd_cache
+from launch.proxy.answers import ApiError
+from launch.proxy.keys import Admission, Keys
+from launch.proxy.nodes import NodePools
+from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.reasons import KEY, RecentReports, RequestReport
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -23,12 +49,6 @@ class ProxyMetrics:
             "pd_cache_proxy_answers_cut",
             "Answers that ended after their first byte with an error",
             ["code"],
-            registry=self.registry,
-        )
-        self.connections_closed = Counter(
-            "pd_cache_proxy_connections_closed",
-            "Clients' connections that the proxy closed: too_many, no_head in time, idle, unread",
-            ["why"],
             registry=self.registry,
         )
         self.hop_failures = Counter(
@@ -74,3 +94,146 @@ class ProxyMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+
+_TAIL = 1 << 14
+_MARK = f'"{KEY}"'.encode()
+
+
+class HopReport(msgspec.Struct, frozen=True):
+    """What one node did for a request."""
+
+    hop: str
+    node: str
+    """The node's URL."""
+    report: RequestReport | None = None
+    """None if its answer held none."""
+
+
+class Trip(msgspec.Struct, frozen=True):
+    """A request's way through the nodes."""
+
+    client: str
+    """The name of the client's key; empty if clients need no keys."""
+    hops: tuple[HopReport, ...]
+
+
+class RecentTrips:
+    """The last requests. Clients may use the same ids: each sees its own request. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._trips: RecentReports[Trip] = RecentReports()
+        self._clients: RecentReports[str] = RecentReports()
+        """Who used an id last."""
+
+    def note(self, request_id: str, trip: Trip) -> None:
+        """Remembers a request. One of the same client and id is replaced."""
+        self._trips.note(f"{trip.client} {request_id}", trip)
+        self._clients.note(request_id, trip.client)
+
+    def get(self, request_id: str, client: str | None) -> Trip | None:
+        """Returns a client's request; None if it is not among the last ones. If `client` is None, returns the last request of that id."""
+        if client is None:
+            client = self._clients.get(request_id)
+        return self._trips.get(f"{client} {request_id}")
+
+
+class AnswerEnd:
+    """The end of an answer that is passed on in pieces: at most 32 KiB."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        """Takes in the next piece."""
+        self._kept += piece[-_TAIL:]
+        if len(self._kept) > 2 * _TAIL:
+            del self._kept[:-_TAIL]
+
+    def report(self) -> RequestReport | None:
+        """Returns the report in the answer; None if there is none."""
+        return read_report(bytes(self._kept))
+
+
+def read_report(answer: bytes) -> RequestReport | None:
+    """Returns the last report in a node's answer or in the end of one; None if there is none.
+
+    A report is a flat object, so it ends at the first closing brace. Inside a JSON string, such as a generated text, the quotes around the
+    key would be escaped.
+    """
+    _, mark, rest = answer[-2 * _TAIL :].rpartition(_MARK)
+    value = rest.lstrip()
+    end = value.find(b"}")
+    if not mark or value[:1] != b":" or end < 0:
+        return None
+    try:
+        return decode_json(value[1 : end + 1], RequestReport)
+    except UndecodableError:
+        return None
+
+
+Peers = Callable[[], Awaitable[Mapping[str, Any]]]
+"""Reports which of the cluster's other nodes this proxy reaches."""
+
+
+class Overview:
+    """Serves these pages."""
+
+    def __init__(
+        self,
+        pools: NodePools,
+        keys: Keys,
+        admission: Admission,
+        metrics: ProxyMetrics,
+        trips: RecentTrips,
+        peers: Peers | None,
+    ) -> None:
+        """Without `peers` there is no `/peers`."""
+        self._node_pools = pools
+        self._keys = keys
+        self._admission = admission
+        self._metrics = metrics
+        self._trips = trips
+        self._peers = peers
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._samples)
+        app.router.add_get("/requests/{id}", self._trip)
+        if self._peers is not None:
+            app.router.add_get("/peers", self._reached)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._node_pools.pools.items()}
+        healthy = any(nodes["decode"].values()) and not self._admission.closing
+        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
+        if self._keys.may_watch(request.headers.get("Authorization")):
+            body |= {"version": pd_cache.__version__, **nodes, **self._node_pools.describe(now)}
+        return web.json_response(body, status=200 if healthy else 503)
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        now = time.monotonic()
+        metrics = self._metrics
+        metrics.node_up.clear()  # also for nodes that have left
+        metrics.node_load.clear()
+        for hop, pool in self._node_pools.pools.items():
+            for node, up in pool.health(now).items():
+                metrics.node_up.labels(hop, node).set(up)
+            for node, load in pool.loads().items():
+                metrics.node_load.labels(hop, node).set(load)
+        metrics.view_stale.set(self._node_pools.stale_s(now))
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _trip(self, request: web.Request) -> web.Response:
+        only = self._keys.visible_client(request.headers.get("Authorization"))
+        trip = self._trips.get(request.match_info["id"], only)
+        if trip is None:
+            raise ApiError(404, "No such request among the last ones", code="not_found")
+        return web.json_response(msgspec.to_builtins(trip))
+
+    async def _reached(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        assert self._peers is not None
+        return web.json_response(await self._peers())

@@ -1,69 +1,356 @@
-"""Sends requests to the nodes of a fleet, and learns from them about the nodes."""
+"""The nodes that the proxy knows: requests to them, checks of their health, and the pools to route over.
+
+The client library's exceptions become HopError here.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
+import io
 import logging
-import time
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from random import Random
+from typing import Any
 
 import aiohttp
 
-from launch.proxy.attempts import Attempts
-from launch.proxy.exchange import Exchange
-from launch.proxy.hops import HopError, send
-from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.quiet import Quiet
-from launch.proxy.routing import Hop, NodePool
+from launch.discovery import View
+from launch.proxy.answers import ApiError, Refusal
+from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.events import CacheView
+from launch.proxy.routing import Hop, NodePool, Reason, Target
+from pd_cache.chunks import Namespace
+from pd_cache.cluster import About, NodeRecord, ProxyConfig, differences, read_about
+from pd_cache.errors import PdCacheError
 
 log = logging.getLogger(__name__)
 
+_MAX_ANSWER = 64 << 10
+_AT_A_TIME = 64
+_REMEMBERED_S = 300.0
+"""How long a model whose nodes have all left is expected back. Meanwhile requests for it get 503, not 404."""
+_HOPS: tuple[Hop, ...] = ("prefill", "decode")
+_KEEPALIVE_S = 4.0
+"""How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a closing connection."""
+_LARGE_BODY = 1 << 20
+_SILENCE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+)
+"""A host that lost its power or its cable sends nothing, not even the end of the connection. With these options the kernel probes the
+host, and ends the connection after 10 s without an answer. The request then fails before its deadline. If a node merely computes for long,
+its kernel answers the probes."""
 
-class Credentials(NamedTuple):
-    """What nodes learn about the client's key, and their own key."""
 
-    guarded: bool
-    """Whether clients' keys are for the proxy only and are not passed on."""
-    node_key: str | None
-    """The nodes' own key."""
+_MAX_REFUSAL = 4 << 20
+_REFUSAL_S = 2.0
+"""How long the body of a refusal may take. It is short, because there may be another node to ask."""
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""The kernel's errors if this process, or this machine, has no file descriptor, memory or port left."""
+_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
 
-class Nodes:
-    """Sends requests to nodes, and counts and logs how they fail."""
+class HopError(PdCacheError):
+    """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to the client."""
+
+    def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+        self.refusal = refusal
+
+
+def new_session(connections: int, connect_timeout_s: float, via: str | None = None) -> aiohttp.ClientSession:
+    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers.
+
+    `via` is sent with each request: the name of the proxy that sends it.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket),
+        timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),  # the caller has a deadline
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        headers=None if via is None else {"Via": via},
+    )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    try:
+        for level, option, value in _SILENCE:
+            made.setsockopt(level, option, value)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+async def send(
+    session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+) -> aiohttp.ClientResponse:
+    """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
+    # aiohttp warns about large bodies that are not files
+    data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+    with _mapped():
+        return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
+
+
+async def read_some(answer: aiohttp.ClientResponse) -> bytes:
+    """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the body broke off."""
+    with _mapped():
+        return await answer.content.readany()
+
+
+async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Returns the whole body. Raises HopError if it breaks off or is longer than `limit` bytes."""
+    body = bytearray()
+    while data := await read_some(answer):
+        body += data
+        if len(body) > limit:
+            raise HopError("garbage", f"the answer is longer than {limit} bytes")
+    return bytes(body)
+
+
+def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """Returns the headers of a node's answer that the client gets."""
+    return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
+
+
+async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
+    """Returns a whole answer to pass on. Raises HopError if it breaks off or is too long."""
+    return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
+
+
+async def check_status(answer: aiohttp.ClientResponse) -> None:
+    """Raises HopError if the status says that the node failed. A 4xx is an answer, not a failure."""
+    status = answer.status
+    if 200 <= status < 300 or 400 <= status < 500:
+        return
+    refusal: Refusal | None = None
+    if status >= 500:
+        with contextlib.suppress(HopError, TimeoutError):
+            refusal = await asyncio.wait_for(refusal_of(answer), _REFUSAL_S)
+    raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
+
+
+def _exhausted(error: BaseException) -> bool:
+    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else getattr(error, "errno", None)
+    return number in _EXHAUSTED
+
+
+@contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.InvalidURL, UnicodeError) as error:  # a host name that cannot be looked up
+        raise HopError("unreachable", _told(error)) from error
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
+    except TimeoutError as error:  # an OSError, too, from Python 3.11 on
+        raise HopError("timeout", _told(error)) from error
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
+        raise HopError("disconnected", _told(error)) from error
+    except aiohttp.ClientError as error:
+        raise HopError("garbage", _told(error)) from error
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and (number := error.os_error.errno or 0) > 0:
+        return os.strerror(number)  # aiohttp's text repeats the address, which the caller knows
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class NodePools:
+    """Follows views, and logs what changed."""
 
     def __init__(
-        self, pools: dict[Hop, NodePool], metrics: ProxyMetrics, credentials: Callable[[], Credentials]
+        self,
+        config: ProxyConfig,
+        direct: DirectRule,
+        master: Callable[[View], str | None] | None = None,
+        rng: Random | None = None,
     ) -> None:
-        """`credentials` is called for each request."""
-        self.pools = pools
-        self.session: aiohttp.ClientSession | None = None
-        """Set while the proxy runs."""
-        self._metrics = metrics
-        self._credentials = credentials
-        self._quiet = Quiet()
+        """`master` returns the address of the master of a view's pool. `rng` orders nodes that were never taken."""
+        self.pools: dict[Hop, NodePool] = {
+            hop: NodePool(
+                hop,
+                config.policy,
+                breaker_failures=config.breaker_failures,
+                cache_tokens=config.node_cache_tokens,
+                rng=rng,
+            )
+            for hop in _HOPS
+        }
+        self.caches = CacheView(config.index_blocks, config.load_bytes)
+        """What the nodes' events say."""
+        self._direct = direct
+        self._master = master or (lambda view: None)
+        self._view = View(())
+        self._told: dict[str, About] = {}
+        self._fingerprints: dict[str, str | None] = {}
+        self._differences: dict[str, str] = {}
+        self._seen: dict[str, float] = {}
+        """For each model, when a node was last known to serve it."""
 
-    async def send(
-        self, exchange: Exchange, hop: Hop, node: str, method: str, body: bytes | None
-    ) -> aiohttp.ClientResponse:
-        """Returns a node's answer to the client's request, with its body unread. The caller must close it. Raises HopError if none came."""
-        exchange.nodes[hop] = node
-        return await self.post(exchange, node + exchange.path, body, method)
+    def update(self, view: View) -> None:
+        """Uses the view's nodes from now on."""
+        before, now = _addresses(self._view), _addresses(view)
+        for name, address in sorted(now.items() - before.items()):
+            log.info("node %s has come, at %s", name, address)
+        for name in sorted(before.keys() - now.keys()):
+            log.info("node %s is gone", name)
+        self._view = view
+        urls = {record.address.rstrip("/") for record in view.by_role(*_HOPS)}
+        self._told = {url: told for url, told in self._told.items() if url in urls}
+        self._compare()
 
-    async def post(
-        self, exchange: Exchange, url: str, body: bytes | None, method: str = "POST"
-    ) -> aiohttp.ClientResponse:
-        """Does the same as `send` for a request of our own, made for the client."""
-        assert self.session is not None
-        return await send(self.session, method, url, exchange.headers(*self._credentials()), body)
+    def told_namespace(self, url: str, told: About) -> None:
+        """Notes what a node itself says about its caches. It is used if the node's record says nothing."""
+        if self._told.get(url, About()) != told:
+            self._told[url] = told
+            self._compare()
 
-    def failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
-        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
-        self._metrics.hop_failures.labels(hop, error.reason).inc()
-        now = time.monotonic()
-        if (left_out := self._quiet.says((node, error.reason), now)) is not None:
-            more = f" (and {left_out} more like it before)" if left_out else ""
-            log.warning("request %s: %s node %s: %s: %s%s", exchange.id, hop, node, error.reason, error, more)
-        if attempts is not None:
-            attempts.failed(node, error.reason, now)
-        elif error.reason == "unreachable":
-            self.pools[hop].failed(node, error.reason, now)
+    def fingerprint(self, url: str) -> str | None:
+        """Returns the fingerprint of a node's namespace; None if the node does not say it."""
+        return self._fingerprints.get(url)
+
+    def served(self, model: str | None, now: float) -> str | None:
+        """Returns the model that a node must serve to be asked, or None if every node may be asked.
+
+        It is `model` if nodes say that they serve it, or did so lately. If all nodes serve one model, every node may be asked, because
+        another name may be that of an adapter. Raises ApiError 404 if the nodes serve several models, none of that name.
+        """
+        here = set().union(*(pool.models() for pool in self.pools.values()))
+        self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(
+            here, now
+        )
+        if model in self._seen:
+            return model
+        if len(here) > 1:
+            what = "`model` is missing" if model is None else f"No node serves the model {model[:200]!r}"
+            raise ApiError(404, f"{what}; there are: {', '.join(sorted(here))}", param="model", code="model_not_found")
+        return None
+
+    def stale_s(self, now: float) -> float:
+        """Returns for how many seconds discovery has not answered."""
+        return 0.0 if self._view.stale_since is None else now - self._view.stale_since
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Returns the fields for `/health`."""
+        lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
+        return {
+            "discovery_stale_s": round(self.stale_s(now), 1),
+            "differences": self._differences,
+            "lookups": lookups,
+            **({"events": described} if (described := self.caches.describe())["publishers"] else {}),
+        }
+
+    def _compare(self) -> None:
+        records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
+        for hop, pool in self.pools.items():
+            pool.update(_target(record) for record in records if record.role == hop)
+        self._fingerprints = {record.address.rstrip("/"): record.fingerprint for record in records}
+        prefill = self.pools["prefill"]
+        prefill.know(self.caches.update(one for one in records if one.role == "prefill"))
+        self._direct.wants_names = self.caches.following
+        found = differences([*records, *self._view.by_role("master")])
+        for name, difference in found.items():
+            if self._differences.get(name) != difference:
+                log.warning("%s: %s", name, difference)
+        self._differences = found
+        usual, master = _usual(records), self._master(self._view)
+        if usual is None:
+            self._direct.use("no decode node reports its namespace")
+        elif master is None:
+            self._direct.use("no master of the pool is known")
+        else:
+            namespaces, model = usual
+            prefill.load_cost = self.caches.load_cost(namespaces)
+            versions = [one.versions for one in self._view.by_role("master") if one.versions is not None]
+            self._direct.use(Pool(namespaces, master, model, ",".join(sorted(versions))))
+
+    def _completed(self, record: NodeRecord) -> NodeRecord:
+        told = self._told.get(record.address.rstrip("/"))
+        return record if told is None else record.telling(told)
+
+
+def _usual(records: list[NodeRecord]) -> tuple[tuple[Namespace, ...], str | None] | None:
+    """Returns the namespaces and the model of most decode nodes, because only these nodes could load what a lookup found."""
+    known = [
+        (spaces, record.model) for record in records if record.role == "decode" and (spaces := record.cache_namespaces)
+    ]
+    return Counter(known).most_common(1)[0][0] if known else None
+
+
+def _target(record: NodeRecord) -> Target:
+    capacity = record.capacity
+    return Target(record.address.rstrip("/"), record.instance, capacity.kv_tokens, capacity.max_running, record.model)
+
+
+def _addresses(view: View) -> dict[str, str]:
+    return {record.name: record.address for record in view.nodes}
+
+
+class HealthChecks:
+    """Keeps `NodePool.checked` up to date. A node is well if it answers anything but a 5xx."""
+
+    def __init__(self, nodes: NodePools, interval_s: float, timeout_s: float) -> None:
+        self._nodes = nodes
+        self._pools = list(nodes.pools.values())
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._well: dict[str, bool] = {}
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        """Checks for ever, the first time after one interval."""
+        places = asyncio.Semaphore(_AT_A_TIME)
+        while True:
+            await asyncio.sleep(self._interval_s)
+            checks = (self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
+            for ended in await asyncio.gather(*checks, return_exceptions=True):
+                if isinstance(ended, Exception):  # one check must not end the checks of all nodes
+                    log.error("a health check failed unexpectedly", exc_info=ended)
+            known = {url for pool in self._pools for url in pool.urls()}
+            self._well = {url: well for url, well in self._well.items() if url in known}
+
+    async def _check(self, session: aiohttp.ClientSession, places: asyncio.Semaphore, pool: NodePool, url: str) -> None:
+        async with places:
+            why = ""
+            try:
+                why = await asyncio.wait_for(self._ask(session, url), self._timeout_s)
+            except TimeoutError:
+                why = f"no answer within {self._timeout_s:g} s"
+            except HopError as error:
+                if error.reason == "exhausted":
+                    return  # our own trouble, which says nothing about the node
+                why = f"{error.reason}: {error}"
+            except Exception as error:  # a node that cannot even be asked is not well
+                log.exception("node %s: the health check failed unexpectedly", url)
+                why = repr(error)
+        if self._well.get(url, True) != (not why):
+            log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
+        self._well[url] = not why
+        pool.checked(url, alive=not why)
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str) -> str:
+        """Returns why the node is not well; empty if it is."""
+        answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
+        try:
+            if answer.status == 508:
+                return "its address leads back to this proxy"
+            if answer.status >= 500:
+                return f"status {answer.status}"
+            body = await read_all(answer, _MAX_ANSWER)
+        finally:
+            answer.close()
+        self._nodes.told_namespace(url, read_about(body))
+        return ""

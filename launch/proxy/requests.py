@@ -1,25 +1,23 @@
-"""Takes a client's request from its key to its last byte: admission, body, deadline. Counts and logs it."""
+"""Takes a client's request from its key to its last byte: admission, body, deadline, and an error that the client can read."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 
-from launch.proxy.admission import Admission
-from launch.proxy.answers import ApiError
-from launch.proxy.bodies import BodyBudget, read_body
-from launch.proxy.budget import RetryBudget
-from launch.proxy.completions import Completions
-from launch.proxy.connections import Connections
-from launch.proxy.delivery import Deliveries
-from launch.proxy.edge import request_id
-from launch.proxy.exchange import ClientGone, Exchange
-from launch.proxy.keys import Keys
+from launch.proxy.answers import ApiError, ClientGone, Refusal, overloaded, passed_on
+from launch.proxy.bodies import BodyMemory, BodyShare, read_body, read_models
+from launch.proxy.completions import CHAT, Completions
+from launch.proxy.exchange import Exchange, NodeClient
+from launch.proxy.keys import Admission, Keys
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.models import LIST_S, ModelList
+from launch.proxy.nodes import HopError, check_status, read_all, refusal_of
+from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -27,6 +25,17 @@ from pd_cache.tracing import UNTRACED, Tracing
 log = logging.getLogger(__name__)
 
 MAX_BODY = LARGEST_BODY
+_FEW_RETRIES = 100
+_LAST_WORDS_S = 1.0
+"""How long it may take to inform a client that its stream broke."""
+_LIST_S = 10.0
+"""How long the whole list of models may take."""
+_LIST_AT_ONE_S = 3.0
+_LARGEST_LIST = 4 << 20
+_LISTS_AT_A_TIME = 16
+"""How many models nodes are asked for at a time, for all clients together, because completions need connections to nodes, too."""
+_MOST_ASKED = 4
+"""The most nodes that are asked for one model."""
 
 
 class Requests:
@@ -35,46 +44,50 @@ class Requests:
     def __init__(
         self,
         config: ProxyConfig,
+        keys: Keys,
         completions: Completions,
         models: ModelList,
-        *,
-        keys: Keys,
-        admission: Admission,
-        bodies: BodyBudget,
-        retries: RetryBudget,
-        connections: Connections,
-        deliveries: Deliveries,
         metrics: ProxyMetrics,
         recent: RecentRequests,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        self._config = config
+        self.admission = Admission(config.max_requests, config.max_requests_per_key)
+        self.bodies = BodyMemory(config.body_memory)
+        self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
+        self.running: set[asyncio.Task[web.StreamResponse]] = set()
+        self._timeout_s = config.request_timeout_s
+        self._keys = keys
         self._completions = completions
         self._models = models
-        self._keys = keys
-        self._admission = admission
-        self._bodies = bodies
-        self._retries = retries
-        self._connections = connections
-        self._deliveries = deliveries
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._read_and_complete, self._note)
+    def add_to(self, app: web.Application) -> None:
+        """Adds the pages."""
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post(CHAT, self._complete)
+        app.router.add_get("/v1/models", self._list_models, allow_head=False)
 
-    async def list_models(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._admit_and_list, lambda exchange, status, took: None)
+    async def drain(self, limit_s: float) -> None:
+        """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
+        self.admission.closing = True
+        if self.running:
+            await asyncio.wait(self.running, timeout=limit_s)
+        for task in self.running:
+            task.cancel()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, self._read_and_complete)
+
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, self._admit_and_list)
 
     async def _answered(
-        self,
-        request: web.Request,
-        answer: Callable[[Exchange], Awaitable[web.StreamResponse]],
-        ended: Callable[[Exchange, int, float], None],
+        self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Checks the client's key and runs `answer`. Counts and logs the request, and calls `ended` with the status and the seconds that it took."""
-        exchange = Exchange(request, request_id.get(), self._retries, self._connections)
+        """Checks the client's key and runs `answer`. Counts and logs the request."""
+        exchange = Exchange(request, self.retries, BodyShare(self.bodies))
         span = exchange.begin_span(self._tracing)
         status = 499
         try:
@@ -89,34 +102,146 @@ class Requests:
             log.debug("request %s: the client is gone", exchange.id, exc_info=error)
             return exchange.response or web.Response(status=499)
         finally:
+            exchange.share.give_back()
             self._metrics.requests.labels(str(status)).inc()
             span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
             span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
-            ended(exchange, status, took)
+            if exchange.nodes and request.method == "POST":
+                self._recent.note(exchange.id, took, exchange.first_byte_s, status, exchange.trip())
         return response
 
-    def _note(self, exchange: Exchange, status: int, took: float) -> None:
-        if exchange.nodes:
-            self._recent.note(exchange.id, took, exchange.first_byte_s, status, exchange.trip())
-
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
-        config = self._config
-        self._admission.check(exchange.client)  # so that no body is read only to be refused
-        with self._bodies.opened(exchange.client or exchange.request.remote or "") as memory:
-            limit_s = min(config.body_timeout_s, config.request_timeout_s)
-            body = await read_body(exchange.request, memory, self._bodies, MAX_BODY, limit_s)
-            self._connections.arrived(exchange.request.transport)
-            exchange.forget_body = lambda: self._bodies.release(memory)
-            exchange.take_memory = lambda count: self._bodies.extend(memory, count)
-            with self._admission.admitted(exchange.client):
-                left = config.request_timeout_s - (time.monotonic() - exchange.started)
-                serving = self._completions.serve(exchange, body)
-                del body  # so that it takes memory only until the decode node has it
-                return await self._deliveries.finish(exchange, serving, max(0.0, left))
+        self.admission.check(exchange.client)  # so that no body is read only to be refused
+        body = await read_body(exchange.request, exchange.share, MAX_BODY, self._timeout_s)
+        with self.admission.admitted(exchange.client):
+            left = self._timeout_s - (time.monotonic() - exchange.started)
+            serving = self._completions.serve(exchange, body)
+            del body  # so that it takes memory only until the decode node has it
+            return await self._finish(exchange, serving, max(0.0, left))
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
-        with self._admission.admitted(exchange.client):
-            limit_s = min(LIST_S, self._config.request_timeout_s)
-            return await self._deliveries.finish(exchange, self._models.serve(exchange), limit_s)
+        with self.admission.admitted(exchange.client):
+            return await self._finish(exchange, self._models.serve(exchange), min(_LIST_S, self._timeout_s))
+
+    async def _finish(
+        self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
+    ) -> web.StreamResponse:
+        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
+        # a separate task, to tell apart the deadline, a shutdown (`drain` cancels the task) and the client's disconnect (cancels us)
+        task = asyncio.ensure_future(serving)
+        assert isinstance(task, asyncio.Task)
+        self.running.add(task)
+        self._metrics.running.set(len(self.running))
+        task.add_done_callback(self._ended)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=limit_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            timeout = ApiError(504, f"No complete answer within {limit_s:.3g} s", code="timeout")
+            return await self._cut(exchange, overloaded("The proxy is shutting down") if done else timeout)
+        try:
+            return task.result()
+        except ApiError as error:
+            return await self._cut(exchange, error)
+        except HopError as error:
+            what = f"The decode node failed while it answered: {error.reason}"
+            return await self._cut(exchange, ApiError(502, what, code="node_failed"))
+        except ClientGone:
+            raise
+        except Exception:  # the client gets an error in OpenAI's shape for every failure
+            log.exception("request %s: unexpected error", exchange.id)
+            return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
+
+    def _ended(self, task: asyncio.Task[web.StreamResponse]) -> None:
+        self.running.discard(task)
+        self._metrics.running.set(len(self.running))
+        if not task.cancelled():
+            task.exception()  # retrieved even if the client's disconnect came first
+
+    async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
+        """Reports an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
+        response = exchange.response
+        if response is None or not response.prepared:
+            raise error
+        self._metrics.cut.labels(error.code or "").inc()
+        log.warning("request %s: cut after its first byte: %s", exchange.id, error.message)
+        response.force_close()
+        if response.content_type == "text/event-stream" and response.content_length is None:
+            event = (b"" if exchange.event_ended else b"\n\n") + b"data: " + error.body() + b"\n\n"
+            try:
+                await asyncio.wait_for(exchange.write(event), _LAST_WORDS_S)
+                await asyncio.wait_for(response.write_eof(), _LAST_WORDS_S)
+                return response
+            except (TimeoutError, ClientGone):
+                pass
+        if exchange.request.transport is not None:
+            exchange.request.transport.abort()
+        return response
+
+
+class ModelList:
+    """Serves `/v1/models`: the models that decode nodes say they serve.
+
+    The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
+    """
+
+    def __init__(self, nodes: NodeClient) -> None:
+        self._nodes = nodes
+        self._pool = nodes.pools["decode"]
+        self._places = asyncio.Semaphore(_LISTS_AT_A_TIME)
+
+    async def serve(self, exchange: Exchange) -> web.Response:
+        """Returns one node's answer for each model. Leaves out a model if none of its nodes answers."""
+        models: list[str | None] = [*sorted(self._pool.models())] or [None]
+        answers = await asyncio.gather(*(self._of_one(exchange, model) for model in models))
+        found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
+        if found:
+            body = msgspec.json.encode({"object": "list", "data": found})
+            return web.Response(body=body, content_type="application/json")
+        for refusal in answers:
+            if isinstance(refusal, Refusal):
+                return passed_on(refusal)
+        raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
+
+    async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
+        """Returns the list of a node that serves `model`, or its refusal; None if no such node answers."""
+        async with self._places:
+            until = time.monotonic() + _LIST_S / 2
+            tried: set[str] = set()
+            said: Refusal | None = None
+            while (left := until - time.monotonic()) > 0 and len(tried) < _MOST_ASKED:
+                node = self._pool.out_of_turn(time.monotonic(), model, tried)
+                if node is None:
+                    break
+                tried.add(node)
+                limit = min(left, _LIST_AT_ONE_S)
+                try:
+                    answer = await asyncio.wait_for(self._at(exchange, node), limit)
+                except TimeoutError:
+                    failure = HopError("timeout", f"no list of models within {limit:.3g} s")
+                except HopError as error:
+                    failure = error
+                else:
+                    self._pool.reached(node)
+                    return answer
+                said = failure.refusal or said
+                self._nodes.failed(exchange, "decode", node, None, failure)
+            return said
+
+    async def _at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
+        answer = await self._nodes.send(exchange, "decode", node, "GET", None)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                return await refusal_of(answer)
+            try:
+                return read_models(await read_all(answer, _LARGEST_LIST))
+            except ValueError as error:
+                raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()

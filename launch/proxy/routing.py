@@ -1,4 +1,4 @@
-"""Decides which node to try next. Pure: the time comes from the caller.
+"""Decides which node to try next, when to stop, and whom a failure is attributed to. Pure: the time comes from the caller.
 
 A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Nodes that were never taken
 are in random order, so that several proxies do not begin with the same ones:
@@ -8,23 +8,32 @@ are in random order, so that several proxies do not begin with the same ones:
 - `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning,
   plus what it would load from the pool. So a node that knows the prompt is taken unless its queue makes another node quicker.
 
-What a node's cache holds, its KV events say (`block_index.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
+What a node's cache holds, its KV events say (`events.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
 from what was sent there (`prefixes.py`).
 
 For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests, relative to how many the node
 computes at a time.
+
+A node that cannot be reached, or that is too slow, is at fault itself. A failure after the request was sent (an error, a lost connection,
+an invalid answer) may be the request's own fault, and a client can send such requests all day. So it counts against the node only if
+another node then answers the same request well. A request that two nodes fail is answered with its error, and no node is blamed.
+
+A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of either kind. Nodes that
+have answered no request for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from random import Random
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from launch.proxy.block_index import KnownCache
-from launch.proxy.breaker import Blame, NodeBreaker
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
+
+if TYPE_CHECKING:
+    from launch.proxy.events import KnownCache  # which brings sockets along
 
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
@@ -51,7 +60,7 @@ class Target(NamedTuple):
 
 
 class _RoutedNode:
-    def __init__(self, target: Target, failures: int, cache_tokens: int, turn: float) -> None:
+    def __init__(self, target: Target, failures: int, turn: float) -> None:
         self.target = target
         self.breaker = NodeBreaker(failures)
         self.alive = True
@@ -62,7 +71,7 @@ class _RoutedNode:
         """When it was last taken, in turns of its pool; below 0 if it never was."""
         self.suspicions = 0
         """How many requests it has failed since it last answered one well, for any cause."""
-        self.prefixes = PrefixIndex(target.kv_tokens or cache_tokens)
+        self.prefixes = PrefixIndex(0)
         self.cache: KnownCache | None = None
         """What its KV events say, if it has any."""
 
@@ -102,14 +111,17 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew."""
-        wanted = {target.url: target for target in targets}
-        self._nodes = {
-            url: known
-            if (known := self._nodes.get(url)) is not None and known.target == target
-            else _RoutedNode(target, self._failures, self._cache_tokens, self._rng.random() - 1)
-            for url, target in wanted.items()
-        }
+        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew. It may say later how large its
+        cache is."""
+        nodes = {}
+        for target in targets:
+            known = self._nodes.get(target.url)
+            if known is None or known.target._replace(kv_tokens=target.kv_tokens) != target:
+                known = _RoutedNode(target, self._failures, self._rng.random() - 1)
+            known.target = target
+            known.prefixes.capacity_tokens = target.kv_tokens or self._cache_tokens
+            nodes[target.url] = known
+        self._nodes = nodes
 
     def know(self, caches: Mapping[str, KnownCache]) -> None:
         """Uses, from now on, what the events of these nodes say of their caches; for the other nodes it guesses."""
@@ -263,3 +275,174 @@ class NodePool:
             own = node.prefixes.match(prompt) * named.tokens / prompt.tokens
         loaded = max(0.0, (named.pool_tokens or 0) - own)
         return named.tokens - own - loaded * (1 - self.load_cost)
+
+
+_FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
+
+
+class Blame(Enum):
+    """How bad a failed request looks for its node."""
+
+    UNREACHABLE = "unreachable"
+    """No connection could be made. The node is skipped immediately."""
+    FAILED = "failed"
+    """The node failed this request, which may be the request's fault. The node is skipped after several failures in a row."""
+
+
+class NodeBreaker:
+    """Skips a node for 1, 2, 4 … 10 s, then lets through one request a second until one is answered."""
+
+    def __init__(self, failures: int) -> None:
+        """`failures`: how many in a row open the breaker."""
+        self._limit = failures
+        self._failures = 0
+        self._opened = 0
+        self._skip_until = 0.0
+        self._on_trial = False
+        self.unreachable = False
+        """Whether the breaker is open because no connection could be made."""
+
+    def allows(self, now: float) -> bool:
+        """Returns whether a request may be sent at `now`."""
+        return now >= self._skip_until
+
+    def wait(self, now: float) -> float:
+        """Returns the seconds until the breaker allows a request."""
+        return max(0.0, self._skip_until - now)
+
+    def sent(self, now: float) -> None:
+        """Notes that a request is sent. If the breaker is open, the node is on trial, and the next request may follow a second later."""
+        if self._opened:
+            self._on_trial = True
+            self._skip_until = now + _FIRST_SKIP_S
+
+    def succeeded(self) -> None:
+        """Notes that the node answered as it should."""
+        self._failures = self._opened = 0
+        self._skip_until = 0.0
+        self._on_trial = self.unreachable = False
+
+    def failed(self, fault: Blame, now: float) -> None:
+        """Notes a failure."""
+        self._failures += 1
+        if fault is not Blame.UNREACHABLE and self._failures < self._limit:
+            return
+        if now < self._skip_until and not self._on_trial:
+            return  # requests that fail together count once
+        self._on_trial = False
+        self.unreachable = fault is Blame.UNREACHABLE
+        self._opened += 1
+        self._skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(self._opened - 1, 8))
+
+
+class RetryBudget:
+    """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second adds a few more.
+
+    If every request fails, nodes get only that fraction more requests, not twice as many. A full bucket lasts for as many requests as a
+    node can have when it dies.
+    """
+
+    def __init__(self, burst: int, *, fraction: float = 0.2, per_second: float = 10.0) -> None:
+        """`burst`: the most retries that the bucket holds. It starts full."""
+        self._burst = float(burst)
+        self._fraction = fraction
+        self._per_second = per_second
+        self._left = self._burst
+        self._filled_at: float | None = None
+
+    def asked(self, now: float) -> None:
+        """Notes that a request arrived."""
+        self._fill(now, self._fraction)
+
+    def allows(self, now: float) -> bool:
+        """Returns whether a request may be retried at `now`."""
+        self._fill(now)
+        return self._left >= 1.0
+
+    def take(self, now: float) -> None:
+        """Notes a retry that `allows` has permitted."""
+        self._fill(now, -1.0)
+
+    def _fill(self, now: float, more: float = 0.0) -> None:
+        passed = 0.0 if self._filled_at is None else max(0.0, now - self._filled_at)
+        self._filled_at = now
+        self._left = min(self._burst, self._left + passed * self._per_second + more)
+
+
+_MOST = 2
+"""How many nodes may fail a request after it was sent to them."""
+
+
+class Trial:
+    """What one request has done so far to nodes of all kinds."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self.budget = budget
+        self.lost = 0
+        """How many trustworthy nodes lost their connection while they had the request."""
+
+    @property
+    def deadly(self) -> bool:
+        """Whether the request must not be sent to any other node."""
+        return self.lost >= _MOST
+
+
+class Attempts:
+    """One request's way through a pool: each node at most once."""
+
+    def __init__(
+        self, pool: NodePool, trial: Trial, prompt: RoutedPrompt = NO_PROMPT, model: str | None = None
+    ) -> None:
+        self._pool = pool
+        self._trial = trial
+        self._prompt = prompt
+        self._model = model
+        self._tried: set[str] = set()
+        self._suspects: list[tuple[str, Reason]] = []
+        self._failures = 0
+        self._over = False
+        self.out_of_budget = False
+        """Whether another node would have been tried if the budget had allowed a retry."""
+
+    @property
+    def blamed(self) -> bool:
+        """Whether the failures are the request's own fault."""
+        return self._failures >= _MOST or self._trial.deadly
+
+    def next(self, now: float) -> str | None:
+        """Returns the node to try now; None if none is left, or if the request has done enough."""
+        if self._over or self.blamed:
+            return None
+        budget, again = self._trial.budget, self._failures > 0
+        if again and not budget.allows(now):
+            self.out_of_budget = True
+            return None
+        node = self._pool.pick(now, self._prompt, self._tried, self._model, proven_first=again)
+        if node is not None:
+            self._tried.add(node)
+            if again:
+                budget.take(now)
+        return node
+
+    def failed(self, node: str, reason: Reason, now: float) -> None:
+        """Notes how the node that `next` returned failed."""
+        if reason == "exhausted":
+            self._over = True
+        elif reason in ("unreachable", "timeout"):
+            self._pool.failed(node, reason, now)
+            self._failures += reason == "timeout"
+        elif reason != "busy":
+            trusted = self._pool.suspect(node)
+            self._suspects.append((node, reason))
+            self._failures += 1
+            self._trial.lost += trusted and reason == "disconnected"
+
+    def answered(self, node: str, now: float, *, well: bool) -> None:
+        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing about earlier nodes."""
+        if not well:
+            self._pool.reached(node)
+            return
+        self._pool.succeeded(node)
+        for suspect, reason in self._suspects:
+            self._pool.failed(suspect, reason, now)
+        self._suspects.clear()

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from prometheus_client import ProcessCollector
 
 from launch.discovery import Member
-from launch.exposition import RoleHealth, exposed, health_of
-from launch.signals import stop_on_signals
+from launch.health_server import RoleHealth, exposed, health_of
+from launch.supervise import stop_on_signals
 from pd_cache.cluster import CacheServerNode, ClusterConfig
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.cache_server import CacheServer
+from pd_cache.server.server import CacheServer
 
 
 def run_cache_server(

@@ -11,11 +11,9 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
-from launch.errors import RoleError
-from launch.foreign import ForeignProgram, wheel_program
 from launch.masters import LEADER, MasterHealth, master_health
-from launch.process import spawn_child
-from launch.signals import stop_on_signals
+from launch.supervise import ForeignProgram, spawn_child, stop_on_signals, wheel_program
+from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 
 log = logging.getLogger(__name__)
@@ -69,55 +67,28 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     It is restarted if etcd has lost data of the election, because masters do not notice that by themselves.
     """
     command, settings = master_command(config, node), config.supervisor
+
+    def hint() -> str:
+        return f"are the ports {node.port} and {node.metrics_port} of {node.host} free?"
+
     spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
+        stack.enter_context(serving_versions(config, node))
         anew = stack.enter_context(_lost_election(config, node))
-        stack.enter_context(_events(config, node))
         master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s))
         try:
-            master.run(
+            master.wait_serving(
                 stop,
                 serving=lambda: _serving(node, config.masters.ha),
-                ready=lambda: ready(f"{node.host}:{node.port}"),
                 deadline=time.monotonic() + settings.ready_timeout_s,
-                hint=lambda: f"are the ports {node.port} and {node.metrics_port} of {node.host} free?",
-                anew=anew,
+                hint=hint,
             )
+            if not stop.is_set():
+                ready(f"{node.host}:{node.port}")
+            master.watch(stop, hint=hint, anew=anew)
         finally:
             member.leave()  # first, so that no process that starts now looks for it there
-
-
-@contextlib.contextmanager
-def _events(config: ClusterConfig, node: MasterNode) -> Iterator[None]:
-    """Publishes the pool's KV events while the block runs, if the node has an address for them. Raises RoleError if it is taken."""
-    addresses = config.event_addresses(node)
-    if addresses is None:
-        yield
-        return
-    from launch.discovery import open_directory
-    from launch.pool_events import PoolWatch
-    from launch.pool_lookups import NamespaceReader
-    from pd_cache.wire.event_streams import EventEndpoints
-
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(contextlib.closing(NamespaceReader(config, node.host)))
-        try:
-            watch = PoolWatch(
-                f"http://{node.host}:{node.metrics_port}",
-                EventEndpoints(*addresses),
-                interval_s=node.events_interval_ms / 1000,
-                most_chunks=node.events_chunks,
-                read_namespace=reader.read,
-                elected=config.masters.ha,
-            )
-        except OSError as error:
-            raise RoleError(f"the KV events have no address: {error}") from None
-        stack.callback(watch.close)
-        directory = open_directory(config, lambda view: watch.follow(view.nodes))
-        stack.callback(directory.close)
-        watch.start()
-        yield
 
 
 @contextlib.contextmanager

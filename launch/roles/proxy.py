@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 
 from launch.discovery import View, open_directory
 from launch.pool_lookups import hash_seeds, master_of, open_lookup
-from launch.proxy.capacity import fitted
-from launch.proxy.connections import Connections
+from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule
-from launch.proxy.listener import Listener
-from launch.proxy.proxy import Proxy
-from launch.proxy.tls import ServerTls
-from launch.proxy.watched_files import WatchedFiles
+from launch.proxy.keys import ServerTls, WatchedFiles
 from launch.reachability import PeerChecks
-from launch.signals import stop_signals
+from launch.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.tracing import open_tracing
-from pd_cache.wire.descriptors import raise_limit
 
 _SYNC_S = 2.0
 """How long a starting proxy waits for discovery; after that it uses the nodes of the file."""
@@ -39,37 +35,18 @@ def run_proxy(
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
         config.cache.chunk_tokens if tokens is None else tokens,
-        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master),
+        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master, pool.versions),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
     )
-    settings, room = fitted(config.proxy, raise_limit())
-    connections = Connections(
-        room, header_s=settings.header_timeout_s, idle_s=settings.idle_timeout_s, write_s=settings.write_timeout_s
-    )
-    files, checks = WatchedFiles(), PeerChecks(config, node.name)
+    settings, files, checks = config.proxy, WatchedFiles(), PeerChecks(config, node.name)
     tracing = open_tracing(config.tracing, node.role, node.name)
-    tls = None if settings.tls is None else ServerTls(settings.tls, files).current
+    tls = None if settings.tls is None else ServerTls(settings.tls, files).context
     proxy = Proxy(
-        settings,
-        direct,
-        master=lambda view: master_of(config, view),
-        files=files,
-        peers=checks.answer,
-        connections=connections,
-        tracing=tracing,
+        settings, direct, master=lambda view: master_of(config, view), files=files, peers=checks.answer, tracing=tracing
     )
     try:
-        asyncio.run(
-            _serve(
-                config,
-                proxy,
-                Listener(proxy.app, connections, tls, settings.header_timeout_s),
-                node,
-                ready,
-                on_stop,
-            )
-        )
+        asyncio.run(_serve(config, proxy, tls, node, ready, on_stop))
     finally:
         tracing.close()
 
@@ -77,7 +54,7 @@ def run_proxy(
 async def _serve(
     config: ClusterConfig,
     proxy: Proxy,
-    listener: Listener,
+    tls: ssl.SSLContext | None,
     node: ProxyNode,
     ready: Callable[[str], None],
     on_stop: Callable[[], None],
@@ -86,7 +63,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
         loop.add_signal_handler(signum, stop.set)
-    await listener.setup()
+    await proxy.setup()
 
     def follow(view: View) -> None:
         loop.call_soon_threadsafe(proxy.update, view)
@@ -94,10 +71,10 @@ async def _serve(
     directory = open_directory(config, follow)
     try:
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
-        ready(await listener.start(node.host, node.port))
+        ready(await proxy.listen(node.host, node.port, tls))
         await stop.wait()
         leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; no client waits for it
     finally:
-        await listener.close()
+        await proxy.close()
         await asyncio.to_thread(directory.close)
     await leaving

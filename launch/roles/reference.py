@@ -10,17 +10,18 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from launch.discovery import Member
 from launch.engines.reference import serve
 from launch.reachability import PeerChecks
-from launch.signals import stop_on_signals
+from launch.supervise import stop_on_signals
 from pd_cache.blocks import BlockCache
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.server_cache import ServerCache
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata
+from pd_cache.server.client import ServerCache
+from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tracing import open_tracing
+from pd_cache.versions import WeightsVersion
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,9 @@ def run_reference_engine(
         server = config.node(node.cache_server) if node.cache_server else None
         cache: BlockCache
         if isinstance(server, CacheServerNode):
-            cache = ServerCache(config.server_url(server), EngineIdentity.of(metadata, config.cache), metrics=metrics)
+            identity = EngineIdentity.of(metadata, config.cache)
+            version = WeightsVersion.of(settings, metadata.model)
+            cache = ServerCache(config.server_url(server), identity, metrics=metrics, version=version)
         else:
             try:
                 cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)

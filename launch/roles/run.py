@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member, find_master
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, Node, ProxyNode, StoreNode, VllmEngineConfig
-from pd_cache.wire.descriptors import raise_limit
+
+_MOST_FILES = 1 << 20
+"""We never need more. Some programs allocate memory for each descriptor that they may have."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) -> None:
@@ -16,11 +19,11 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
 
     `ready` is called once, with the node's URL (or an empty string), as soon as the node can be used.
     """
-    raise_limit()
+    raise_limit_of_files()
     with Member(config, node) as member:
 
         def announce(url: str) -> None:
-            ready(url)
+            ready(_metrics_url(node) if isinstance(node, StoreNode) else url)
             member.announce(url)
 
         if isinstance(node, MasterNode):
@@ -34,8 +37,8 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
             run_proxy(config, node, announce, on_stop=member.leave)
             return
         config = find_master(config, config.supervisor.ready_timeout_s)
-        if isinstance(node, StoreNode) or (config.transfer.client == "embedded" and node in config.caching_nodes()):
-            # other nodes leave the pool to their host's cache server or `mooncake_client`
+        if isinstance(node, StoreNode) or node in config.caching_nodes():
+            # other nodes leave the pool to their host's cache server
             member.master = config.master_address
         if isinstance(node, StoreNode):
             from launch.roles.store import run_store
@@ -55,6 +58,22 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
                 from launch.roles.reference import run_reference_engine
 
             run_reference_engine(config, node, announce, member)
+
+
+def _metrics_url(node: StoreNode) -> str:
+    """Returns the one address at which a store node answers; empty if it has none. Nothing listens at its segment's name."""
+    return "" if node.metrics_port is None else f"http://{node.host}:{node.metrics_port}"
+
+
+def raise_limit_of_files() -> None:
+    """Raises the soft limit of open files to the hard one, or to a million; children inherit it. A stream through the proxy takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the kernel's own limit, fs.nr_open, is lower: keep the present limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

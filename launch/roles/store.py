@@ -1,98 +1,19 @@
-"""The role `store`: memory for the pool, given by this process or by the `mooncake_client` of its host."""
+"""The role `store`: a process that gives memory to the pool."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
-from launch.foreign import ForeignProgram, wheel_program
-from launch.process import spawn_child
-from launch.signals import stop_on_signals
+from launch.supervise import stop_on_signals
 from pd_cache.cluster import ClusterConfig, StoreNode
-from transfer.environment import host_environment, split_master
 from transfer.errors import PoolUnavailableError
-from transfer.host import WAITS_FOR
-
-
-def client_command(config: ClusterConfig, node: StoreNode) -> list[str]:
-    """Returns the command of a host's `mooncake_client`. Raises RoleError if the wheel is not installed.
-
-    Its segment is named by the address at which it listens, so that each follows from the other.
-    """
-    clients = sum(other.host == node.host for other in config.caching_nodes())
-    # each can have its transfers under way in both directions, two control calls and a ping
-    threads = node.threads or max(4, clients * (2 * config.transfer.threads + 3))
-    master, _ = split_master(config.master_address)
-    return [
-        wheel_program("mooncake_client"),
-        f"--host={node.host}:{node.port}",
-        f"--port={node.port}",
-        f"--master_server_address={master}",
-        f"--metadata_server={config.transfer.metadata}",
-        f"--protocol={config.transfer.protocol}",
-        f"--device_names={','.join(config.transfer.devices)}",
-        f"--global_segment_size={int(node.segment_size)}",
-        f"--threads={threads}",
-        "--logtostderr",
-    ]
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
     """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is gone."""
-    if config.transfer.client == "host":
-        _run_host_client(config, node, ready, member)
-    else:
-        _run_segment(config, node, ready, member)
-
-
-def _run_host_client(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Runs a host's `mooncake_client` as a child that ends with this process, and unmounts its segment as it ends."""
-    _, election = split_master(config.master_address)
-    settings = config.supervisor
-    listens = f"{node.host}:{node.port}"
-    with stop_on_signals() as stop:
-        deadline = time.monotonic() + settings.ready_timeout_s
-        # without a master, mooncake_client aborts; only it finds out whether one of several leads
-        while election is None and not _listening(config.master_address):
-            if time.monotonic() > deadline:
-                raise PoolUnavailableError(f"Mooncake master {config.master_address} not reachable")
-            if stop.wait(0.2):
-                return
-        spawn = functools.partial(
-            spawn_child,
-            client_command(config, node),
-            death_signal=signal.SIGTERM,
-            blocked=WAITS_FOR,
-            env=host_environment(config.transfer, election),
-            stdout=subprocess.DEVNULL,
-        )
-        with (
-            _questions(node, lambda: _listening(listens) or None, lambda: listens),
-            ForeignProgram("mooncake_client", spawn, settings.stop_grace_s) as client,
-        ):
-            try:
-                client.run(
-                    stop,
-                    serving=lambda: _listening(listens),
-                    ready=lambda: ready(listens),
-                    deadline=deadline,
-                    hint=lambda: (
-                        f"is the port {node.port} of {node.host} free, and is there memory for {node.segment_size}?"
-                    ),
-                    again=election is not None,  # it ends if no master leads yet
-                )
-            finally:
-                member.leave()
-
-
-def _run_segment(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Mounts the segment from this process."""
     from transfer.store import MooncakeStore
 
     settings = config.settings_of(node)
@@ -131,7 +52,7 @@ def _questions(node: StoreNode, available: Callable[[], bool | None], segment: C
         return
     from prometheus_client import CollectorRegistry, ProcessCollector
 
-    from launch.exposition import RoleHealth, exposed, health_of
+    from launch.health_server import RoleHealth, exposed, health_of
     from pd_cache.metrics import BackendLevels, LevelCollector
 
     registry = CollectorRegistry()
@@ -151,12 +72,3 @@ def _questions(node: StoreNode, available: Callable[[], bool | None], segment: C
 
     with exposed(node.host, node.metrics_port, registry, health):
         yield
-
-
-def _listening(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), 1.0).close()
-    except OSError:
-        return False
-    return True

@@ -8,15 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from launch.asking import healthy
 from launch.discovery import Member
 from launch.engines.vllm_command import command, environment
-from launch.foreign import ForeignProgram
-from launch.process import LocalProcesses, Program
-from launch.signals import stop_on_signals
+from launch.http import healthy
+from launch.supervise import ForeignProgram, LocalProcesses, Program, stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
 from pd_cache.runtime import temporary_folder
-from pd_cache.vllm.namespace_file import read_namespaces
+from pd_cache.vllm.files import read_cache
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
@@ -41,21 +39,24 @@ def run_vllm(
         program = Program(node.name, tuple(argv), variables)
         output = _VllmOutput()
 
-        def announce() -> None:
-            member.namespaces = read_namespaces(namespace)
-            ready(f"http://{node.host}:{node.port}")
+        def hint() -> str:
+            return output.refusal or "its last lines say why, and a large model needs time"
 
         # it has to be gone before the process that stops us loses patience
         vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
         with contextlib.closing(guarded), vllm:
             try:
-                vllm.run(
+                vllm.wait_serving(
                     stop,
                     serving=lambda: healthy(node.host, node.port),
-                    ready=announce,
                     deadline=time.monotonic() + settings.ready_timeout_s,
-                    hint=lambda: output.refusal or "its last lines say why, and a large model needs time",
+                    hint=hint,
                 )
+                if not stop.is_set():
+                    told = read_cache(namespace)
+                    member.namespaces, member.kv_tokens = told.namespaces, told.kv_tokens
+                    ready(f"http://{node.host}:{node.port}")
+                vllm.watch(stop, hint=hint)
             finally:
                 member.leave()  # first, so that no proxy sends new requests
 

@@ -1,38 +1,248 @@
 """The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path": "pd_cache.adapters.lmcache", ...}'`.
 
-LMCache imports this module and asks it for the class by name. Only then is LMCache itself imported, by `lmcache_plugin`.
+LMCache (0.5.6) submits tasks, polls an event descriptor of each kind, and asks for results. `LaneL2Adapter` reduces that to three methods
+that work, each on the threads of a `TaskLane`; `PdCacheL2Adapter` is one over an `ObjectCache`.
+
+1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
+2. A load copies into LMCache's memory on a thread of ours, so nothing writes there after the task, or `close`, has ended.
+3. LMCache's key has neither types nor shapes. Each value bears those of its object, and a load into memory of others is a miss.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import logging
+import threading
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import msgspec
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from pd_cache.adapters.options import AdapterOptions
-from transfer.settings import ByteSize
+from pd_cache.adapters.options import LMCacheOptions, read_options, settings_of
+from pd_cache.adapters.tasks import TaskLane
+from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import PART_BYTES, ObjectCache
+from pd_cache.objects.values import TensorForm
+from transfer.errors import Status
 
-if TYPE_CHECKING:
-    from pd_cache.adapters.lmcache_plugin import PdCacheL2Adapter
+log = logging.getLogger(__name__)
 
-__all__ = ["LMCacheOptions", "PdCacheL2Adapter"]
-
-
-class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
-    """`adapter_params` of the adapter's JSON."""
-
-    part_size: ByteSize | None = None
-    """The most bytes of one object in the pool; all that share a namespace need the same. A larger object of LMCache's is cut into parts."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    """How many stores, and how many loads, run at the same time."""
-    capacity: ByteSize = ByteSize(0)
-    """How many bytes of its own LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves
-    eviction to the pool."""
+_CLOSE_S = 10.0
+_REMEMBERED = 1 << 18
+"""How many keys that were stored here are remembered with their sizes, for LMCache's accounts."""
 
 
-def __getattr__(name: str) -> Any:
-    if name == "PdCacheL2Adapter":
-        from pd_cache.adapters.lmcache_plugin import PdCacheL2Adapter
+class LaneL2Adapter(L2AdapterInterface):
+    """Thread-safe. A task that raises, or that cannot be run in time, has stored, found or loaded nothing."""
 
-        return PdCacheL2Adapter
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        complain: Callable[[str], None],
+        *,
+        timeout: float,
+        lookup_timeout: float,
+        capacity: int = 0,
+    ) -> None:
+        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `complain` is called with a line about
+        tasks that raised. `timeout` and `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
+        super().__init__(capacity)
+        self._timeout, self._lookup_timeout = timeout, lookup_timeout
+        self._stores: TaskLane[L2StoreResult] = TaskLane(f"{name}-store", threads, complain)
+        self._lookups: TaskLane[Bitmap] = TaskLane(f"{name}-lookup", 1, complain)
+        self._loads: TaskLane[Bitmap] = TaskLane(f"{name}-load", threads, complain)
+
+    # --- on the threads ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
+        """Stores objects. Returns how many bytes were not there before, or None if they are not all there now."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
+        """Returns for each key whether there is an object, which is protected until it is loaded."""
+
+    @abstractmethod
+    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
+        """Loads objects into LMCache's memory. Returns for each whether it is there. Must not write there after it has returned."""
+
+    # --- LMCache's interface ----------------------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.event
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.event
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.event
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begins to store objects. The task succeeds if all of them are there in the end."""
+
+        def store(deadline: Deadline) -> L2StoreResult:
+            stored = self.store(keys, objects, deadline)
+            return L2StoreResult(stored is not None, stored or 0)
+
+        return self._stores.submit(store, L2StoreResult(False, 0), self._timeout)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
+        """Begins to look keys up."""
+        return self._lookups.submit(
+            lambda deadline: _bits(self.lookup(keys, deadline)), Bitmap(len(keys)), self._lookup_timeout
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Does nothing: the lease of Mooncake's master ends by itself, and cannot be given back."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begins to load objects. An object whose bit is not set in the result may hold anything."""
+        return self._loads.submit(
+            lambda deadline: _bits(self.load(keys, objects, deadline)), Bitmap(len(keys)), self._timeout
+        )
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.take(task_id)
+
+    def close(self) -> None:
+        """Ends all tasks, those that wait as failed, and closes the descriptors. Idempotent."""
+        for lane in (self._stores, self._lookups, self._loads):
+            lane.close(_CLOSE_S)
+
+
+class PdCacheL2Adapter(LaneL2Adapter):
+    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe."""
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        """Takes `adapter_params` (`LMCacheOptions`). Does not wait for the pool.
+
+        Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be loaded.
+        """
+        options = read_options(params, LMCacheOptions, "adapter_params")
+        settings = settings_of(options)
+        part = PART_BYTES if options.part_size is None else int(options.part_size)
+        self.cache = ObjectCache.open(settings, f"lmcache\n{options.namespace}", part_bytes=part)
+        exist_s = settings.transfer.timeouts.exist_ms / 1000
+        super().__init__(
+            "lmcache",
+            options.threads,
+            log.warning,
+            timeout=options.timeout_s,
+            lookup_timeout=min(options.timeout_s, exist_s),
+            capacity=int(options.capacity),
+        )
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """The bytes of what was stored here and is still there, as far as is known, by name; the oldest are forgotten first."""
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # --- on the threads ---------------------------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
+        names, values = _names(keys), [one.byte_array for one in objects]
+        statuses = self.cache.put_many(names, values, forms=[_form(one) for one in objects], timeout=deadline)
+        new: dict[str, int] = {}
+        with self._lock:
+            for index, status in enumerate(statuses):
+                if status is Status.OK and names[index] not in self._sizes:
+                    self._sizes[names[index]] = len(values[index])
+                    new[names[index]] = index
+            while len(self._sizes) > _REMEMBERED:
+                self._sizes.popitem(last=False)
+        if new:
+            self._notify_keys_stored([keys[index] for index in new.values()], [len(values[i]) for i in new.values()])
+        stored = sum(len(values[index]) for index in new.values())
+        return stored if all(status is Status.OK for status in statuses) else None
+
+    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
+        names = _names(keys)
+        statuses = self.cache.exists_many(names, timeout=deadline)
+        self._forget(keys, names, statuses)
+        return [status is Status.OK for status in statuses]
+
+    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
+        buffers = [one.byte_array for one in objects]
+        reasons = self.cache.read_into(_names(keys), buffers, forms=[_form(one) for one in objects], timeout=deadline)
+        loaded = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
+        if loaded:
+            self._notify_keys_accessed(loaded)
+        return [not reason for reason in reasons]
+
+    # --- the rest of LMCache's interface ----------------------------------------------------------------------------
+
+    def delete(self, keys: list[Any]) -> None:
+        """Removes objects. Reports those that were there, and those that the pool has lost since they were stored. Never raises."""
+        if not keys or self._closed:
+            return
+        try:
+            names = _names(keys)
+            statuses = self.cache.remove_many(names, timeout=self._timeout)
+            self._forget(keys, names, statuses)
+            removed = [index for index, status in enumerate(statuses) if status is Status.OK]
+            with self._lock:
+                sizes = [self._sizes.pop(names[index], 0) for index in removed]
+            if removed:
+                self._notify_keys_deleted([keys[index] for index in removed], sizes)
+        except Exception:
+            log.exception("deleting %d objects failed", len(keys))
+
+    def report_status(self) -> dict[str, Any]:
+        """Returns whether the pool can be used now, and what has been counted."""
+        totals = {"/".join(name): count for name, count in self.cache.metrics.totals().items() if count}
+        return {
+            "is_healthy": self.cache.available,
+            "type": type(self).__name__,
+            "namespace": self.cache.namespace,
+            "part_bytes": self.cache.part_bytes,
+            "counts": totals,
+        }
+
+    def close(self) -> None:
+        self._closed = True
+        self.cache.close()  # first: tasks under way then end at once
+        super().close()
+
+    def _forget(self, keys: Sequence[Any], names: Sequence[str], statuses: Sequence[Status]) -> None:
+        """Reports objects as deleted that were stored here and are missing now: the pool evicts by itself. Otherwise LMCache would count
+        them for ever, and its eviction would choose them again and again."""
+        with self._lock:
+            gone = [
+                (key, self._sizes.pop(name))
+                for key, name, status in zip(keys, names, statuses, strict=True)
+                if status is Status.MISSING and name in self._sizes
+            ]
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
+
+
+def _names(keys: Sequence[Any]) -> list[str]:
+    """Returns a name for each `ObjectKey`, of all its fields."""
+    return [repr((one.chunk_hash, one.model_name, one.kv_rank, one.object_group_id, one.cache_salt)) for one in keys]
+
+
+def _form(one: Any) -> TensorForm | None:
+    """Returns what the types and shapes of a `MemoryObj` are; None if it does not say."""
+    meta = getattr(one, "meta", None)
+    if meta is None:
+        return None
+    if meta.shapes and meta.dtypes:
+        return TensorForm.of_many(meta.shapes, meta.dtypes)
+    return TensorForm.of_many([meta.shape], [meta.dtype])
+
+
+def _bits(flags: Sequence[bool]) -> Bitmap:
+    bitmap = Bitmap(len(flags))
+    for index, flag in enumerate(flags):
+        if flag:
+            bitmap.set(index)
+    return bitmap

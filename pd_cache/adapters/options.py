@@ -10,7 +10,7 @@ import msgspec
 from pd_cache.cluster import decode_custom, load_config
 from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, StorageTier
 from pd_cache.errors import ConfigError
-from transfer.settings import TransferSettings
+from transfer.settings import ByteSize, TransferSettings
 
 MasterAddress = Annotated[
     str,
@@ -30,6 +30,14 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     """Which of the file's nodes this is, for its address and its segment; without one, this process gives the pool no memory."""
     master: MasterAddress | None = None
     """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""
+    versions: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^(http://[^\s:/,]+:[0-9]{1,5}(,|\Z))*\Z",
+            description="http://HOST:PORT of the role master's `versions_port`; several with commas between them",
+        ),
+    ] = ""
+    """With `master`: where to ask which version of the weights is current. Without it, this process takes no part in resets."""
     host: str = "127.0.0.1"
     """The address at which the pool's other nodes reach this one."""
     transfer: TransferSettings | None = None
@@ -56,6 +64,8 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
         raise ConfigError(f"{where}: needs either a config_file or a master (host:port), got both or neither")
     if options.config_file is not None and (options.transfer is not None or options.tiers is not None):
         raise ConfigError(f"{where}: transfer and tiers go with master; the config_file has its own")
+    if options.config_file is not None and options.versions:
+        raise ConfigError(f"{where}.versions: goes with master; the config_file says where its master is")
     if options.config_file is None and options.node is not None:
         raise ConfigError(f"{where}.node: names a node of a config_file, and there is none")
     return options
@@ -68,6 +78,7 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
         cache = CacheConfig() if options.tiers is None else CacheConfig(tiers=options.tiers)
         return NodeSettings(
             master=options.master or "",
+            versions=options.versions,
             host=options.host,
             cache=cache,
             transfer=transfer,
@@ -82,5 +93,22 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
             )
         return config.settings_of(node)
     return NodeSettings(
-        master=config.master_address, host=options.host, cache=config.cache, transfer=config.transfer, segment_size=0
+        master=config.master_address,
+        versions=config.versions,
+        host=options.host,
+        cache=config.cache,
+        transfer=config.transfer,
+        segment_size=0,
     )
+
+
+class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
+    """`adapter_params` of the L2 adapter's JSON (`lmcache`)."""
+
+    part_size: ByteSize | None = None
+    """The most bytes of one object in the pool; all that share a namespace need the same. A larger object of LMCache's is cut into parts."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """How many stores, and how many loads, run at the same time."""
+    capacity: ByteSize = ByteSize(0)
+    """How many bytes of its own LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves
+    eviction to the pool."""

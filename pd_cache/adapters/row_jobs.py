@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pd_cache.adapters.epoch_names import EpochNames
-from transfer.locks import Condition
+from pd_cache.adapters.versioned_names import VersionedNames
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +49,24 @@ class RowJobs:
 
     def __init__(
         self,
-        names: EpochNames,
+        names: VersionedNames,
         memory: memoryview,
         row_bytes: int,
         *,
-        load_s: float,
-        store_s: float,
+        seconds: float,
         most_waiting: int,
         threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`memory` is flat and writable, and has rows of `row_bytes`. There are `threads` for each direction. `load_s` and `store_s` are the
-        deadlines of jobs."""
+        """`memory` is flat and writable, and has rows of `row_bytes`. Each job has `seconds`. There are `threads` for each direction."""
         self._names = names
         self._memory: memoryview | None = memory
         self._row_bytes = row_bytes
         self._rows = len(memory) // row_bytes if row_bytes else 0
-        self._seconds = {True: load_s, False: store_s}
+        self._seconds = seconds
         self._most_waiting = most_waiting
         self._clock = clock
-        self._changed = Condition()
+        self._changed = threading.Condition()
         self._waiting: dict[bool, deque[_RowJob]] = {True: deque(), False: deque()}
         self._running = 0
         self._finished: deque[RowResult] = deque()
@@ -89,8 +86,8 @@ class RowJobs:
         self._submit(number, names, rows, is_load=True, epoch=None)
 
     def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, epoch: str | None = None) -> None:
-        """Begins to store rows that were computed in `epoch`, by default the last known one."""
-        self._submit(number, names, rows, is_load=False, epoch=epoch)
+        """Begins to store rows that were computed in the weights version `epoch`, by default the engine's."""
+        self._submit(number, names, rows, is_load=False, epoch=self._names.own if epoch is None else epoch)
 
     def finished(self) -> list[RowResult]:
         """Returns the jobs that have ended since the last call."""
@@ -119,7 +116,7 @@ class RowJobs:
             self._closing = True
             self._cancel()
             self._changed.notify_all()
-        end = self._clock() + max(self._seconds.values()) + _WARN_S
+        end = self._clock() + self._seconds + _WARN_S
         for thread in self._threads:
             thread.join(max(0.0, end - self._clock()))
         if any(thread.is_alive() for thread in self._threads):
@@ -135,15 +132,7 @@ class RowJobs:
         self, number: int, names: Sequence[bytes], rows: Sequence[int], *, is_load: bool, epoch: str | None
     ) -> None:
         now = self._clock()
-        job = _RowJob(
-            number,
-            is_load,
-            tuple(names),
-            tuple(rows),
-            now,
-            now + self._seconds[is_load],
-            self._epoch_of(is_load, epoch),
-        )
+        job = _RowJob(number, is_load, tuple(names), tuple(rows), now, now + self._seconds, epoch)
         with self._changed:
             waiting = sum(len(one.rows) for one in self._waiting[False])
             if (
@@ -156,9 +145,6 @@ class RowJobs:
                 return
             self._waiting[is_load].append(job)
             self._changed.notify_all()
-
-    def _epoch_of(self, is_load: bool, epoch: str | None) -> str | None:
-        return self._names.last if epoch is None and not is_load else epoch
 
     def _cancel(self) -> None:
         """Ends the jobs that wait. The lock must be held."""

@@ -1,247 +1,401 @@
 """pd-cache as a storage backend of SGLang's HiCache: `--hicache-storage-backend dynamic` with the class `PdCacheStorage` of this module.
 
-HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/sglang.md shows the flags.
+HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/sglang.md shows the flags. The calls run on
+SGLang's storage threads, each with a deadline, and raise nothing.
 
-Here is what needs no SGLang: what a page's name is made of, and where a page lies in a host pool. The class itself is loaded when SGLang asks
-for it by name.
+Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late transfer may go on after its
+caller has given up (docs/architecture.md, "Staging memory and deadlines"), and SGLang would have given the page to another prompt by then.
 """
 
 from __future__ import annotations
 
-import bisect
-import json
+import importlib
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from pd_cache.adapters.options import AdapterOptions
-from pd_cache.config import LineOrEmpty, Seconds
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from pd_cache.adapters.options import read_options, settings_of
+from pd_cache.adapters.sglang_pages import (
+    PoolPages,
+    StorageOptions,
+    bytes_of,
+    names_of,
+    namespace_of,
+    prefix_of,
+    split_options,
+)
+from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.errors import ConfigError, LayoutError
-from pd_cache.values import Scattered
-from pd_cache.weights import WeightsError, weights_digest
-
-if TYPE_CHECKING:
-    from pd_cache.adapters.sglang_storage import PdCacheStorage as PdCacheStorage
+from pd_cache.objects.cache import MOST_BYTES, PART_BYTES, ObjectCache
+from pd_cache.objects.values import MOST_PARTS
+from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-
-class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
-    """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
-
-    revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
-    timeout_s: Seconds = 5.0
-    """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its cache, and then raises in its scheduler."""
-    token_only_keys: bool = False
-    """Accepts an SGLang whose hashes of pages leave out LoRA adapters and cache salts."""
+_MOST_STATS = 4096
+T = TypeVar("T")
 
 
-FORMAT = 1
-"""The version of what is stored under a name. Backends of other versions never find it."""
+class _HostPoolEntry(NamedTuple):
+    """A registered host pool."""
 
-SGLANGS_OWN = frozenset(
-    (
-        *("backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag", "tp_lcm_size"),
-        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
-        "hicache_storage_pass_prefix_keys",
-    )
-)
-"""Keys of the extra config that are SGLang's own."""
-
-_SHAPE = (
-    "layout",
-    "dtype",
-    "page_size",
-    "layer_num",
-    "start_layer",
-    "end_layer",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "num_mamba_layers",
-    "conv_dtype",
-    "temporal_dtype",
-    "conv_state_shapes",
-    "temporal_state_shape",
-    "storage_format_tag",
-    "dcp_size",
-    "dcp_rank",
-)
-"""What, of a host pool, changes the meaning of a page's bytes."""
-_OF_THE_SERVER = (
-    "dtype",
-    "kv_cache_dtype",
-    "quantization",
-    "quantization_param_path",
-    "json_model_override_args",
-    "speculative_draft_kv_cache_dtype",
-)
-"""What, of the arguments of SGLang's server, changes the KV that it computes, besides the weights."""
-_REPLICATED = ("indexer", "draft_indexer", "deepseek_v4_")
-"""Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks (MLA)."""
-_LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
+    host: Any
+    prefix: bytes
+    pages: PoolPages | None
+    """None for one whose pages are copied by the pool itself."""
 
 
-def __getattr__(name: str) -> object:
-    if name == "PdCacheStorage":
-        from pd_cache.adapters.sglang_storage import PdCacheStorage
+class PdCacheStorage(HiCacheStorage):
+    """A HiCache backend in pd-cache's pool and tiers, with the v1 and v2 calls and the generic ones."""
 
-        return PdCacheStorage
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        """Waits neither for the pool nor for a disk. The options are in `storage_config.extra_config`.
 
-
-class PoolPages:
-    """The pages of one host pool, as views of its own memory."""
-
-    def __init__(self, pool: Any) -> None:
-        """Raises LayoutError if the pool's memory cannot be addressed page by page."""
-        self.pool = pool
-        self.page_size = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
-        """How many indices name a page."""
-        self._size = int(getattr(pool, "logical_size", 0) or getattr(pool, "size", 0))
-        tensors = _flattened(
-            pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer
-        )
-        self._memory = sorted((tensor.data_ptr(), _bytes_of(tensor)) for tensor in tensors if tensor.numel())
-        self._starts = [start for start, _ in self._memory]
-        import torch
-
-        self.bytes = len(self.values(torch.arange(self.page_size))[0])
-        """The bytes of a page."""
-
-    def values(self, indices: Any) -> list[Scattered]:
-        """Returns the page at each `page_size` of these indices (int64), as one value. Raises ValueError for indices that are not of
-        whole pages of the pool, and LayoutError for a layout that the pool itself cannot address."""
-        pages = self._pages_at(indices)
-        if not pages:
-            return []
-        try:
-            addresses, sizes = self.pool.get_page_buffer_meta(indices)
-        except (ValueError, NotImplementedError, TypeError) as error:
-            raise LayoutError(f"{type(self.pool).__name__} of layout {self.pool.layout}: {error}") from error
-        pieces, rest = divmod(len(addresses), pages)
-        if rest or not pieces or len(sizes) != len(addresses):
-            raise LayoutError(f"{type(self.pool).__name__} gave {len(addresses)} addresses for {pages} pages")
-        views = [self._view(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
-        return [Scattered(views[page * pieces : (page + 1) * pieces]) for page in range(pages)]
-
-    def _pages_at(self, indices: Any) -> int:
-        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive, from a multiple of its size."""
-        import torch
-
-        pages, rest = divmod(len(indices), self.page_size)
-        if not pages and not rest:
-            return 0
-        indices = indices.to(torch.int64)
-        firsts = indices[:: self.page_size]
-        if (
-            rest
-            or bool((firsts % self.page_size != 0).any())
-            or not torch.equal(indices.reshape(pages, -1), firsts[:, None] + torch.arange(self.page_size))
-            or not 0 <= int(firsts.min()) <= int(firsts.max()) <= self._size - self.page_size
-        ):
-            raise ValueError(
-                f"expected the indices of whole pages of {self.page_size} below {self._size}, got {len(indices)} others"
+        Raises ConfigError for options that are wrong, and for an SGLang whose page hashes do not cover what separates requests.
+        """
+        own, given = split_options(storage_config.extra_config)
+        options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
+        _check_hashes(options.token_only_keys)
+        if not own.get("interface_v1"):
+            log.warning(
+                'without `"interface_v1": 1` in --hicache-storage-backend-extra-config SGLang copies each page twice'
             )
-        return pages
+        self._config = storage_config
+        self._settings = settings_of(options)
+        self._namespace = namespace_of(
+            storage_config,
+            _server_args(),
+            revision=options.revision,
+            salts=(options.namespace, str(own.get("extra_backend_tag", ""))),
+        )
+        self._seconds = options.timeout_s
+        self._pools: dict[str, _HostPoolEntry] = {}
+        self._plain = prefix_of(storage_config, "kv", None, "tensor")
+        self._cache: ObjectCache | None = None
+        self._names: VersionedNames | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._log = SparseLog()
+        self._stats: list[tuple[bool, int, float]] = []
 
-    def _view(self, address: int, size: int) -> memoryview:
-        """Returns memory of the pool. Raises LayoutError if it is not the pool's."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        if index >= 0:
-            start, memory = self._memory[index]
-            if address - start + size <= len(memory):
-                return memory[address - start : address - start + size]
-        raise LayoutError(f"{type(self.pool).__name__} gave an address outside its buffers")
+    # --- host pools ----------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Notes SGLang's main host pool, whose pages are as large as an object. Raises LayoutError if neither this backend nor the host pool
+        itself can copy one of its pages."""
+        self.mem_pool_host = mem_pool_host
+        self._register("kv", mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        name = str(host_pool_name)
+        if name != "kv":
+            self._register(name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the cache. Raises ValueError if the staging memory is too small for a page, MissingLibraryError without Mooncake."""
+        self._opened()
+
+    # --- v1 ------------------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Returns how many pages are there, from the first, by one request."""
+        return self._safely("exists", lambda: _leading(self._found(self._kv_names(keys))), 0)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Loads pages into the host pool. Nothing is written to it after the call has returned."""
+        return self._pages("kv", keys, host_indices, load=True)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool that are not there yet."""
+        return self._pages("kv", keys, host_indices, load=False)
+
+    # --- v2 ------------------------------------------------------------------------------------------------------
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Returns the longest prefix that can be restored from all pools, by one request. See SGLang's own class."""
+        return self._safely("exists", lambda: self._restorable(keys, pool_transfers or []), _result(0, {}, []))
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._pages_of_all(transfers, load=True)
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._pages_of_all(transfers, load=False)
+
+    # --- single tensors ------------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Loads tensors into `target_locations`. Returns None for each miss."""
+
+        def load() -> list[Any]:
+            opened = self._opened()
+            if opened is None:
+                return [None] * len(keys)
+            views = [bytes_of(target) for target in target_locations]
+            reasons = opened.read_into(names_of(self._plain, keys), views, timeout=self._seconds)
+            return [None if reason else target for reason, target in zip(reasons, target_locations, strict=True)]
+
+        return self._safely("get", load, [None] * len(keys))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores tensors. Returns whether all of them can be loaded now."""
+
+        def store() -> bool:
+            opened = self._opened()
+            if opened is None:
+                return False
+            views = [bytes_of(value.contiguous()) for value in values]
+            return all(opened.put(names_of(self._plain, keys), views, timeout=self._seconds))
+
+        return self._safely("set", store, False)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Says that the weights have changed: no node finds any more what was stored before. Returns whether that is done."""
+
+        def begin() -> bool:
+            opened = self._opened()
+            if opened is None:
+                return False
+            begun = opened.reset()
+            if not begun:  # SGLang 0.5.23 does not look at what this returns
+                log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
+            return begun
+
+        return self._safely("clear", begin, False)
+
+    def get_stats(self) -> Any:
+        """Returns pages and GB/s of what was moved since the last call, as SGLang's own backends do; None without storage metrics."""
+        if not self._config.enable_storage_metrics:
+            return None
+        with self._lock:
+            moved, self._stats = self._stats, []
+        collector = importlib.import_module("sglang.srt.observability.metrics_collector")
+        stats = collector.StorageMetrics()
+        for load, pages, speed in moved:
+            (stats.prefetch_pgs if load else stats.backup_pgs).append(pages)
+            (stats.prefetch_bandwidth if load else stats.backup_bandwidth).append(speed)
+        return stats
+
+    @property
+    def cache(self) -> ObjectCache | None:
+        """The cache; None before a host pool is registered."""
+        return self._cache
+
+    def close(self) -> None:
+        """Ends the calls under way, at the latest at their deadlines. Idempotent."""
+        with self._lock:
+            self._closed = True
+            cache, names = self._cache, self._names
+        if names is not None:
+            names.close()
+        if cache is not None:
+            cache.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _register(self, name: str, host: Any) -> None:
+        if name == "kv" and getattr(host, "kv_buffer", True) is None:
+            return  # it has indices only; other pools have the pages
+        try:
+            pages: PoolPages | None = PoolPages(host)
+        except (LayoutError, ValueError, AttributeError, TypeError) as error:
+            unable = _unable_to_copy(host)
+            if unable and name == "kv":
+                raise LayoutError(f"{error}; and {unable}. Use another --hicache-mem-layout") from error
+            if unable:
+                log.error("pages of pool %s are never stored: %s; and %s", name, error, unable)
+            else:
+                log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
+            pages = None
+        form = "flat" if pages is None else "pieces"
+        self._pools[name] = _HostPoolEntry(host, prefix_of(self._config, name, host, form), pages)
+        if name == "kv":
+            self._plain = prefix_of(self._config, name, host, "tensor")
+
+    def _opened(self) -> VersionedNames | None:
+        """Returns the open cache; None after `close`. Opens it for objects of the main pool's pages, or of the largest page."""
+        if self._names is not None:
+            return self._names
+        with self._lock:
+            if self._names is None and not self._closed:
+                sizes = {name: pool.pages.bytes for name, pool in self._pools.items() if pool.pages is not None}
+                part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
+                most = min(MOST_BYTES, part * MOST_PARTS)
+                self._cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
+                self._names = VersionedNames(self._cache, self._settings)
+            return self._names
+
+    def _kv_names(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the names that the calls for single pages of the main pool use."""
+        pool = self._pools.get("kv")
+        v1 = bool((self._config.extra_config or {}).get("interface_v1"))
+        return names_of(self._plain if pool is None or not v1 else pool.prefix, keys)
+
+    def _found(self, names: Sequence[bytes]) -> list[bool]:
+        opened = self._opened()
+        return [False] * len(names) if opened is None or not names else opened.exist(names)
+
+    def _pages_of_all(self, transfers: Any, *, load: bool) -> dict[str, list[bool]]:
+        """Moves pages of several pools, one after another, all with one deadline."""
+        end = time.monotonic() + self._seconds
+        return {
+            one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=load, end=end)
+            for one in transfers
+        }
+
+    def _pages(
+        self, name: str, keys: Sequence[str], indices: Any, *, load: bool, end: float | None = None
+    ) -> list[bool]:
+        pool = self._pools.get(name)
+        end = time.monotonic() + self._seconds if end is None else end
+        if name == "kv" and pool is None and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None:
+            return [True] * len(keys)  # no page of this pool has any bytes
+        return self._safely(
+            "get" if load else "set", lambda: self._move(name, pool, keys, indices, load, end), [False] * len(keys)
+        )
+
+    def _move(
+        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool, end: float
+    ) -> list[bool]:
+        opened = self._opened()
+        if opened is None or not keys:
+            return [False] * len(keys)
+        if pool is None or indices is None:
+            raise ValueError(f"pool {name} is not registered, or no pages of it were given")
+        begun = time.perf_counter()
+        seconds = max(0.0, end - time.monotonic())
+        names = names_of(pool.prefix, keys)
+        if pool.pages is None:
+            done, moved = _copied(opened, pool.host, names, indices, load, seconds)
+        else:
+            values = pool.pages.values(indices.cpu())
+            if len(values) != len(keys):
+                raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
+            if load:
+                done = [not reason for reason in opened.read_into(names, values, timeout=seconds)]
+            else:
+                done = opened.put(names, values, timeout=seconds)
+            moved = len(values[0]) * sum(done)
+        self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
+        return done
+
+    def _note(self, load: bool, pages: int, speed: float) -> None:
+        if self._config.enable_storage_metrics and pages:
+            with self._lock:
+                if len(self._stats) < _MOST_STATS:
+                    self._stats.append((load, pages, speed))
+
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
+        """Returns the longest prefix that all pools can restore, what each pool has of it, and all prefixes that could be restored."""
+        kv = self._pools.get("kv")
+        asked = [names_of(kv.prefix, keys)] if kv is not None else []
+        judged = [one for one in transfers if one.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)]
+        for one in judged:
+            pool = self._pools.get(str(one.name))
+            asked.append([] if pool is None else names_of(pool.prefix, keys))
+        answers = iter(self._found([name for names in asked for name in names]))
+        found = [[next(answers) for _ in names] or [False] * len(keys) for names in asked]
+        pages = _leading(found.pop(0)) if kv is not None else len(keys)
+        hits: dict[Any, int] = {PoolName.KV: pages} if pages else {}
+        restorable = set(range(1, pages + 1))
+        for one, there in zip(judged, found, strict=True):
+            if one.hit_policy == PoolHitPolicy.ALL_PAGES:
+                good = set(range(1, _leading(there[:pages]) + 1))
+            else:
+                tail = max(1, len(one.keys or ()))
+                good = {end for end in range(1, pages + 1) if all(there[max(0, end - tail) : end])}
+            if good:
+                hits[one.name] = max(good)
+            restorable &= good
+        return _result(max(restorable, default=0), hits, sorted(restorable))
+
+    def _safely(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """Returns what the call returns, or `otherwise` if it fails: SGLang goes on without the cache."""
+        try:
+            return call()
+        except Exception as error:
+            count = self._log.admit((what, type(error).__name__), 1)
+            if count is not None:
+                log.exception("%s failed (%d times)", what, count)
+            return otherwise
 
 
-def bytes_of(tensor: Any) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the CPU. Raises ValueError for any other."""
-    if getattr(tensor, "device", None) is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError("expected a contiguous tensor on the CPU")
-    return _bytes_of(tensor)
+def _copied(
+    opened: VersionedNames, host: Any, names: Sequence[bytes], indices: Any, load: bool, seconds: float
+) -> tuple[list[bool], int]:
+    """Moves pages that only the pool itself can gather and scatter. Returns which were moved, and their bytes."""
+    size = int(host.page_size or 1)
+    places = [int(index) for index in indices[::size]]
+    if len(places) != len(names):
+        raise ValueError(f"got {len(names)} keys and {len(places)} pages")
+    if not load:
+        pages = [bytes_of(host.get_data_page(place, flat=True).contiguous()) for place in places]
+        done = opened.put(names, pages, timeout=seconds)
+        return done, sum(len(page) for page, ok in zip(pages, done, strict=True) if ok)
+    tensors = [host.get_dummy_flat_data_page() for _ in places]
+    reasons = opened.read_into(names, [bytes_of(tensor) for tensor in tensors], timeout=seconds)
+    for place, tensor, reason in zip(places, tensors, reasons, strict=True):
+        if not reason:
+            host.set_from_flat_data_page(place, tensor)
+    return [not reason for reason in reasons], sum(t.nbytes for t, r in zip(tensors, reasons, strict=True) if not r)
 
 
-def _bytes_of(tensor: Any) -> memoryview:
-    import torch
-
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _flattened(buffers: Any) -> list[Any]:
-    if isinstance(buffers, list | tuple):
-        return [tensor for buffer in buffers for tensor in _flattened(buffer)]
-    return [] if buffers is None else [buffers]
-
-
-def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
-    """Returns a text that two backends share exactly if their pages of one pool may be exchanged, apart from what `prefix_of` says.
-
-    `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any. Raises ConfigError if the weights of
-    the model or of its draft model cannot be told from others' and there is no `revision`.
-    """
-    model = str(server.get("model_path") or config.model_name or "")
-    draft = str(server.get("speculative_draft_model_path") or "")
-    said = {
-        "format": FORMAT,
-        "engine": "sglang-hicache",
-        "weights": _weights(model, revision, server.get("revision")),
-        # some host pools keep the KV of a draft model in the pages of the main one
-        "draft": _weights(draft, revision, server.get("speculative_draft_model_revision"))
-        if draft not in ("", model)
-        else "",
-        # the pool's own dtype does not distinguish two kinds of fp8
-        **{name: str(server.get(name)) for name in _OF_THE_SERVER},
-        "salts": list(salts),
-    }
-    return json.dumps(said, sort_keys=True)
-
-
-def prefix_of(config: Any, pool_name: str, pool: Any, form: str) -> bytes:
-    """Returns what the names of a pool's pages begin with: whose share of which pool, and the form of the bytes.
-
-    A rank's share has its rank in the name, unless all ranks have the same bytes.
-    """
-    classes = {one.__name__ for one in type(pool).__mro__}
-    alike = bool(config.is_mla_model) and (
-        pool_name == "kv" or pool_name.startswith(_REPLICATED) or not classes.isdisjoint(_LATENT)
-    )
-    said = {
-        "pool": pool_name,
-        "class": type(pool).__name__,
-        "form": form,
-        "shape": {name: str(getattr(pool, name, None)) for name in _SHAPE},
-        "pp": [config.pp_rank, config.pp_size],
-        "cp": [config.attn_cp_rank, config.attn_cp_size],
-        "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
-        "tp": "all" if alike else [config.tp_rank, config.tp_size],
-    }
-    return json.dumps(said, sort_keys=True).encode() + b"\0"
-
-
-def names_of(prefix: bytes, keys: Sequence[str]) -> list[bytes]:
-    """Returns the names of pages, by SGLang's hashes of their tokens."""
-    return [prefix + str(key).encode() for key in keys]
-
-
-def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options that are SGLang's own, and ours."""
-    given = dict(extra or {})
-    own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
-    return own, given
-
-
-def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
-    if revision:
-        return [model, str(of_the_server), revision]
+def _unable_to_copy(host: Any) -> str:
+    """Returns why the pool itself can copy no pages either; empty if it can."""
     try:
-        return weights_digest(Path(model))
-    except (WeightsError, OSError) as error:
+        bytes_of(host.get_data_page(0, flat=True).contiguous())
+        host.get_dummy_flat_data_page()
+    except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        return f"{type(host).__name__} copies no pages: {error}"
+    return ""
+
+
+def _leading(found: Sequence[bool]) -> int:
+    """Returns how many are true, from the first."""
+    return next((index for index, one in enumerate(found) if not one), len(found))
+
+
+def _result(pages: int, hits: dict[Any, int], restorable: list[int]) -> Any:
+    if "restorable_prefix_pages" in PoolTransferResult.__dataclass_fields__:
+        return PoolTransferResult(pages, hits, restorable)
+    return PoolTransferResult(pages, hits)  # an older SGLang
+
+
+def _server_args() -> Mapping[str, Any]:
+    """Returns the arguments of SGLang's server, as SGLang resolved them; none outside a server."""
+    try:
+        try:
+            context = importlib.import_module("sglang.srt.runtime_context").get_context()
+            return dict(context.resolved_server_args_dict())
+        except (ImportError, AttributeError):  # an older SGLang
+            return dict(vars(importlib.import_module("sglang.srt.server_args").get_global_server_args()))
+    except ValueError as error:
+        log.warning(
+            "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name", error
+        )
+        return {}
+
+
+def _check_hashes(accepted: bool) -> None:
+    """Raises ConfigError if SGLang's page hashes leave out LoRA adapters and cache salts, unless that is `accepted`."""
+    if not accepted and not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
         raise ConfigError(
-            f"{model}: cannot tell its weights from those of other models ({error}); put a `revision` into "
-            "--hicache-storage-backend-extra-config, which changes whenever they do"
-        ) from error
+            "this SGLang names pages by their tokens only, so that requests with different LoRA adapters or cache salts would share KV "
+            '(sglang#26747); use SGLang 0.5.23, or accept it with `"token_only_keys": true` if no request has either'
+        )

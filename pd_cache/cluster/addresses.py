@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pd_cache.cluster.schema import ClusterConfig, Node
 
-PORT_FIELDS = ("port", "metrics_port")
+PORT_FIELDS = ("port", "metrics_port", "versions_port")
 
 
 def is_local(host: str) -> bool:

@@ -72,7 +72,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         events = getattr(node, "events_port", 0)
         if events == 65535:
             yield Problem(("nodes", index, "events_port"), "must be below 65535, because replays are at the next port")
-        if events and isinstance(node, EngineNode) and isinstance(config.engine, ReferenceEngineConfig):
+        if events and isinstance(config.engine, ReferenceEngineConfig):
             yield Problem(
                 ("nodes", index, "events_port"),
                 "the reference engine has no prefix cache of its own, and so no events; leave it out",
@@ -85,6 +85,13 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
                         "sets vLLM's kv-events-config, which `args` sets, too; use one of them",
                     )
         taken = {"port": getattr(node, "port", 0), "metrics_port": getattr(node, "metrics_port", 0)}
+        if isinstance(node, MasterNode):
+            if node.versions > 65535:
+                yield Problem(
+                    ("nodes", index, "versions_port"),
+                    f"must be given, because there is no port {node.versions}, 10 above `port`",
+                )
+            taken = {**taken, "versions_port": node.versions}
         for field, port in (*taken.items(), ("events_port", events), ("events_port", events and events + 1)):
             if not port:
                 continue
@@ -96,7 +103,6 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
             yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
     yield from _cache_server_problems(config)
-    yield from _host_client_problems(config)
     yield from _placement_problems(config)
     engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
@@ -131,8 +137,6 @@ def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
     for index, node in enumerate(config.nodes):
         if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
             found.append((("nodes", index, "url"), node.url.removeprefix("tcp://").rpartition(":")[0]))
-    if config.transfer.client_address:
-        found.append((("transfer", "client_address"), config.transfer.client_address.rpartition(":")[0]))
     if "://" in config.transfer.metadata:
         try:
             server = urllib.parse.urlsplit(config.transfer.metadata)
@@ -305,26 +309,6 @@ def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
             yield Problem(
                 ("nodes", index, "segment_size"),
                 "must be 0 or absent: the node's cache_server gives memory to the pool",
-            )
-
-
-def _host_client_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Checks `transfer.client: host`: it needs one `mooncake_client` on each host, which owns all of the host's pool memory."""
-    if config.transfer.client != "host":
-        return
-    for node in config.caching_nodes():
-        index = config.nodes.index(node)
-        if node.segment_size:
-            yield Problem(
-                ("nodes", index, "segment_size"), "with transfer.client: host only store nodes give memory to the pool"
-            )
-        stores = config.stores_of(node.host)
-        if len(stores) != 1 and not config.transfer.client_address:
-            there = f"{len(stores)} store nodes have" if stores else "no store node has"
-            yield Problem(
-                ("nodes", index, "host"),
-                f"{there} this host, and transfer.client: host needs exactly one beside its engines, or a "
-                "transfer.client_address",
             )
 
 

@@ -22,6 +22,38 @@ from pd_cache.cluster.schema import ClusterConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
+_HOST_CLIENT = (
+    "went in 0.2.0: every process is a client of the pool, so leave it out. For one client a host, give the host a cache-server node "
+    "and its engines `cache_server: NAME`"
+)
+_BY_LAYERS = "went in 0.2.0, because loads layer by layer saved no time: use async"
+_POOLS_EVENTS = (
+    "went in 0.2.0: vLLM nodes publish what their own caches hold (their events_port), and the proxy looks up what the pool holds; "
+    "for events of the pool itself, Mooncake's master has --enable_kv_events from 0.3.14 on"
+)
+
+_BY_NGINX = "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/deploy.md)"
+REMOVED: dict[str, str] = {
+    "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
+    "connector.load: auto": _BY_LAYERS,
+    "connector.load: layerwise": _BY_LAYERS,
+    "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
+    "nodes.master.events_chunks": _POOLS_EVENTS,
+    "nodes.master.events_interval_ms": _POOLS_EVENTS,
+    "nodes.master.events_port": _POOLS_EVENTS,
+    "proxy.body_timeout_s": _BY_NGINX,
+    "proxy.header_timeout_s": _BY_NGINX,
+    "proxy.idle_timeout_s": _BY_NGINX,
+    "proxy.write_timeout_s": _BY_NGINX,
+    "nodes.store.threads": "went in 0.2.0 with transfer.client: host; leave it out",
+    "transfer.client": _HOST_CLIENT,
+    "transfer.client_address": _HOST_CLIENT,
+}
+"""Keys and values of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, a value `key: value`.
+
+Example: `{"transfer.client": "went in 0.2.0: give the host a cache-server node"}`.
+"""
+
 
 class Source:
     """A parsed file, with the line of each key."""
@@ -140,12 +172,21 @@ def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, An
     fields = {field.encode_name: field for field in msgspec.structs.fields(structs[0])}
     for key, part in value.items():
         if key not in allowed:
+            if gone := REMOVED.get(_written(path, value, key)):
+                return Problem((*path, key), gone)
             hint = _near(key, allowed, "; did you mean {}?")
             return Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
         if key in fields and (problem := _first_problem(fields[key].type, part, (*path, key))):
-            return problem
+            gone = REMOVED.get(f"{_written(path, value, key)}: {part}")
+            return problem if gone is None else Problem((*path, key), gone)
     absent = [name for name, field in fields.items() if field.required and name not in value]
     return _missing(absent[0], allowed, value, path) if absent else None
+
+
+def _written(path: KeyPath, section: dict[str, Any], key: str) -> str:
+    """Returns how `REMOVED` writes the key of a section."""
+    names = [f"{section.get('role')}" if isinstance(part, int) else str(part) for part in path]
+    return ".".join([*names, key])
 
 
 def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath) -> Problem:

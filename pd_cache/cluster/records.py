@@ -10,10 +10,10 @@ from typing import Annotated
 
 import msgspec
 
+from pd_cache.chunks import Namespace
 from pd_cache.cluster.schema import HOST, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
-from pd_cache.tokens import Namespace
 
 MAX_RECORD = 64 << 10
 """The most bytes of a record. One of ours has about one thousand."""
@@ -95,6 +95,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
     metrics: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
     """The address of its metrics, if not `address`."""
+    versions: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
+    """For a master: where it answers which version of the weights is current."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
     master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
@@ -110,10 +112,16 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """Where it sends them again."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
-    def telling(self, told: Namespaced) -> NodeRecord:
-        """Returns the record with what `told` says about the node's cache."""
+    def telling(self, told: About) -> NodeRecord:
+        """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
+        record = self
+        if not record.capacity.kv_tokens and told.kv_tokens:
+            capacity = msgspec.structs.replace(record.capacity, kv_tokens=told.kv_tokens)
+            record = msgspec.structs.replace(record, capacity=capacity)
+        if record.fingerprint is not None:
+            return record
         return msgspec.structs.replace(
-            self, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further
+            record, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further
         )
 
     def encode(self) -> bytes:
@@ -124,6 +132,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
 class About(Namespaced, frozen=True, kw_only=True):
     """The part of a node's `/health` that other programs use."""
 
+    kv_tokens: Count = 0
+    """How many tokens its engine's own cache holds; 0 if it does not say."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
 

@@ -94,16 +94,11 @@ class RandomModel(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """The model to serve: a local Hugging Face folder, or a random one."""
+    """The model to serve."""
 
     name: Line
     """What clients write into `model`."""
-    path: Line | None = None
-    random: RandomModel | None = None
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.random is None):
-            raise ValueError("give exactly one of `path` (a local folder) and `random`")
+    random: RandomModel = RandomModel()
 
 
 class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
@@ -169,9 +164,8 @@ EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
-    load: Literal["async", "sync", "layerwise", "auto"] = "async"
-    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV, `layerwise` during that
-    pass, layer by layer. `auto` loads like `layerwise` where that saves time, and otherwise like `async`."""
+    load: Literal["async", "sync"] = "async"
+    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV."""
     lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"
@@ -213,6 +207,8 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
 
     port: Port = 50051
     metrics_port: Port = 9003
+    versions_port: Port | None = None
+    """Where it answers which version of the weights is current, for `pd-cache reset`. None means `port` + 10."""
     lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
     """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
@@ -221,28 +217,21 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     """The seconds after which the put of a writer that died no longer blocks its key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
-    events_port: Port = 0
-    """Where it publishes which chunks the pool gets and loses, as KV events in vLLM's form; replays are at the next port. 0 publishes none."""
-    events_interval_ms: Annotated[int, msgspec.Meta(ge=50, le=600_000)] = 1000
-    """How often it looks for chunks that came or went. If the pool is so large that looking takes more than a fifth of that, less
-    often."""
-    events_chunks: Annotated[int, msgspec.Meta(ge=1, le=2_000_000)] = 1_000_000
-    """The most chunks about which it publishes events. Each takes about 400 bytes of memory."""
+
+    @property
+    def versions(self) -> int:
+        """The port of the authority of versions; 0 if it is not chosen yet."""
+        return (self.port and self.port + 10) if self.versions_port is None else self.versions_port
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
-    """A node that only gives memory to the pool.
-
-    With `transfer.client: host` it runs the `mooncake_client` that owns the memory and that the engines of its host share memory with.
-    """
+    """A node that only gives memory to the pool."""
 
     segment_size: ByteSize
     port: Port = 0
-    """Its segment is named `host:port`. With `transfer.client: host`, its `mooncake_client` listens here."""
+    """Its segment is named `host:port`. Nothing listens there."""
     metrics_port: Port | None = None
     """Where it answers `/health` and `/metrics`. None: it takes no questions."""
-    threads: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
-    """How many calls its `mooncake_client` works on at once; 0 means as many as the engines of its host can have under way."""
 
 
 class EngineNode(_AnyNode, frozen=True, kw_only=True):
@@ -378,19 +367,10 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
-    """The most requests in flight, or fewer if the limit of open files allows no more. One more is answered 503 with Retry-After."""
-    header_timeout_s: Seconds = 10.0
-    """How long a TLS handshake, and then the head of a request, may take to arrive."""
-    idle_timeout_s: Seconds = 75.0
-    """How long a connection may stay open without a request."""
-    write_timeout_s: Seconds = 30.0
-    """How long a client may leave its answer unread."""
-    body_timeout_s: Seconds = 60.0
-    """How long a request's body may take to arrive."""
+    """The most requests in flight. One more is answered 503 with Retry-After. Each takes up to four of the files that a process may open."""
     body_memory: ByteSize = ByteSize(512 << 20)
-    """The most bytes of all request bodies together. A body counts from its first byte until the decode node's answer begins. A quarter is
-    kept for bodies of at most 256KiB, and no client gets more of either part than it leaves free. So at least 48MiB, three of the largest
-    body, are needed."""
+    """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the decode node's answer begins. A
+    quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
@@ -445,13 +425,6 @@ class SupervisorConfig(Section, frozen=True, kw_only=True):
     stop_grace_s: Seconds = 10.0
 
 
-class BenchConfig(Section, frozen=True, kw_only=True):
-    """The `bench` section: `pd-cache bench` across machines."""
-
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 50_070
-    """The port of the coordinator, on its node's host. With etcd the coordinator takes a free port, which the others find in etcd."""
-
-
 class ClusterConfig(Section, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -466,7 +439,6 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     discovery: DiscoveryConfig = StaticDiscovery()
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
-    bench: BenchConfig = BenchConfig()
     tracing: TracingConfig = TracingConfig()
     nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
 
@@ -480,6 +452,11 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
             return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
+
+    @property
+    def versions(self) -> str:
+        """Where the masters answer which version of the weights is current; see `NodeSettings.versions`."""
+        return ",".join(f"http://{node.host}:{node.versions}" for node in self.nodes if isinstance(node, MasterNode))
 
     @property
     def lease_ttl_ms(self) -> int:
@@ -507,19 +484,15 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             cluster = str(self.master.port)
         return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
-    def stores_of(self, host: str) -> list[StoreNode]:
-        """Returns the store nodes of a host."""
-        return [node for node in self.nodes if isinstance(node, StoreNode) and node.host == host]
-
     def event_addresses(self, node: Node) -> tuple[str, str] | None:
         """Returns where a node publishes its KV events, and where it sends them again; None if it publishes none.
 
         vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder.
         """
-        port = getattr(node, "events_port", 0)
+        port = node.events_port if isinstance(node, EngineNode) else 0
         if not port:
             return None
-        if isinstance(node, EngineNode) and node.host in LOOPBACK:
+        if node.host in LOOPBACK:
             digest = zlib.crc32(f"{self.name}/{node.name}".encode())  # the path of a socket has at most 107 bytes
             stream = f"ipc://{runtime_folder()}/events-{digest:08x}-{port}"
             return stream, f"{stream}.replay"
@@ -553,14 +526,13 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     def settings_of(self, node: Node) -> NodeSettings:
         """Returns the settings of the cache inside a node of the file."""
-        transfer, engine = self.transfer, self.engine
-        if transfer.client == "host" and not transfer.client_address and (stores := self.stores_of(node.host)):
-            address = f"{node.host}:{stores[0].port}"
-            transfer = msgspec.structs.replace(transfer, client_address=address)
+        engine = self.engine
         return NodeSettings(
             master=self.master_address,
+            name=node.name,
+            versions=self.versions,
             host=node.host,
             cache=self.cache.fitted(engine.block_size) if isinstance(engine, ReferenceEngineConfig) else self.cache,
-            transfer=transfer,
+            transfer=self.transfer,
             segment_size=self.segment_size(node),
         )

@@ -13,9 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from pd_cache.blocks import BlocksOrSlots, Slots
-from pd_cache.checksum import Digest
+from pd_cache.chunks import check_names
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.tokens import check_names
 
 
 class ChunkSlots(NamedTuple):
@@ -76,20 +75,6 @@ class PagedCopier(ABC):
     @abstractmethod
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         """Copies `source`, in the layout that `gather` produces, into the chunk's slots. Other slots are untouched."""
-
-    @property
-    def by_planes(self) -> bool:
-        """Whether `scatter_planes` works."""
-        return False
-
-    def scatter_planes(self, chunk: ChunkSlots, planes: range, source: torch.Tensor, digest: Digest) -> None:
-        """Copies some planes of a chunk object, which lie in `source`, into the chunk's slots, and adds what the pages then hold to
-        `digest`. Ends before it returns.
-
-        Once all planes were copied, in order, the digest is the checksum that `scatter` returns. Raises NotImplementedError without
-        `by_planes`.
-        """
-        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
         """Releases device resources."""
@@ -207,9 +192,8 @@ def _block_ids(places: Sequence[int]) -> torch.Tensor:
     return blocks.detach().to(device="cpu", dtype=torch.int64, copy=True)
 
 
-def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout, planes: range) -> int:
-    """Returns how many blocks the chunk has. Raises ValueError if `payload` is not these planes of that many blocks, as contiguous bytes on
-    the CPU."""
+def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
+    """Returns how many blocks the chunk has. Raises ValueError if `payload` is not that many blocks, as contiguous bytes on the CPU."""
     if chunk.blocks is not None:
         blocks = chunk.blocks.numel()
     else:
@@ -217,7 +201,7 @@ def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout, pla
         blocks, rest = divmod(chunk.slots.numel(), layout.block_size)
         if rest:
             raise ValueError(f"{chunk.slots.numel()} slots are no whole number of blocks of {layout.block_size}")
-    expected = blocks * layout.page_bytes * len(planes)
+    expected = blocks * layout.page_bytes * layout.planes
     got = (payload.dtype, payload.device.type, payload.numel())
     if got != (torch.uint8, "cpu", expected) or not payload.is_contiguous():
         raise ValueError(

@@ -62,7 +62,7 @@ class CpuPagedCopier(PagedCopier):
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         digest = Digest()
-        for planes, places, part in self._steps(chunk, out, range(self.layout.planes)):
+        for planes, places, part in self._steps(chunk, out):
             if (blocks := self._hashed_in_place(places)) is not None:
                 _update(digest, planes, blocks)
                 self._take(planes, blocks, part)
@@ -74,23 +74,16 @@ class CpuPagedCopier(PagedCopier):
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         digest = Digest()
-        self.scatter_planes(chunk, range(self.layout.planes), source, digest)
-        return CopyDone(digest.intdigest())
-
-    @property
-    def by_planes(self) -> bool:
-        return True
-
-    def scatter_planes(self, chunk: ChunkSlots, planes: range, source: torch.Tensor, digest: Digest) -> None:
-        for stack, places, part in self._steps(chunk, source, planes):
+        for planes, places, part in self._steps(chunk, source):
             if (blocks := self._hashed_in_place(places)) is not None:
-                self._write(stack, places, part)
-                _update(digest, stack, blocks)
+                self._write(planes, places, part)
+                _update(digest, planes, blocks)
             else:
                 pages = self._scratch(part.shape)
                 pages[...] = part
                 digest.update(pages.view(np.uint8).data)
-                self._write(stack, places, pages)
+                self._write(planes, places, pages)
+        return CopyDone(digest.intdigest())
 
     def _hashed_in_place(self, places: _Places) -> Array | None:
         """Returns the blocks whose pages are hashed where the engine has them; None if a copy is hashed."""
@@ -98,24 +91,22 @@ class CpuPagedCopier(PagedCopier):
             return None
         return places.blocks
 
-    def _steps(self, chunk: ChunkSlots, payload: torch.Tensor, wanted: range) -> Iterator[tuple[Array, _Places, Array]]:
-        """Cuts the `wanted` planes of a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
+    def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
+        """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
 
         Yields for each part the engine's planes, the places of its blocks, and the part itself.
         """
-        count = chunk_blocks(chunk, payload, self.layout, wanted)
-        pages = payload.numpy().view(self._dtype).reshape(len(wanted), count, -1)
+        count = chunk_blocks(chunk, payload, self.layout)
+        pages = payload.numpy().view(self._dtype).reshape(self.layout.planes, count, -1)
         blocks = None if chunk.blocks is None else chunk.blocks.numpy()
         slots = None if chunk.slots is None else chunk.slots.numpy().reshape(count, -1)
         kept = chunk.kept(self.layout.block_size)
         per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
         planes_per_step = max(1, per_step // count)
-        before, done = 0, 0
+        done = 0
         for group in self._groups:
-            start_at, end_at = max(0, wanted.start - before), min(len(group), wanted.stop - before)
-            before += len(group)
-            for first in range(start_at, end_at, planes_per_step):
-                planes = group[first : min(first + planes_per_step, end_at)]
+            for first in range(0, len(group), planes_per_step):
+                planes = group[first : first + planes_per_step]
                 part = pages[done : done + len(planes)]
                 done += len(planes)
                 for start in range(0, count, per_step):

@@ -228,7 +228,7 @@ class CudaPagedCopier(PagedCopier):
         self._in = _Direction(planes, layout)
 
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        chunk_blocks(chunk, out, self.layout, range(self.layout.planes))
+        chunk_blocks(chunk, out, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._out.current():
             placed = self._out.upload(chunk)
@@ -242,7 +242,7 @@ class CudaPagedCopier(PagedCopier):
             return _Recorded(self._out.stream, out, blanks)
 
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        chunk_blocks(chunk, source, self.layout, range(self.layout.planes))
+        chunk_blocks(chunk, source, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._in.current():
             placed = self._in.upload(chunk)

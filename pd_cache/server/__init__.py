@@ -1,7 +1,8 @@
-"""The cache server: one per host, for any number of engines. And a server for lookups alone (`lookup_server`).
+"""The cache server, one per host for any number of engines, and its clients.
 
-A `cache_server` owns the backends, their staging memory and the local tiers. Engines reach it over ZMQ, and lend it their KV tensors over
-a lifeline: both protocols are in `pd_cache.wire`.
+`server.py` owns the tiers and their staging memory. Engines reach it with `client.py`, over the messages of `protocol.py`, and lend it
+their KV tensors (`memory.py`). `fence.py` decides which side may touch an engine's blocks. `adapters.py` has the API of LMCache's
+multi-process adapters in vLLM.
 
 This package imports none of its modules.
 """

@@ -1,18 +1,151 @@
-"""MoveJob: a store or retrieve under way."""
+"""What a client has lent the server, and the stores and retrieves that it asks for."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pd_cache.blocks import StoreOutcome, TierChunks
+from pd_cache.blocks import StoreOutcome
+from pd_cache.errors import LayoutError
 from pd_cache.mover import ChunkRun
-from pd_cache.server.registrations import Client, Worker
-from pd_cache.wire.messages import Answer, Loaded, Move, RefusalError, Retrieve, Stored, count_names, split_names
+from pd_cache.paged import leaving_out, plan
+from pd_cache.reasons import TierChunks
+from pd_cache.server.fence import FenceView
+from pd_cache.server.memory import FencedCopier, MappedTensors, SharingError
+from pd_cache.server.models import EngineGroup, Model, ServedModels
+from pd_cache.server.protocol import (
+    Answer,
+    Done,
+    Hello,
+    Loaded,
+    Move,
+    RefusalError,
+    Register,
+    Retrieve,
+    Stored,
+    split_names,
+)
+from pd_cache.server.sealed import SealError
 
+log = logging.getLogger(__name__)
+
+_UNMAP_S = 5.0
 TURN_BYTES = 1 << 30
 """The bytes that one store or retrieve moves before others have their turn: about a second's work."""
+
+
+class Worker(NamedTuple):
+    """A registration: mapped tensors, which may be touched as their fence allows."""
+
+    model: Model
+    rank: int
+    tensors: MappedTensors
+
+    def run(self, request: Move, until: float) -> ChunkRun:
+        """Returns what a request is to move. No copy begins after `until`, by `time.monotonic()`.
+
+        Raises RefusalError, before anything moves, if the request does not fit the layout.
+        """
+        layout, database = self.tensors.layout, self.model.database
+        names = split_names(request.names)
+        needed = len(names) * database.blocks_per_chunk
+        if len(request.blocks) != needed:
+            raise RefusalError("invalid", f"{len(names)} chunks need {needed} blocks, got {len(request.blocks)}")
+        try:
+            may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
+            chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
+        except ValueError as error:
+            raise RefusalError("invalid", str(error)) from None
+        shards = self.model.shards_of(self.rank)
+        copiers = [
+            FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
+            for index in range(len(shards))
+        ]
+        return ChunkRun(database.keys(names, shards, request.epoch), chunks, [*copiers], request.epoch)
+
+
+class Client:
+    """A client that has said hello."""
+
+    def __init__(self, hello: Hello, groups: Sequence[EngineGroup]) -> None:
+        """`groups`: those of its tensors, or of its lookups."""
+        self.hello = hello
+        self.groups = tuple(groups)
+        self.worker: Worker | None = None
+        self.gone = False
+        self.registering = threading.Lock()
+        self.last_seen = time.monotonic()
+
+    @property
+    def registered(self) -> Worker:
+        """The client's registration. Raises RefusalError if it has none."""
+        worker = self.worker
+        if worker is None:
+            raise RefusalError("unknown_client", "register the KV tensors first")
+        return worker
+
+    def register(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> Answer:
+        """Maps the client's tensors. Replaces an earlier registration.
+
+        `descriptors` are those of the fence and of the CPU storages. Raises RefusalError, with nothing left open, if the tensors cannot be
+        served.
+        """
+        if self.hello.kind != "worker":
+            raise RefusalError("invalid", f"only a worker registers KV tensors; this client is a {self.hello.kind}")
+        if not descriptors:
+            raise RefusalError("invalid", "no file descriptors came with the registration")
+        with self.registering:
+            self._unmap(_UNMAP_S)
+            try:
+                self._map(request, descriptors, models)
+            except (SharingError, SealError, LayoutError) as error:
+                raise RefusalError("mismatch", str(error)) from None
+        if self.gone:  # it went while the lock was taken
+            self.leave()
+        return Done()
+
+    def unregister(self) -> Answer:
+        """Unmaps the client's tensors. Raises RefusalError if a copy outlives the wait for it."""
+        with self.registering:
+            if not self._unmap(_UNMAP_S):
+                raise RefusalError("busy", "a copy is still running; the server unmaps the memory when it ends")
+        return Done()
+
+    def leave(self) -> None:
+        """Makes the server begin none of the client's work and unmap its tensors as soon as nothing copies. Never waits.
+
+        Called when the client is gone.
+        """
+        self.gone = True
+        if self.registering.acquire(blocking=False):  # otherwise the thread that holds it calls this when it is done
+            try:
+                self._unmap(0.0)
+            finally:
+                self.registering.release()
+
+    def _map(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> None:
+        """Call with `registering` held."""
+        hello = self.hello
+        fence = FenceView(descriptors[0])
+        tensors = MappedTensors(request, descriptors[1:], fence, hello.shards_per_rank, hello.block_size)
+        try:
+            model = models.serve(self.groups[0], tensors.layout, hello.client, hello.object_sizes)
+            self.worker = Worker(model, hello.rank, tensors)
+        except BaseException:
+            tensors.unmap(0.0)
+            raise
+        log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
+
+    def _unmap(self, timeout: float) -> bool:
+        """Ends the registration. Returns False if a copy outlives the wait for it. Call with `registering` held."""
+        worker, self.worker = self.worker, None
+        if worker is None:
+            return True
+        worker.model.workers.discard(self.hello.client)
+        return worker.tensors.unmap(timeout)
 
 
 class _BegunJob(NamedTuple):
@@ -29,11 +162,6 @@ class MoveJob:
         self._request = request
         self._loaded = loaded
         self._begun: _BegunJob | None = None
-        worker = client.worker
-        self._epoch = request.epoch
-        """None if the client has not said it, and the worker's model was not known when the request came."""
-        if self._epoch is None and worker is not None:
-            self._epoch = worker.model.mover.epochs.last
         self._done = 0
         """How many chunks have moved."""
         self._tiers = TierChunks()
@@ -41,16 +169,6 @@ class MoveJob:
         self._outcomes = bytearray()
         self.until = time.monotonic() + request.patience_ms / 1000
         """When the engine gives it up, by `time.monotonic()`."""
-
-    @property
-    def cost(self) -> int:
-        """How many chunks the next turn moves."""
-        left = count_names(self._request.names) - self._done
-        worker = self._client.worker if self._begun is None else self._begun.worker
-        if worker is None:
-            return left
-        model = worker.model
-        return min(left, max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank)))))
 
     def turn(self) -> Answer | None:
         """Does the next turn. Returns the answer after the last turn, otherwise None.
@@ -61,10 +179,11 @@ class MoveJob:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             worker = self._client.registered
-            epoch = worker.model.mover.epochs.last if self._epoch is None else self._epoch
-            self._begun = _BegunJob(worker, worker.run(self._request, self.until, epoch))
+            self._begun = _BegunJob(worker, worker.run(self._request, self.until))
         worker, run = self._begun
-        first, self._done = self._done, self._done + self.cost
+        model = worker.model
+        most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
+        first, self._done = self._done, min(self._done + most, len(run.chunks))
         part = run.part(first, self._done)
         if isinstance(self._request, Retrieve):
             restored = worker.model.mover.load(part)
@@ -72,9 +191,6 @@ class MoveJob:
             if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             self._loaded(self._request, worker)
-            # what earlier turns have loaded was computed with weights that may have changed since
-            if first and (outdated := worker.model.mover.outdated(run)):
-                return Loaded(0, outdated)
             restored = restored.explained(worker.model.history, split_names(self._request.names)[first:])
             return Loaded(first + restored.chunks, restored.reason, *self._tiers)
         outcomes = worker.model.mover.store(part)

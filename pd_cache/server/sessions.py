@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from pd_cache.backends import StorageBackend
+from pd_cache.tiers import StorageBackend
 
 MAX_SESSIONS = 4096
-"""The most sessions of all clients. One more ends the oldest of the client that has most."""
+"""The most sessions of all clients. One more ends the oldest."""
 MAX_KEYS = 1 << 20
-"""The most keys of all sessions. More keys end the oldest sessions of the client that holds most."""
+"""The most keys of all sessions. More keys end the oldest sessions."""
 
 
 class FoundChunks(NamedTuple):
@@ -100,17 +100,6 @@ class Session:
             one.drop()
 
 
-class _ClientShare:
-    """What one client holds."""
-
-    __slots__ = ("keys", "names")
-
-    def __init__(self) -> None:
-        self.names: dict[str, None] = {}
-        """Its sessions, the oldest first."""
-        self.keys = 0
-
-
 class Sessions:
     """All sessions of a server. Thread-safe."""
 
@@ -121,7 +110,6 @@ class Sessions:
         self._most = most
         self._most_keys = most_keys
         self._lock = threading.Lock()
-        self._clients: dict[str, _ClientShare] = {}
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._by_request: dict[tuple[Hashable, str], list[Session]] = {}
         self._keys = 0
@@ -144,15 +132,9 @@ class Sessions:
             self._sessions[client, name] = session
             for model in session.pins:
                 self._by_request.setdefault((model, name), []).append(session)
-            share = self._clients.setdefault(client, _ClientShare())
-            share.names[name] = None
-            share.keys += session.size
             self._keys += session.size
-            # a client that asks for too much loses its own oldest sessions, not those of another client
-            while len(self._sessions) > self._most:
-                self._end_oldest_of(max(self._clients, key=lambda one: len(self._clients[one].names)))
-            while self._keys > self._most_keys:
-                self._end_oldest_of(max(self._clients, key=lambda one: self._clients[one].keys))
+            while len(self._sessions) > self._most or self._keys > self._most_keys:
+                self._end(*next(iter(self._sessions)))
 
     def loaded(self, name: str, model: Hashable, rank: int, names: Sequence[bytes]) -> None:
         """Releases what the request's session holds for a rank, which has loaded it.
@@ -179,8 +161,9 @@ class Sessions:
     def end_client(self, client: str) -> None:
         """Ends all sessions of a client that is gone."""
         with self._lock:
-            for name in list(self._clients[client].names) if client in self._clients else ():
-                self._end(client, name)
+            for owner, name in list(self._sessions):
+                if owner == client:
+                    self._end(owner, name)
 
     def end_backend(self, backend: StorageBackend) -> None:
         """Ends all sessions over a backend that is about to be closed."""
@@ -212,19 +195,11 @@ class Sessions:
                     keys.update(dict.fromkeys(pins.unpinned))
         return [(backend, list(keys)) for backend, keys in by_backend.values()]
 
-    def _end_oldest_of(self, client: str) -> None:
-        self._end(client, next(iter(self._clients[client].names)))
-
     def _end(self, client: str, name: str) -> None:
         session = self._sessions.pop((client, name), None)
         if session is None:
             return
-        share = self._clients[client]
-        del share.names[name]
-        share.keys -= session.size
         self._keys -= session.size
-        if not share.names:
-            del self._clients[client]
         for model in session.pins:
             self._forget(session, model)
         session.drop_all()

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
-from pd_cache.backends import open_backend
 from pd_cache.blocks import BlockCache
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.server_cache import ServerCache
+from pd_cache.chunks import CacheMetadata
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder, EngineGroups
-from pd_cache.errors import ConfigError
+from pd_cache.errors import ConfigError, NoAnswerError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import host_pin
 from pd_cache.runtime import temporary_folder
-from pd_cache.server.lookup_server import RpcLookupServer
-from pd_cache.tokens import CacheMetadata
+from pd_cache.server.adapters import RpcLookupServer
+from pd_cache.server.client import ServerCache
+from pd_cache.server.memory import SharingError
+from pd_cache.server.protocol import EngineIdentity
+from pd_cache.tiers import open_backend
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.settings import Settings
-from pd_cache.wire.channel import NoAnswerError
-from pd_cache.wire.sharing import SharingError
 from transfer.settings import MIN_SEGMENT
 
 log = logging.getLogger("vllm.pd_cache")
@@ -89,17 +91,26 @@ def open_cache(
         except ValueError as error:  # the file cannot know how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
         stack.callback(backend.close)
+        # with several ranks, each has tiers of its own and none knows what the others hold, so lookups ask the pool
+        tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
+        elsewhere = tiered or ranks > 1  # the scheduler's client of its own says in which version to work
+        version = WeightsVersion.of(node, groups[0].metadata.model, watches=elsewhere)
+        stack.callback(version.close)
         engines = []
         for place, group in enumerate(groups):
             name = engine_name(instance, place)
             engine = CacheEngineBuilder.get_or_create(
-                name, node, group.metadata, group.layout, metrics=metrics, backend=lambda *_: backend
+                name,
+                node,
+                group.metadata,
+                group.layout,
+                metrics=metrics,
+                backend=lambda *_: backend,
+                version=version,
             )
             stack.callback(CacheEngineBuilder.destroy, name)
             engine.register_kv_caches(group.kv_caches)
             engines.append(engine)
-        # with several ranks, each has tiers of its own and none knows what the others hold, so lookups ask the pool
-        tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
         lookup_url = None
         if tiered and ranks == 1:
             lookup_url = f"ipc://{stack.enter_context(temporary_folder())}/lookup"
@@ -124,7 +135,8 @@ def _open_server(
     identity = EngineIdentity.of(group.metadata, settings.node.cache)
     if len(object_sizes) > 1:
         identity = msgspec.structs.replace(identity, object_sizes=tuple(object_sizes))
-    cache = ServerCache(url, identity, metrics=metrics)
+    version = WeightsVersion.of(settings.node, identity.model, watches=True)
+    cache = ServerCache(url, identity, metrics=metrics, version=version)
     stack.callback(cache.close)
     try:
         cache.connection.wait_ready(_CONNECT_S)
@@ -145,3 +157,31 @@ def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
     if part < MIN_SEGMENT:
         part = node.segment_size if rank == 0 else 0
     return msgspec.structs.replace(node, segment_size=part)
+
+
+def engine_cores() -> set[int]:
+    """Returns the cores on which some thread of this process may run now, and those of the process that started it as its worker."""
+    cores: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            cores |= os.sched_getaffinity(int(thread))
+    # a worker is started by the engine's core process, and that by vLLM's front end; both in Python's way
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            cores |= os.sched_getaffinity(parent.pid)
+    return cores
+
+
+@contextlib.contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Lets the threads that are started in the `with` block run on every core of the engine. Afterwards the calling thread has its own
+    cores again."""
+    before = os.sched_getaffinity(0)
+    # a core may be forbidden to this process by now: a thread that is confined is better than none
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, before | engine_cores())
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

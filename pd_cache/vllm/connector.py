@@ -10,12 +10,13 @@ connector counts and logs the failure, and the hook returns what it would return
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -38,32 +39,32 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from pd_cache.block_hashes import describe_hashes
-from pd_cache.blocks import RestoresByLayers
-from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
+from pd_cache.chunks import describe_hashes
 from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngineBuilder, EngineGroups
 from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.misses import ChunkHistory
+from pd_cache.reasons import ChunkHistory
+from pd_cache.server.client import RpcLookupClient, ServerLookupClient
 from pd_cache.tracing import open_tracing
-from pd_cache.vllm.adapters import Adapters
-from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, open_cache
+from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, on_all_cores, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
-from pd_cache.vllm.cores import on_all_cores
 from pd_cache.vllm.events import ChunkEvents
+from pd_cache.vllm.files import ReportWriter, ToldCache, report_file, write_cache
 from pd_cache.vllm.layers import (
     GroupTensors,
     KeptLayers,
+    cache_tokens,
     described,
     fitting_chunk,
     group_tensors,
     kept_layers,
     layer_names,
 )
+from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.model import (
     RankPart,
     adapter_settings,
@@ -75,8 +76,6 @@ from pd_cache.vllm.model import (
     model_identity,
     place_of,
 )
-from pd_cache.vllm.namespace_file import write_namespaces
-from pd_cache.vllm.report_file import ReportWriter, report_file
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings, read_settings
 from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
@@ -91,10 +90,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
-
-_AS_ASYNC = "connector.load is %s, which works like async here: %s"
-
-R = TypeVar("R")
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -124,11 +119,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._draft = draft_layers(vllm_config, kv_cache_config)
         self._layers = kept_layers(kv_cache_config, self._draft)
         settings = with_chunk_size(settings, self._layers)
-        self._not_in_step = why_not_in_step(vllm_config, self._layers)
         if settings.connector.load == "sync":
-            check_sync(self._not_in_step)
-        elif settings.connector.load != "async" and self._not_in_step and role is KVConnectorRole.SCHEDULER:
-            logger.warning(_AS_ASYNC, settings.connector.load, self._not_in_step)
+            check_sync(why_not_in_step(vllm_config, self._layers))
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = with_hash_seed(settings, vllm_config, self._layers[0].block_size, hash_block_size)
         self._metrics = CacheMetrics()
@@ -162,6 +154,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
             )
 
+    @classmethod
+    def supports_sleep_mode(cls) -> bool:
+        """Returns False: nothing here stops loads and stores while vLLM sleeps. vLLM 0.33 asks; earlier versions do not."""
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Returns False: a chunk that was not stored is computed again when it is needed."""
@@ -194,39 +191,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             world_size = config.parallel_config.world_size
             self._cache = open_cache(settings, groups, instance, worker, world_size, self._metrics)
             caches = iter(self._cache.caches)
-            layers = self._layers_to_await(list(kv_caches), parts[0].kv, worker)
             self._worker = WorkerSide(
                 [None if part is None else next(caches) for part in found],
                 stores=[part is not None and part.place.stores for part in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
-                layers=layers,
             )
-        self._handshake = Handshake(
-            metadata, os.getpid(), instance, self._cache.lookup_url, by_layers=self._worker.by_layers
-        )
+        self._handshake = Handshake(metadata, os.getpid(), instance, self._cache.lookup_url)
         for one in metadata:
             namespace = one.namespace(settings.node.cache)
             logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
-
-    def _layers_to_await(self, names: list[str], kv: GroupTensors, worker: int) -> list[str]:
-        """Returns the names of the layers, in order, if loads can go layer by layer; none if they cannot, or are not to."""
-        load = self._settings.connector.load
-        if load not in ("layerwise", "auto") or self._not_in_step:
-            return []
-        assert self._cache is not None
-        cache = self._cache.caches[0]
-        reason = ""
-        if not isinstance(cache, RestoresByLayers):
-            reason = "a cache server moves whole chunks"
-        elif not cache.restores_by_layers:
-            reason = (
-                "parts of chunks can be read only from the pool, without a host client or further tiers, and on the CPU"
-            )
-        elif len(names) != kv.layout.layers:
-            reason = "its layers share KV tensors"
-        if reason and worker == 0:
-            logger.warning(_AS_ASYNC, load, reason)
-        return [] if reason else names
 
     def _group_of(
         self,
@@ -276,15 +249,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begins the step's loads; with `load: sync`, completes those whose requests compute in this step."""
         if self._worker is not None:
-            worker = self._worker
-            self._safely("start_load_kv", lambda: worker.start(self._step()), None)
+            with self._safely("start_load_kv"):
+                self._worker.start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits until a layer of the requests that compute in this step has arrived. All other loads are complete before a request
-        computes."""
-        if self._worker is not None:
-            worker = self._worker
-            self._safely("wait_for_layer_load", lambda: worker.wait_for_layer(layer_name), None)
+        """Does nothing: all loads are complete before a request computes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: chunks are stored whole, after the step that completes them."""
@@ -292,8 +261,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Queues the step's stores. The scheduler keeps their blocks until the stores have ended."""
         if self._worker is not None:
-            worker = self._worker
-            self._safely("wait_for_save", lambda: worker.save(self._step()), None)
+            with self._safely("wait_for_save"):
+                self._worker.save(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose loads have ended."""
@@ -351,14 +320,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError(
                 f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
             )
-        by_layers = all(one.by_layers for one in known.values())
         with on_all_cores():  # the worker may have bound this thread, if it lives in this process
             lookup = self._open_lookup(first)
-        self._scheduler.open(first.metadata, lookup, by_layers=by_layers)
-        file, namespaces = self._settings.namespace_file, [one.namespace(cache) for one in first.metadata]
+        self._scheduler.open(first.metadata, lookup)
+        file, namespaces = self._settings.namespace_file, tuple(one.namespace(cache) for one in first.metadata)
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
-        if file is not None and not namespaces[0].hash_seed.startswith("xxhash"):
-            self._safely("namespace", lambda: write_namespaces(Path(file), namespaces), None)
+        secret = namespaces[0].hash_seed.startswith("xxhash")
+        if file is not None:
+            told = ToldCache(() if secret else namespaces, cache_tokens(self._kv_cache_config))
+            with self._safely("namespace"):
+                write_cache(Path(file), told)
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -387,14 +358,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Begins to track a request that has arrived."""
-        scheduler = self._scheduling()
-        self._safely("on_new_request", lambda: scheduler.track(request), None)
+        with self._safely("on_new_request"):
+            self._scheduling().track(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously."""
-        scheduler = self._scheduling()
-        none: tuple[int | None, bool] = (0, False)
-        return self._safely("lookup", lambda: scheduler.matched_tokens(request, num_computed_tokens), none)
+        with self._safely("lookup"):
+            return self._scheduling().matched_tokens(request, num_computed_tokens)
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
@@ -406,20 +377,22 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns what the workers have to do in this step."""
         scheduler = self._scheduling()
         step = scheduler.begin_step(scheduler_output)
-        self._safely("store", lambda: scheduler.plan_stores(step, scheduler_output), None)
+        with self._safely("store"):
+            scheduler.plan_stores(step, scheduler_output)
         return StepMetadata(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers have done."""
-        scheduler, meta = self._scheduling(), connector_output.kv_connector_worker_meta
+        meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
-            self._safely("report", lambda: scheduler.take_report(meta.report), None)
-        scheduler.end_step()
+            with self._safely("report"):
+                self._scheduling().take_report(meta.report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Lets vLLM free the request's blocks. Those that are still being stored have a reference of ours."""
-        scheduler = self._scheduling()
-        return False, self._safely("request_finished", lambda: scheduler.finished(request), None)
+        with self._safely("request_finished"):
+            return False, self._scheduling().finished(request)
+        return False, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -442,17 +415,20 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- both ----------------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Begins a new epoch of the model's weights, for all nodes: KV that was stored before is loaded by none of them any more.
+        """Says that this engine has other weights now: it loads no KV any more that was stored before.
 
-        vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep. Returns False if the pool did
-        not take it; nothing is loaded or stored by this engine until it does.
+        vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep. Returns False if the authority of
+        versions refused it or did not answer; nothing is loaded or stored by this engine until it is called again and succeeds.
         """
-        scheduler = self._scheduling()
-        return self._safely("reset", scheduler.reset, False)
+        with self._safely("reset"):
+            return self._scheduling().reset()
+        return False
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns what was counted since the last call."""
-        return self._safely("stats", self._stats.take, None)
+        with self._safely("stats"):
+            return self._stats.take()
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -490,14 +466,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
 
-    def _safely(self, hook: str, call: Callable[[], R], otherwise: R) -> R:
-        """Returns what `call` returns, or `otherwise` if it fails: no request may fail because the cache does."""
+    @contextlib.contextmanager
+    def _safely(self, hook: str) -> Iterator[None]:
+        """Counts and logs an exception of the block, and ends the block: no request may fail because the cache does."""
         try:
-            return call()
+            yield
         except Exception as error:  # of any kind: vLLM must keep serving
             self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
             logger.exception("pd-cache: %s failed; going on without", hook)
-            return otherwise
 
 
 class _GroupOfRank(NamedTuple):

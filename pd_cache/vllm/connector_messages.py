@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pd_cache.tokens import CacheMetadata
+from pd_cache.chunks import CacheMetadata
 from pd_cache.vllm.steps import Step, StepReport
 
 
@@ -47,5 +47,3 @@ class Handshake(KVConnectorHandshakeMetadata):
     """The name under which the worker's process knows the engine."""
     lookup_url: str | None = None
     """Where the worker answers lookups about its engine; None if the pool's master or the cache server knows as much."""
-    by_layers: bool = False
-    """Whether the worker can load layer by layer."""

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from pd_cache.chunks import LayerGroup
 from pd_cache.config import USUAL_CHUNK
 from pd_cache.errors import ConfigError, LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.tokens import LayerGroup
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -105,6 +105,13 @@ def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
     if len({group.number for group in groups}) == 1:
         return max(0, end - sum(dropped))
     return max(0, min([end, *((tokens // size - 1) * size // unit * unit for size in dropped)]))
+
+
+def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Returns how many tokens vLLM's own cache holds: of the first blocks of prompts, each layer group needs its own."""
+    groups = kv_cache_config.kv_cache_groups
+    blocks = max(0, kv_cache_config.num_blocks - 1)  # one is the null block
+    return int(blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups))
 
 
 def layer_names(group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers) -> list[str]:

@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.errors import LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.tokens import CacheMetadata, LayerGroup
 from pd_cache.vllm.layers import NO_DRAFT, DraftLayers
 from pd_cache.weights import WeightsError, weights_digest
 

@@ -1,16 +1,22 @@
-"""TrackedRequest: what the scheduler's side knows of one request."""
+"""What the scheduler's side knows of one request: its chunks, its blocks, and what became of its prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd_cache.blocks import Restored
+from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
 from pd_cache.handoff import Handoff
+from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import MissReason, RequestReport
 from pd_cache.tracing import Attribute, TraceSpan, Tracing
-from pd_cache.vllm.adapters import Adapter
-from pd_cache.vllm.hiding import HiddenBlocks
-from pd_cache.vllm.outcome import PromptOutcome
+from pd_cache.vllm.layers import KeptLayers, own_hit
+from pd_cache.vllm.lora import Adapter
+from pd_cache.vllm.own_cache import HiddenBlocks
+from pd_cache.vllm.settings import Settings
 
-if TYPE_CHECKING:  # so that tests can replay histories without vLLM
+if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
@@ -93,3 +99,164 @@ def request_span(tracing: Tracing, name: str, request: Request, **attributes: At
     span = tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
     span.note(**attributes)
     return span
+
+
+_NOT_THERE: tuple[MissReason, ...] = ("missing", "never_stored")
+
+
+class PromptOutcome:
+    """One request's. All numbers are tokens unless stated otherwise. If vLLM preempts the request, its first way counts."""
+
+    def __init__(self) -> None:
+        self._at_hand: int | None = None
+        self._found = 0
+        """The end of the prefix that the last lookup found."""
+        self._reason: MissReason = "not_asked"
+        self._begun = 0
+        self._keeps_part = False
+        self._restored: Restored | None = None
+
+    def asked(self, at_hand: int) -> None:
+        """Notes that vLLM asked what can be loaded. `at_hand`: tokens that vLLM's own cache has."""
+        if self._at_hand is None:
+            self._at_hand = at_hand
+
+    def looked_up(self, end: int, reason: MissReason, awaited: int, *, serves: bool) -> None:
+        """Notes the answer to a lookup. `awaited`: the end of the prefix that a prefill node has announced, and `serves`: whether it does so
+        in namespaces that this node reads."""
+        if not self._begun:
+            self._found = end
+            self._reason = reason
+            if end < awaited and reason in _NOT_THERE:
+                self._reason = "deadline" if serves else "other_namespace"
+
+    def refused(self, reason: MissReason) -> None:
+        """Notes that what was found is not loaded."""
+        if not self._begun:
+            self._reason = reason
+
+    def began_load(self, tokens: int, *, keeps_part: bool) -> None:
+        """Notes that a load of so many tokens has begun. `keeps_part`: whether vLLM uses what a load that failed has brought."""
+        if not self._begun:
+            self._begun, self._keeps_part = tokens, keeps_part
+
+    def loaded(self, restored: Restored) -> None:
+        """Notes how the load has ended, on all ranks together."""
+        if self._restored is None:
+            self._restored = restored
+
+    def report(self, prompt: int, chunk_size: int) -> RequestReport | None:
+        """Returns the report on a prompt of `prompt` tokens; None if vLLM has never asked about it."""
+        if self._at_hand is None:
+            return None
+        loaded, reason, ended = self._begun, self._reason, self._restored or Restored(0)
+        if ended.reason != "none":
+            reason = ended.reason
+            loaded = min(loaded, ended.chunks * chunk_size) if self._keeps_part else 0
+        return RequestReport.of(
+            prompt,
+            chunk_size,
+            at_hand=self._at_hand,
+            found=max(0, self._found - self._at_hand // chunk_size * chunk_size),
+            loaded=loaded,
+            tiers=ended.tiers,
+            reason=reason,
+        )
+
+
+class PromptChunks:
+    """One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
+
+    def __init__(
+        self, settings: Settings, layers: Sequence[KeptLayers], hash_block_size: int, metrics: CacheMetrics
+    ) -> None:
+        """`hash_block_size` is the number of tokens of each of a request's block hashes."""
+        self.size = settings.node.cache.chunk_tokens
+        """Tokens per chunk."""
+        self.layers = tuple(layers)
+        self.tails = [group.tail(self.size) for group in layers]
+        """For each layer group, how many of the last chunks a load needs; 0 for all."""
+        self.ahead = max(group.ahead for group in layers)
+        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
+        self.database: ChunkedTokenDatabase | None = None
+        self._divisible = all(group.divisible for group in layers)
+        self._whole_blocks = settings.connector.recompute == "block"
+        self._by_tokens = settings.node.cache.hash_mode == "tokens"
+        self._hash_block_size = hash_block_size
+        self._metrics = metrics
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is one layer group, of which a load needs every chunk."""
+        return len(self.layers) == 1 and not self.tails[0]
+
+    def nameable(self, tracked: TrackedRequest) -> bool:
+        """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
+        could be taken for another. Counts a request without a digest once."""
+        adapter = tracked.adapter
+        if adapter is not None and not (digest := adapter.digest):
+            if not tracked.refused:
+                tracked.refused = True
+                detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
+                self._metrics.trouble("lookup", adapter.why, detail=detail)
+            return False
+        if adapter is not None:
+            tracked.identity = digest
+        return not self._by_tokens or tracked.request.prompt_embeds is None
+
+    def adapter_tag(self, tracked: TrackedRequest) -> str:
+        """Returns what distinguishes the names of chunks of the request's adapter from those of others; empty without an adapter."""
+        adapter = tracked.adapter
+        if adapter is None or not tracked.identity:
+            return ""
+        named = () if self._by_tokens else (adapter.name, adapter.path)  # vLLM's hashes take these in
+        return root((tracked.identity, *named)).hex()
+
+    def most(self, request: Request) -> int:
+        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
+        end. If a group is ahead, a load leaves the last of these chunks to compute."""
+        length: int = request.num_tokens
+        if self._whole_blocks:
+            return min(length // self.size, -(-self.loadable(request) // self.size) + self.ahead)
+        return (length if self._divisible or self.ahead else length - 1) // self.size
+
+    def loadable(self, request: Request) -> int:
+        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
+        length: int = request.num_tokens
+        if not self._whole_blocks:
+            return length - 1
+        end = own_hit(length, self.layers)
+        # a window or a state can be restored only at a chunk's end
+        return end // self.size * self.size if any(self.tails) else end
+
+    def names(self, tracked: TrackedRequest, count: int) -> list[bytes]:
+        """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
+        assert self.database is not None
+        names, request = tracked.names, tracked.request
+        if len(names) < count:
+            if self._by_tokens:
+                tracked.names = names = self.database.hash_tokens(list(request.all_token_ids), _isolation(tracked))
+            else:
+                stride = self.size // self._hash_block_size
+                new = request.block_hashes[len(names) * stride : count * stride]
+                further = stride_hashes(new, stride)
+                # vLLM's hashes take in the adapter's name and path, and not its weights
+                names += fold_names(further, tracked.identity) if tracked.identity else further
+        return names[:count]
+
+    def names_of(self, tracked: TrackedRequest, group: KeptLayers, first: int, last: int) -> list[bytes]:
+        """Returns the names under which the pool has a group's chunks from `first` to before `last`."""
+        return self.names(tracked, last + group.ahead)[first + group.ahead :]
+
+
+def _isolation(tracked: TrackedRequest) -> tuple[ExtraKey, ...]:
+    """Returns, for token mode, what keeps a request's chunks apart from those of other requests with the same tokens."""
+    parts: list[ExtraKey] = []
+    request = tracked.request
+    if request.cache_salt:
+        parts += ["salt", request.cache_salt]
+    if tracked.identity:
+        parts += ["lora", tracked.identity]
+    for feature in request.mm_features:
+        parts += ["mm", feature.identifier, feature.mm_position.offset]
+    return tuple(parts)

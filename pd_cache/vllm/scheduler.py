@@ -4,7 +4,7 @@ Everything runs on the scheduler's thread. While requests wait for loads, that t
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
 `SchedulerSide` ties together parts with one subject each: requests (`requests.py`), the names of their chunks (`prompt_chunks.py`), stores
-(`stores.py`), epochs of the weights (`outdated.py`), and how fast loads are (`pace.py`).
+(`stores.py`), and versions of the weights (`outdated.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd_cache.blocks import StoreOutcome
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.misses import MissReason
-from pd_cache.reports import KEY, RequestReport
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.reasons import KEY, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing
-from pd_cache.vllm.adapters import Adapters
-from pd_cache.vllm.hiding import HiddenBlocks
 from pd_cache.vllm.layers import KeptLayers
-from pd_cache.vllm.outdated import OutdatedRequests
-from pd_cache.vllm.pace import Pace
-from pd_cache.vllm.prompt_chunks import PromptChunks
-from pd_cache.vllm.requests import FoundPrefix, ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.lora import Adapters
+from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
+from pd_cache.vllm.requests import FoundPrefix, PromptChunks, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.stores import EndedStore, Stores
@@ -47,7 +43,6 @@ log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handl
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
 """The first and the longest time between two lookups of an announced prefix."""
-_RESET_AGAIN_S = 1.0
 
 
 class SchedulerSide:
@@ -83,9 +78,6 @@ class SchedulerSide:
         self._adapters = adapters
         self._on_report = on_report
         self.metrics = metrics
-        self.pace = Pace(clock)
-        """How fast this engine loads and computes."""
-        self._by_layers = False
         self._chunks = PromptChunks(settings, layers, hash_block_size, metrics)
         self._chunk = self._chunks.size
         self._outdated = OutdatedRequests()
@@ -111,15 +103,14 @@ class SchedulerSide:
         self._expecting = False
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
-        self._reset_due: float | None = None
-        """When a reset that the pool has not taken yet is tried again; None if there is none. Until then, nothing is loaded or stored."""
+        self._lost = False
+        """Whether a reset has failed: until a lookup reports a version again, nothing is loaded or stored."""
 
     # --- before the first request --------------------------------------------------------------------------------
 
-    def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient, *, by_layers: bool = False) -> None:
+    def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
         """Takes the lookup client, once the workers' KV tensors are known. From now on, chunks can be named and looked up. `metadata` has
-        an entry for each layer group, of each pipeline stage. `by_layers`: whether all workers can load layer by layer."""
-        self._by_layers = by_layers
+        an entry for each layer group, of each pipeline stage."""
         spaces = [one.namespace(self._settings.node.cache) for one in metadata]
         self._chunks.database = ChunkedTokenDatabase(spaces[0])
         self._namespaces = tuple(space.fingerprint() for space in spaces)
@@ -153,8 +144,6 @@ class SchedulerSide:
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if self._lookup is None or not may_load or not self._chunks.nameable(tracked):
             return 0, False
-        if self._reset_due is not None and (self._clock() < self._reset_due or not self.reset()):
-            return 0, False
         found = self._find(tracked, self._lookup, computed)
         if found is None:
             self._expecting = True
@@ -170,7 +159,7 @@ class SchedulerSide:
         if not self._fits(request, end):
             return self._wait_for_room(tracked), False
         tracked.no_room_since = None
-        in_step = self._loads_in_step(request, computed + external, external)
+        in_step = self._config.load == "sync"
         tracked.load = ProposedLoad(computed, end, external, in_step)
         return external, not in_step
 
@@ -213,12 +202,7 @@ class SchedulerSide:
         )
         self._loads, self._late = [], []
         self._expecting = False
-        self.pace.begin_step(output.num_scheduled_tokens, waits=any(load.in_step for load in step.loads))
         return step
-
-    def end_step(self) -> None:
-        """Notes that the workers are done with a step."""
-        self.pace.end_step()
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
@@ -232,8 +216,9 @@ class SchedulerSide:
                     self._unhide(tracked)
                 # the outcome of a load within a step is known only when the forward pass is over. If the load failed, neither what it
                 # brought nor what the pass computed is worth anything, and nothing of them is stored before the outcome is known
-                computed = request.num_computed_tokens + scheduled
-                step.stores += self._plan_stores(tracked, tracked.at_hand if tracked.in_step else computed)
+                computed = tracked.at_hand if tracked.in_step else request.num_computed_tokens + scheduled
+                if self._storable(tracked):
+                    step.stores += self.stores.plan(tracked, computed)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
@@ -247,8 +232,6 @@ class SchedulerSide:
         for request_id, restored in report.loads.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.outcome.loaded(restored)
-                if restored.reason == "none":
-                    self.pace.note_load(tracked.loaded, report.load_seconds.get(request_id, 0.0))
                 if tracked.in_step:
                     tracked.in_step = False
                     self._unhide(tracked)
@@ -275,7 +258,6 @@ class SchedulerSide:
     def _finished(self, request: Request) -> dict[str, Any] | None:
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
-        self.pace.forget(request.request_id)
         if tracked is not None:
             _end_span(tracked.looking, "the request ended")
             _end_span(tracked.loading, "the request ended")
@@ -287,14 +269,14 @@ class SchedulerSide:
         else:
             self._unhide(tracked)
         # otherwise all stores are planned already, and tokens that are still loading are not computed
-        if tracked.in_step:
-            self._late += self._plan_stores(tracked, computed)
+        if tracked.in_step and self._storable(tracked):
+            self._late += self.stores.plan(tracked, computed)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        stores = self._may_store and tracked.id not in self._outdated and self._reset_due is None
+        stores = self._may_store and tracked.id not in self._outdated and not self._lost
         chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._chunks.ahead) if stores else 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
@@ -338,17 +320,16 @@ class SchedulerSide:
         """Begins to track a request that has arrived."""
         self._track(request)
 
-    # --- epochs --------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Begins a new epoch of the model's weights, for all nodes. Returns whether the pool has taken it. If it has not, later lookups try
-        again, at most one a second."""
+        """Says that the engine has other weights now. Returns whether that is done. If not, nothing is loaded or stored until a later call
+        succeeds, or until a command says for all nodes which weights they have."""
         epoch = None if self._lookup is None else self._lookup.reset()
+        self._lost = epoch is None
         if epoch is None:
             self.metrics.trouble("lookup", "reset_failed")
-            self._reset_due = self._clock() + _RESET_AGAIN_S
             return False
-        self._reset_due = None
         self._begin_epoch(epoch)
         return True
 
@@ -380,17 +361,6 @@ class SchedulerSide:
             )
         return tracked
 
-    def _loads_in_step(self, request: Request, end: int, tokens: int) -> bool:
-        """Returns whether to load `tokens` tokens, the last before number `end`, in the step that computes those behind them."""
-        if self._config.load in ("async", "sync"):
-            return self._config.load == "sync"
-        # vLLM writes what it computes into a layer's pages before it waits for the layer. So no block may be both loaded and computed
-        if not self._by_layers or end % self._layers[0].block_size or end >= request.num_tokens:
-            return False
-        if self._config.load == "layerwise":
-            return True
-        return self.pace.alone(request.request_id) and self.pace.gains(tokens, request.num_tokens - end)
-
     def _unhide(self, tracked: TrackedRequest) -> None:
         """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
         request = tracked.request
@@ -416,7 +386,8 @@ class SchedulerSide:
                 self._tracing, "pd_cache.lookup", request, asked=len(names) * self._chunk, announced=awaited
             )
         reach = lookup.survey(names, request.request_id, at_hand=at_hand)
-        if reach.epoch is not None and reach.epoch != self._outdated.epoch:
+        if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
+            self._lost = False
             self._begin_epoch(reach.epoch)
         end = reach.chunks * self._chunk
         self._note_lookup(tracked, end, reach.reason)
@@ -524,13 +495,10 @@ class SchedulerSide:
         blocks += [-1] * (last * per_chunk - needed)
         return GroupChunks(place, self._chunks.names_of(tracked, group, first + skipped, last), blocks)
 
-    def _plan_stores(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
-        return self.stores.plan(tracked, computed) if self._storable(tracked) else []
-
     def _storable(self, tracked: TrackedRequest) -> bool:
         if not self._may_store or self._chunks.database is None:
             return False
-        if self._reset_due is not None or tracked.id in self._outdated:
+        if self._lost or tracked.id in self._outdated:
             return False
         return self._chunks.nameable(tracked)
 

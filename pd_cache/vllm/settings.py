@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pd_cache.client.observer import server_welcome
 from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
@@ -20,8 +19,8 @@ from pd_cache.cluster import (
     load_config,
 )
 from pd_cache.config import CacheConfig, NodeSettings, TracingConfig
-from pd_cache.errors import ConfigError
-from pd_cache.wire.channel import CacheServerError
+from pd_cache.errors import CacheServerError, ConfigError
+from pd_cache.server.connection import server_welcome
 
 _CONNECT_S = 10.0
 """How long a server may take to report what its chunks are, if there is no file."""
@@ -43,7 +42,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Without a node: the address at which the pool's other nodes reach this one."""
     namespace_file: str | None = None
     """Where to write the namespace of the cache once it is known, for the program that started this vLLM
-    (`pd_cache.vllm.namespace_file`)."""
+    (`pd_cache.vllm.files`)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +95,11 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
     else:
         segment = 0 if server_url is not None else int(config.transfer.segment_size)
         own = NodeSettings(
-            master=config.master_address, host=given.host, transfer=config.transfer, segment_size=segment
+            master=config.master_address,
+            versions=config.versions,
+            host=given.host,
+            transfer=config.transfer,
+            segment_size=segment,
         )
     return Settings(
         node=msgspec.structs.replace(own, cache=cache),
@@ -128,7 +131,7 @@ def _of_server(given: ExtraConfig) -> Settings:
         hash_seed=seed,
     )
     return Settings(
-        node=NodeSettings(master="", host=given.host, cache=cache),
+        node=NodeSettings(master="", versions=welcome.versions, host=given.host, cache=cache),
         connector=ConnectorConfig(),
         handoff_wait_s=HandoffConfig().wait_ms / 1000,
         shards=0,

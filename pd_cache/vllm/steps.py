@@ -29,7 +29,7 @@ class LoadOp:
     blocks: list[int]
     """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
     epoch: str = ""
-    """The epoch in which the chunks were found."""
+    """The weights version in which the chunks were found."""
     in_step: bool = False
     """The request computes in the step that begins the load, and so what it computes counts only if the load succeeds."""
 
@@ -41,7 +41,7 @@ class StoreOp:
     job: int
     chunks: GroupChunks
     epoch: str = ""
-    """The epoch of the weights with which they are computed."""
+    """The version of the weights with which they are computed."""
 
 
 @dataclass
@@ -65,8 +65,6 @@ class StepReport:
     failed_loads: set[str] = field(default_factory=set)
     loads: dict[str, Restored] = field(default_factory=dict)
     """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where."""
-    load_seconds: dict[str, float] = field(default_factory=dict, compare=False)
-    """How long each of these loads took, from when its thread began it."""
 
     def together(self, other: StepReport) -> StepReport:
         """Returns the report of both."""
@@ -87,7 +85,4 @@ class StepReport:
                 or (restored.reason != "none" and restored.chunks < before_it.chunks)
             ):
                 loads[request_id] = restored
-        seconds = dict(self.load_seconds)
-        for request_id, took in other.load_seconds.items():
-            seconds[request_id] = max(took, seconds.get(request_id, 0.0))
-        return StepReport(jobs, self.failed_loads | other.failed_loads, loads, seconds)
+        return StepReport(jobs, self.failed_loads | other.failed_loads, loads)

@@ -13,9 +13,8 @@ from pd_cache.blocks import StoreOutcome
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tracing import TraceSpan, Tracing
-from pd_cache.vllm.outdated import OutdatedRequests
-from pd_cache.vllm.prompt_chunks import PromptChunks
-from pd_cache.vllm.requests import TrackedRequest, request_span
+from pd_cache.vllm.own_cache import OutdatedRequests
+from pd_cache.vllm.requests import PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
@@ -94,7 +93,7 @@ class Stores:
         self._manager = manager
 
     def begin_epoch(self) -> None:
-        """Forgets the events of chunks of earlier epochs: they are not announced, because no node can find them."""
+        """Forgets the events of chunks of earlier versions: they are not announced, because no node can find them."""
         self._events = []
         self._jobs = {
             number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
@@ -135,7 +134,8 @@ class Stores:
             last = min(last, len(self._chunks.names(tracked, complete)) - group.ahead)
             tracked.planned[place] = last
             for run in self._wanted(tracked, place, first, last):
-                ops += self._plan_run(tracked, place, run)
+                if (job := self._job_of(tracked, place, run)) is not None:
+                    ops.append(self._begin(job, request))
         return ops
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
@@ -220,8 +220,8 @@ class Stores:
                     runs.append(range(number, number + 1))
         return runs
 
-    def _plan_run(self, tracked: TrackedRequest, place: int, run: range) -> list[StoreOp]:
-        """Returns the store of a run of chunks, of those for which the queue has room and vLLM still has the blocks."""
+    def _job_of(self, tracked: TrackedRequest, place: int, run: range) -> StoreJob | None:
+        """Returns the job of a run of chunks, of those for which the queue has room and vLLM still has the blocks; None if there are none."""
         request, group = tracked.request, self._layers[place]
         assert self._manager is not None
         per_chunk = self._chunk // group.block_size
@@ -239,14 +239,12 @@ class Stores:
             blocks = [-1] * gone + blocks[gone:]
         count = self._room(run.stop - first)
         if count <= 0:
-            return []
+            return None
         names = self._chunks.names_of(tracked, group, first, first + count)
         events = (
             self._describe.stored(request, first, first + count) if self._describe is not None and place == 0 else []
         )
-        return [
-            self._begin(StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk], events), request)
-        ]
+        return StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk], events)
 
     def _room(self, chunks: int) -> int:
         """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""

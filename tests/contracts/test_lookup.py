@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.lookup import RpcLookupClient, ServerLookupClient
-from pd_cache.client.server_cache import ServerCache
 from pd_cache.config import CacheConfig
+from pd_cache.errors import RefusedError
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
-from pd_cache.server.lookup_server import RpcLookupServer
-from pd_cache.wire.channel import RefusedError
+from pd_cache.server.adapters import RpcLookupServer
+from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
+from pd_cache.server.protocol import EngineIdentity
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
@@ -117,6 +116,7 @@ def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
         {"token_ids": [1] * 8, "block_hashes": [b"x" * 16] * 2},
         {"token_ids": [1] * 8, "request_configs": {"nonsense": 1}},
         {"token_ids": [1] * 8, "request_configs": {"extra_keys": 5}},
+        {"token_ids": [1] * 8, "request_configs": {"extra_keys": "salt"}},
     ],
 )
 def test_errors_give_zero_and_are_counted(clients: Any, node: Host, arguments: dict[str, Any]) -> None:
@@ -131,26 +131,23 @@ def test_errors_give_zero_and_are_counted(clients: Any, node: Host, arguments: d
         assert sum(counted) == 1
 
 
-def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(
-    clients: Any, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pd_cache.epochs.FRESH_S", 0.0)  # a node asks each time, not twice a second
+def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(clients: Any, pool: Pool) -> None:
     tokens, slots = list(range(300, 316)), list(range(16))
     model = uuid.uuid4().hex
     with host(pool, model=model) as node, host(pool) as other, clients(node) as client:
         node.store(tokens, slots)
         other.store(tokens, slots)
         assert client.lookup(tokens) == node.lookup(tokens) == 16
-        begun = client.reset()
-        assert begun
+        assert not pool.reset(model).untold
         assert client.lookup(tokens) == node.lookup(tokens) == 0
         assert not any(node.retrieve(tokens, slots))
         assert other.lookup(tokens) == 16, "of another model"
         assert node.store(tokens, slots) == 16
         assert client.lookup(tokens) == node.lookup(tokens) == 16
-        again = node.engine.reset()
-        assert again not in (None, begun)
+        assert client.reset()
         assert client.lookup(tokens) == node.lookup(tokens) == 0
+        with pytest.raises(ValueError, match="1 to 64"):
+            client.reset("not a label")
 
 
 def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, node: Host) -> None:

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "serviceMonitor": {"enabled": True, "proxyKey": {"name": "keys", "key": "monitor"}},
         "prometheusRule": {"enabled": True},
         "proxy": {"keysSecret": "keys", "tlsSecret": "tls", "serviceType": "LoadBalancer", "priorityClassName": "high"},
-        "engineImage": {"repository": "pd-cache-vllm", "tag": "0.1.0"},
+        "engineImage": {"repository": "pd-cache-vllm", "tag": "0.2.0"},
         "engine": {"models": {"persistentVolumeClaim": {"claimName": "models"}}},
         "prefill": {"nodeSelector": {"gpu": "yes"}, "resources": {"limits": {"nvidia.com/gpu": "1"}}, "env": {"A": 1}},
         "imagePullSecrets": [{"name": "registry"}],

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 import pd_cache
-from launch.status.look import cluster_status
-from launch.status.node_status import ClusterStatus
+from launch.status import ClusterStatus, cluster_status
 from launch.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, complete, kill, started
 from tests.support.needs import needs_tool, tool

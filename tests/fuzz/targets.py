@@ -12,41 +12,34 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
-from bench.lib.fleet import messages as bench_messages
-from bench.lib.fleet.site import decode as decode_job
 from bench.lib.trace import read_request
 from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
-from launch.doctor.network import advertised_findings, peer_findings
+from launch.doctor.probe import advertised_findings, peer_findings
 from launch.engines.reference.protocol import BadRequest, parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import read_master_health, read_places, read_segments
 from launch.proxy.answers import ApiError
-from launch.proxy.block_index import BlockBudget, KnownCache, KnownPool
-from launch.proxy.completion import Completion, HandedOver, read_handoff, read_models, read_tokens
-from launch.proxy.naming import PromptNamer
-from launch.proxy.query import read_query
-from launch.proxy.trips import read_report
+from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
+from launch.proxy.events import BlockBudget, KnownCache, read_query
+from launch.proxy.metrics import read_report
+from launch.proxy.prefixes import PromptNamer
 from launch.reachability import read_peers, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
-from launch.top.asker import NodeAnswer
-from launch.top.screen import draw
-from launch.top.watched import WatchedCluster
-from pd_cache import kv_events
-from pd_cache.backends import objects
-from pd_cache.backends.folder import PAGE, ObjectFolder, digest_of
-from pd_cache.block_hashes import BlockHasher, describe_hashes
+from launch.top import Screen, draw
+from launch.watched import NodeAnswer, WatchedNodes
+from pd_cache import events as kv_events
 from pd_cache.checksum import checksum
+from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
     About,
     ClusterConfig,
@@ -60,14 +53,16 @@ from pd_cache.cluster import (
 from pd_cache.cluster.addresses import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.errors import ConfigError
+from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
-from pd_cache.pool_contents import PoolContents, PoolListing
-from pd_cache.tokens import MAX_SHARDS, Namespace, token_bytes
-from pd_cache.wire import messages
-from pd_cache.wire.lifeline import LifelineClient, LifelineServer
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server import protocol
+from pd_cache.server.link import ClientLink, ServerLink
+from pd_cache.tiers import memory
+from pd_cache.tiers.disk_files import PAGE, ObjectFolder, digest_of
 from tests.fuzz.target import Format, Parse, Target, pure
 from tests.support.waiting import wait_for
-from transfer.exist_rpc import NoVerdictError, UnexpectedAnswerError, read_answer
+from transfer.lookup_rpc import NoVerdictError, UnexpectedAnswerError, read_answer
 
 TOKEN = uuid.UUID(int=7).hex
 NAMESPACE = Namespace(
@@ -87,94 +82,89 @@ def _read_json(text: bytes) -> Any:
 
 # --- the cache server's messages -------------------------------------------------------------------------------------
 
-_NAMES = messages.join_names([b"a" * 16, b"b" * 16])
+_NAMES = protocol.join_names([b"a" * 16, b"b" * 16])
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
-_REQUESTS: tuple[messages.Message, ...] = (
-    messages.Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16, "f" * 16, "blocks", "sha256:0:", 2),
-    messages.Register(
-        TOKEN,
-        (messages.CpuStorage(4096), messages.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
-        (messages.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
+_REQUESTS: tuple[protocol.Message, ...] = (
+    protocol.Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16, "f" * 16, "blocks", "sha256:0:", 2),
+    protocol.Register(
+        (protocol.CpuStorage(4096), protocol.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
+        (protocol.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
     ),
-    messages.Unregister(),
-    messages.Lookup("session", _NAMES, 1),
-    messages.Store(*_MOVE),
-    messages.Retrieve(*_MOVE, b"event"),
-    messages.EndSession("session"),
-    messages.StatusQuery(),
+    protocol.Unregister(),
+    protocol.Lookup("session", _NAMES, 1),
+    protocol.Store(*_MOVE),
+    protocol.Retrieve(*_MOVE, b"event"),
+    protocol.EndSession("session"),
+    protocol.StatusQuery(),
 )
-_ANSWERS: tuple[messages.Message, ...] = (
-    messages.Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
-    messages.Done(),
-    messages.Found(3, 3),
-    messages.Stored(b"\x00\x01\x02"),
-    messages.Loaded(4),
-    messages.StatusReport("0.1", 1, 1e9, 1, 1, 1, 1, 1, True, "# nothing\n"),
-    messages.Refused("busy", "later"),
+_ANSWERS: tuple[protocol.Message, ...] = (
+    protocol.Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
+    protocol.Done(),
+    protocol.Found(3, 3),
+    protocol.Stored(b"\x00\x01\x02"),
+    protocol.Loaded(4),
+    protocol.StatusReport("0.1", 1, 1e9, 1, 1, 1, 1, 1, True, "# nothing\n"),
+    protocol.Refused("busy", "later"),
 )
 
 
 def _server_request(data: bytes) -> None:
-    number, request = messages.decode_request(data)
-    assert messages.decode_request(messages.encode(number, request)) == (number, request)
-    if isinstance(request, messages.Hello):
+    number, request = protocol.decode_request(data)
+    assert protocol.decode_request(protocol.encode(number, request)) == (number, request)
+    if isinstance(request, protocol.Hello):
         assert request.rank < request.world_size
         assert request.world_size * request.shards_per_rank <= MAX_SHARDS
         assert len(request.client) == 32
-    if isinstance(request, (messages.Lookup, messages.Store, messages.Retrieve)):
-        names = messages.split_names(request.names)
-        assert len(names) == messages.count_names(request.names) <= messages.MAX_CHUNKS
+    if isinstance(request, (protocol.Lookup, protocol.Store, protocol.Retrieve)):
+        names = protocol.split_names(request.names)
+        assert len(names) == protocol.count_names(request.names) <= protocol.MAX_CHUNKS
         assert len({len(name) for name in names}) <= 1
-        assert messages.join_names(names) == request.names or not names
+        assert protocol.join_names(names) == request.names or not names
 
 
 def _server_answer(data: bytes) -> None:
-    number, answer = messages.decode_answer(data)
-    if isinstance(answer, messages.StatusReport):
+    number, answer = protocol.decode_answer(data)
+    if isinstance(answer, protocol.StatusReport):
         row = NodeStatus(record=_record("c", "cache-server", "ipc:///run/x"))
         row.up_since = answer.up_since
         _show(row)
     if answer == answer:  # not a number is not equal to itself
-        assert messages.decode_answer(messages.encode(number, answer)) == (number, answer)
+        assert protocol.decode_answer(protocol.encode(number, answer)) == (number, answer)
 
 
 @contextmanager
-def _lifeline() -> Iterator[Parse]:
+def _beside() -> Iterator[Parse]:
     """Each input is what a client sends: a byte for how many descriptors come with a message, a byte for its length, the message."""
-    gone: list[str] = []
-    arrived: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lifeline"
-        with closing(LifelineServer(path, gone.append, arrived.append)) as server, open(os.devnull) as null:
-            honest = LifelineClient(str(path), "h" * 32)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, open(os.devnull) as null:
+        path = Path(folder) / "beside"
+        server = ServerLink(f"ipc://{folder}/s", lambda incoming: protocol.Done(), CacheMetrics(), "server", path=path)
+        server.start()
+        stack.callback(server.close)
+        stack.callback(server.stop, 10)
+        honest = ClientLink(server.url, None, "h" * 32, lambda: None)
+        stack.callback(honest.close)
+        wait_for(lambda: honest.watch(0.1), 10, "the honest client is connected")
+        assert honest.request(protocol.StatusQuery(), 10).outcome() == protocol.Done()
+        assert honest.attach(str(path))
 
-            def serve(token: str) -> None:
-                honest.send(token, [null.fileno()])
-                wait_for(lambda: server.holds("h" * 32, token), 10, "the honest client is served")
-                server.let_go(server.take("h" * 32, token) or [])
+        def parse(data: bytes) -> None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(str(path))
+                place = 0
+                while place + 2 <= len(data):
+                    count, size = data[place] % 4, data[place + 1]
+                    try:
+                        socket.send_fds(stranger, [data[place + 2 : place + 2 + size]], [null.fileno()] * count)
+                    except (BrokenPipeError, ConnectionResetError):
+                        break
+                    place += 2 + size
+            if next(turns) % 50 == 0:
+                assert honest.request(protocol.Unregister(), 10, [null.fileno()]).outcome() == protocol.Done()
+                wait_for(lambda: _descriptors() <= before, 10, "no descriptor is left over")
 
-            def parse(data: bytes) -> None:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                    stranger.connect(str(path))
-                    place = 0
-                    while place + 2 <= len(data):
-                        count, size = data[place] % 4, data[place + 1]
-                        try:
-                            socket.send_fds(stranger, [data[place + 2 : place + 2 + size]], [null.fileno()] * count)
-                        except (BrokenPipeError, ConnectionResetError):
-                            break
-                        place += 2 + size
-                turn = next(turns)
-                if turn % 50 == 0:
-                    serve(f"{turn:032x}")
-                    wait_for(lambda: _descriptors() <= before, 10, "no descriptor is left over")
-
-            try:
-                serve("0" * 32)
-                before, turns = _descriptors(), itertools.count(1)
-                yield parse
-            finally:
-                honest.close()
+        assert honest.request(protocol.Unregister(), 10, [null.fileno()]).outcome() == protocol.Done()
+        before, turns = _descriptors(), itertools.count(1)
+        yield parse
 
 
 def _descriptors() -> int:
@@ -191,15 +181,15 @@ _KEY, _PAYLOAD = "pdc1/0123456789abcdef/0/" + "a" * 32, b"0123456789" * 20
 
 
 def _sealed() -> bytes:
-    buffer = bytearray(len(_PAYLOAD) + objects.TRAILER_BYTES)
+    buffer = bytearray(len(_PAYLOAD) + memory.TRAILER_BYTES)
     buffer[: len(_PAYLOAD)] = _PAYLOAD
-    objects.seal(_KEY, memoryview(buffer), len(_PAYLOAD))
+    memory.seal(_KEY, memoryview(buffer), len(_PAYLOAD))
     return bytes(buffer)
 
 
 def _object(data: bytes) -> None:
-    found = objects.inspect(_KEY, memoryview(data), len(_PAYLOAD))
-    intact = not isinstance(found, objects.Damage) and checksum(memoryview(data)[: len(_PAYLOAD)]) == found
+    found = memory.inspect(_KEY, memoryview(data), len(_PAYLOAD))
+    intact = not isinstance(found, memory.Damage) and checksum(memoryview(data)[: len(_PAYLOAD)]) == found
     assert intact == (data == _SEALED)
 
 
@@ -405,13 +395,15 @@ def _rates(data: bytes) -> None:
     assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
     assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
     assert all(0 <= low <= high for low, high in rates.quantiles.values())
-    watched = WatchedCluster()
+    watched = WatchedNodes()
     watched.update(_WATCHED)
     for at, known in ((0.0, _OLDER), (2.0, reading)):
         watched.take([NodeAnswer(record.name, at, known) for record in _WATCHED])
     for width in (80, 200):
-        lines = draw(watched, width, 24, 2.0).renderables
-        assert all(isinstance(line, Text) and line.plain.isprintable() and line.cell_len <= width for line in lines)
+        console = Console(file=io.StringIO(), width=width, height=24)
+        console.print(draw(Screen(watched), width, 24, 2.0))
+        lines = console.file.getvalue().split("\n")
+        assert all(line.isprintable() and len(line) <= width for line in lines)
 
 
 # --- HTTP: the proxy, and the reference engine -----------------------------------------------------------------------
@@ -525,26 +517,6 @@ def _params(data: bytes) -> None:
 
 # --- benches ---------------------------------------------------------------------------------------------------------
 
-_FRAMES = (
-    bench_messages.ParticipantHello(bench_messages.PROTOCOL, "echo", "a", "10.0.0.1", "0.1"),
-    bench_messages.Run(1, "step", msgspec.Raw(msgspec.msgpack.encode({"a": [1]}))),
-    bench_messages.StepDone(1, msgspec.Raw(b"\xc0")),
-    bench_messages.Failed(1, "why"),
-    bench_messages.End("why"),
-)
-
-
-def _bench_frame(data: bytes) -> None:
-    message = bench_messages.decode_message(data)
-    if isinstance(message, bench_messages.ParticipantHello):
-        bench_messages.decode_message(msgspec.msgpack.encode(message))
-
-
-class _Job(msgspec.Struct, frozen=True):
-    names: list[str]
-    sizes: dict[str, float]
-    raw: bytes = b""
-
 
 def _trace(data: bytes) -> None:
     request = read_request(data)
@@ -598,21 +570,21 @@ def _target(
     return Target(name, pure(parse), refusals, seeds, kind, header)
 
 
-def _encoded(found: tuple[messages.Message, ...]) -> tuple[bytes, ...]:
-    return tuple(messages.encode(7, message) for message in found)
+def _encoded(found: tuple[protocol.Message, ...]) -> tuple[bytes, ...]:
+    return tuple(protocol.encode(7, message) for message in found)
 
 
 _JSON, _MSGPACK, _BYTES = Format.JSON, Format.MSGPACK, Format.BYTES
 _PACK: Callable[[Any], bytes] = msgspec.msgpack.encode
 # --- KV events -------------------------------------------------------------------------------------------------------
 
-_EVENTS = kv_events.encode_batch(
-    kv_events.EventBatch(
+_EVENTS = _PACK(
+    (
         1.5,
         [
             kv_events.StoredEvent([1, b"n" * 16], 7, msgspec.Raw(b"\x91\x05"), 16, medium="GPU", group_idx=0, kv_cache_spec_kind="mla_attention"),
-            kv_events.StoredEvent([b"n" * 32], block_size=256, medium="STORAGE", locality="REMOTE", ownership="f" * 16),
-            kv_events.RemovedEvent([1, b"n" * 16], "STORAGE", ownership="f" * 16),
+            kv_events.StoredEvent([b"n" * 32], block_size=256, medium="STORAGE"),
+            kv_events.RemovedEvent([1, b"n" * 16], "STORAGE"),
             kv_events.ClearedEvent(),
         ],
     )
@@ -620,47 +592,23 @@ _EVENTS = kv_events.encode_batch(
 
 
 def _kv_events(data: bytes) -> None:
-    batch, budget = kv_events.read_batch(data), BlockBudget(100)
-    order, cache, pool, contents = kv_events.StreamOrder(), KnownCache(budget), KnownPool(budget), PoolContents(10)
+    (batch, _), budget = kv_events.read_batch(data), BlockBudget(100)
+    order, cache = StreamOrder(), KnownCache(budget)
     steps = [*order.live(0, batch), *order.replayed([]), kv_events.Forget.ALL, batch]
     cache.apply(steps)
-    pool.apply(steps)
-    for event in batch.events:
-        if isinstance(event, kv_events.StoredEvent):
-            contents.learn(event)
     assert budget.used <= 100
-    assert kv_events.read_batch(kv_events.encode_batch(batch)).ts == batch.ts or math.isnan(batch.ts)
-
-
-_KEYS = b"\n".join(
-    b"pdc1/" + key
-    for key in (b"f" * 16 + b"/0/" + b"ab" * 16, b"f" * 16 + b".0123abcd-2/1/" + b"cd" * 16, b"epochs/" + b"0" * 16,
-                b"epochs/" + b"0" * 16 + b"/0123abcd-2", b"f" * 16 + b"/manifest")
-)  # fmt: skip
-
-
-def _pool_keys(data: bytes) -> None:
-    contents = PoolContents(10)
-    for keys in (data.split(b"\n"), [], data.split(b"\n")):
-        listing = PoolListing(keys, 10)
-        for spaces in ({}, dict.fromkeys(listing.manifests, NAMESPACE)):
-            change = contents.compare(listing, spaces)
-            kv_events.encode_batch(kv_events.EventBatch(0.0, change.events))
-        contents.commit(change)
-        assert len(contents) <= 10
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _target("server-request", _server_request, (messages.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
-        _target("server-answer", _server_answer, (messages.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
+        _target("server-request", _server_request, (protocol.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
+        _target("server-answer", _server_answer, (protocol.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
         Target(
-            "lifeline", _lifeline, (), (_said(b"c" * 32, b"d" * 32, b"d" * 32), _said(b"c" * 32), _said(b"c" * 33)), _BYTES,
+            "beside", _beside, (), (_said(b"c" * 32, b"d" * 32, b"d" * 32), _said(b"c" * 32), _said(b"c" * 33)), _BYTES,
             alone=False,
         ),
         _target("kv-events", _kv_events, (UndecodableError,), (_EVENTS,), _MSGPACK),
-        _target("pool-keys", _pool_keys, (), (_KEYS,), _BYTES),
         _target("object", _object, (), (_SEALED,), _BYTES),
         Target("folder", _folder, (), (b"\x09" + _NAME.encode(), b"\x0bnote-" + _NAME.encode(), b"\x04" + b"ab"), _BYTES, alone=False),
         _target("manifest", _manifest, (ValueError,), (NAMESPACE.manifest(),), _JSON),
@@ -709,11 +657,6 @@ TARGETS: dict[str, Target] = {
             _JSON,
         ),
         _target("master-answer", _master_answer, (UnexpectedAnswerError, NoVerdictError), (_EXISTS,), _BYTES),
-        _target("bench-frame", _bench_frame, (bench_messages.FleetError,), tuple(map(_PACK, _FRAMES)), _MSGPACK),
-        _target(
-            "bench-job", lambda data: bool(decode_job(data, _Job)) and None, (UndecodableError,),
-            (_PACK(_Job(["a"], {"b": 1.5}, b"c")),), _MSGPACK,
-        ),
         _target(
             "trace", _trace, (ValueError,),
             (_json({"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}),), _JSON,

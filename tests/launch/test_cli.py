@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ import yaml
 from click.testing import CliRunner
 
 from launch.cli import example_file, main
-from launch.up import _note_of, running_config
+from launch.up import _note_of, quiet, running, running_config
 from pd_cache import runtime
+from pd_cache.cluster import read_config
 from pd_cache.runtime import note, runtime_folder
-from tests.support.cluster import ENGINE, cluster_file, complete
+from tests.support.cluster import cluster_file, complete
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -56,7 +59,7 @@ def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) ->
     (tmp_path / "cluster.yaml").write_text(printed)
     result = CliRunner().invoke(main, ["config", "check", "--file-only", str(tmp_path / "cluster.yaml")])
     assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in result.output
-    assert "'nothing' is not one of 'cluster', 'host', 'local'" in refused("config", "example", "nothing")
+    assert "'nothing' is not one of 'cluster', 'local', 'pool'" in refused("config", "example", "nothing")
 
 
 def test_config_check_names_a_taken_port_and_can_be_told_not_to_look(tmp_path: Path, taken_port: int) -> None:
@@ -95,14 +98,14 @@ def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> Non
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    engine = {**ENGINE, "model": {"name": "m", "path": str(tmp_path / "nowhere")}}
+    engine = {"kind": "vllm", "model": str(tmp_path / "nowhere"), "executable": sys.executable}
     file = cluster_file(tmp_path, engine=engine)
     tree = yaml.safe_load(file.read_text())
     tree["nodes"][0]["port"] = 1  # a single node has to know its master's
     file.write_text(yaml.safe_dump(tree))
-    for command in (["launch", "decode", "-c"], ["config", "check"], ["demo", "-c"], ["up", "-c"]):
+    for command in (["launch", "decode", "-c"], ["config", "check"], ["up", "-c"]):
         message = refused(*command, str(file))
-        assert "engine.model.path" in message
+        assert "engine.model" in message
         assert "nowhere': is not a Hugging Face model folder" in message
 
 
@@ -123,7 +126,7 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
-        while "setup failed" not in process.stderr.readline():
+        while "trying again" not in process.stderr.readline():
             assert process.poll() is None
         process.terminate()
         process.stderr.read()
@@ -283,16 +286,111 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
     assert short["decode"]["cached_tokens"] == 0
 
 
-def test_bench_passes_its_arguments_on() -> None:
+def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "launch", "bench", "lookup", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
+    assert done.stdout.startswith("Usage: pd-cache bench lookup ")
     assert "--rounds" in done.stdout
     assert refused("bench", "nothing")
-    assert "each bench has a --help of its own" in " ".join(
-        CliRunner().invoke(main, ["bench", "--help"]).output.split()
+    shown = CliRunner().invoke(main, ["bench", "--help"]).output
+    assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["up"], ["doctor"], ["demo"], ["top"], ["reset"], ["explain", "x"], ["launch", "master"]]
+)
+def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None:
+    assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
+
+
+@pytest.mark.parametrize("command", [["status", "-c"], ["doctor", "-c"], ["top", "-c"], ["config", "check"]])
+def test_a_link_to_itself_and_a_name_that_is_not_utf_8_are_files_like_others(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop: cannot be read: Too many levels of symbolic links" in refused(*command, str(tmp_path / "loop"))
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.yaml")
+    Path(odd).write_text("nodes: 1")
+    assert "udcff.yaml:1: nodes: " in refused(*command, odd)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["config", "example", "local"], ["status", "-c", "FILE"]])
+def test_a_full_disk_is_one_line(command: list[str], tmp_path: Path) -> None:
+    file = str(cluster_file(tmp_path))
+    command = [file if one == "FILE" else one for one in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
+
+
+def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "status", "-c", str(cluster_file(tmp_path))],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "60"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.stderr == ""
+    assert "prefill-0" in done.stdout
+
+
+def test_a_store_node_without_a_port_for_questions_names_no_address(tmp_path: Path) -> None:
+    nodes = [
+        {"name": "m", "role": "master", "port": 0, "metrics_port": 0},
+        {"name": "s", "role": "store", "segment_size": "16MiB"},
+        {"name": "t", "role": "store", "segment_size": "16MiB", "metrics_port": 0},
+    ]
+    with running(*read_config(cluster_file(tmp_path, nodes=nodes)), sink=quiet) as cluster:
+        assert cluster.urls["s"] == ""
+        with urllib.request.urlopen(f"{cluster.urls['t']}/health") as answer:
+            assert answer.status == 200
+
+
+def vllm_file(folder: Path, executable: str, **args: Any) -> str:
+    engine = {"kind": "vllm", "model": "m", "name": "m", "executable": executable, "args": args}
+    return str(cluster_file(folder, engine=engine))
+
+
+def test_config_check_says_that_vllm_is_not_installed(tmp_path: Path) -> None:
+    message = refused("config", "check", vllm_file(tmp_path, "no-such-vllm"))
+    assert "engine.executable: 'no-such-vllm': is not installed" in message
+
+
+def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "serve.py").write_text(VLLM_SERVE)
+    script = tmp_path / "bin-vllm"
+    script.write_text(f"#!{sys.executable}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    message = refused("config", "check", vllm_file(tmp_path, str(script), **{"max-model-lne": 5}))
+    assert "engine.args: vLLM refuses the flags of prefill-0: unrecognized arguments: --max-model-lne=5" in message
+    good = vllm_file(tmp_path, str(script), **{"max-model-len": 5, "api-key": "secret"})
+    assert CliRunner().invoke(main, ["config", "check", good]).exit_code == 0
+
+
+VLLM_SERVE = """
+import argparse
+
+FlexibleArgumentParser = argparse.ArgumentParser
+
+
+class Serve:
+    def subparser_init(self, commands):
+        parser = commands.add_parser("serve")
+        parser.add_argument("model")
+        parser.add_argument("--max-model-len", type=int)
+
+
+def cmd_init():
+    return [Serve()]
+"""
 
 
 def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
@@ -302,5 +400,5 @@ def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "psutil" in done.stderr
-    assert "pip install 'pd-cache[bench]'" in done.stderr
+    assert "with the extra `bench`" in done.stderr
     assert "Traceback" not in done.stderr

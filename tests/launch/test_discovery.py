@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from launch.discovery import View
 from launch.discovery.directory import describe_node
 from launch.discovery.membership import MAX_NODES, Membership
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
@@ -24,7 +25,6 @@ from pd_cache.cluster import (
     decode_record,
     differences,
 )
-from pd_cache.tokens import Namespace
 from transfer.settings import ByteSize
 
 NAMESPACE = Namespace(
@@ -302,8 +302,15 @@ def test_the_nodes_of_the_file_are_believed_until_the_first_list() -> None:
 def test_there_is_a_bound_on_nodes() -> None:
     members = Membership(5)
     members.sync([node(f"n{index}") for index in range(MAX_NODES)], 0)
-    assert not members.put(node("one-more"))
-    assert members.put(node("n0", instance="again"))
+    members.put(node("one-more"))
+    members.put(node("n0", instance="again"))
+    left_out = f"left out: there are more than {MAX_NODES} nodes"
+    assert members.view().unreadable == (("one-more", left_out),)
+    members.sync([node(f"a{index}") for index in range(MAX_NODES)] + [node("n7")], 1)
+    view = members.view()
+    assert "n7" in {one.name for one in view.nodes}, "a node that was known stays"
+    assert len(view.nodes) == MAX_NODES
+    assert dict(view.unreadable) == {f"a{MAX_NODES - 1}": left_out}
 
 
 @given(

@@ -17,7 +17,7 @@ import pytest
 
 from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, prefix_of
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import PASSWORD, Etcd, make_certificates
@@ -72,6 +72,18 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) ->
             wait_for(sees(watch, "prefill-0"), 1, "the node is seen")
             assert watch.view().nodes[0] == record("prefill-0")
         wait_for(sees(watch), 1, "the node is gone")
+
+
+def test_nodes_are_seen_among_more_junk_than_fits_into_a_message(etcd: Etcd) -> None:
+    with closing(etcd.client()) as client:
+        for number in range(60):
+            client.put(f"{prefix_of(CLUSTER)}junk-{number}", bytes(1_400_000))
+    with registered(etcd.settings(), "prefill-0"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        assert watch.wait_synced(60)
+        assert names(watch.view()) == ["prefill-0"]
+        assert len(watch.view().unreadable) == 60
+    with closing(etcd.client()) as client:
+        client.delete_prefix(prefix_of(CLUSTER))
 
 
 def test_clusters_of_other_names_do_not_meet(etcd: Etcd) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.finding import Verdict
-from launch.doctor.listening import listening_findings, own_addresses, verdict, wide_ports
+from launch.doctor.probe import listening_findings, listening_verdict, own_addresses, wide_ports
+from launch.doctor.report import Verdict
 from launch.reachability import PeerAddress, Reach
 from tests.support.cluster import cluster_file
 from tests.support.hosts import Network, why_not
@@ -73,11 +73,11 @@ def test_addresses_that_other_machines_could_use_are_found(root: Path) -> None:
 
 def test_what_takes_connections_is_a_warning_with_the_rule_that_ends_it() -> None:
     target = PeerAddress("mooncake", "segment", "198.51.100.7:15096")
-    open_there = verdict([Reach(target)], ["10.0.0.7"])
+    open_there = listening_verdict([Reach(target)], ["10.0.0.7"])
     assert open_there.verdict is Verdict.WARNING
     assert "198.51.100.7" in open_there.found
     assert "tcp dport 15000-17000 ip daddr != { 127.0.0.0/8, 10.0.0.7 } drop" in open_there.repair
-    assert verdict([Reach(target, "no answer within 1 s")], ["10.0.0.7"]).verdict is Verdict.OK
+    assert listening_verdict([Reach(target, "no answer within 1 s")], ["10.0.0.7"]).verdict is Verdict.OK
 
 
 def test_where_no_client_runs_nothing_is_said(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.doctor import Verdict
-from launch.doctor.peers import PEERS, installed_findings
+from launch.doctor.checks import PEERS, installed_findings
 from tests.test_architecture import ROOT
 
 

@@ -25,14 +25,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("client", ["embedded", "host"])
-def test_clients_follow_the_leader_and_no_key_is_lost_with_it(
-    client: str, make_etcd: Callable[..., Etcd], tmp_path: Path
-) -> None:
+def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
     etcd = make_etcd().start()
     rng = random.Random(1)
     prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
-    with started(tmp_path, name="elected", **sections(etcd, client)) as cluster:
+    with started(tmp_path, name="elected", **sections(etcd)) as cluster:
 
         def ask() -> Answer:
             answer = complete(cluster.urls["proxy"], prompt)

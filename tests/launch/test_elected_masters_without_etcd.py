@@ -41,7 +41,7 @@ def test_hits_come_back_by_themselves_after_each_way_in_which_etcd_fails_and_whi
     etcd = make_etcd().start()
     rng = random.Random(2)
     prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
-    with started(tmp_path, name="elected", **sections(etcd, "embedded")) as cluster:
+    with started(tmp_path, name="elected", **sections(etcd)) as cluster:
 
         def hit() -> bool:
             answer = complete(cluster.urls["proxy"], prompt)

@@ -1,4 +1,4 @@
-"""A cluster as `up` runs it, whose master publishes the pool's events: the proxy knows what the pool holds."""
+"""`/query` of a cluster as `up` runs it: the proxy asks the pool what it holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cluster import CHUNK, started
-from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
 
@@ -20,16 +19,15 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_load_it(tmp_path: Path) -> None:
-    port, _replays = free_port(), free_port()  # one after the other
     nodes = [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "events_port": port, "events_interval_ms": 50},
+        {"name": "master", "role": "master", "port": 0, "metrics_port": 0},
         {"name": "store-0", "role": "store", "segment_size": "64MiB"},
         {"name": "prefill-0", "role": "prefill", "port": 0},
         {"name": "decode-0", "role": "decode", "port": 0},
         {"name": "proxy", "role": "proxy", "port": 0},
-    ]  # fmt: skip
+    ]
     tokens = [number % 500 for number in range(3 * CHUNK + 10)]
-    with started(tmp_path, nodes=nodes) as cluster:
+    with started(tmp_path, nodes=nodes, proxy={"direct_tokens": 1}) as cluster:
         proxy = cluster.urls["proxy"]
 
         def there() -> int:
@@ -41,4 +39,4 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
 
         wait_for(lambda: there() == 0, what="nothing is stored")
         post(f"{proxy}/v1/completions", {"model": "tiny", "prompt": tokens, "max_tokens": 1})
-        wait_for(lambda: there() == 3 * CHUNK, what="the pool's events have come")
+        wait_for(lambda: there() == 3 * CHUNK, what="the pool has it")

@@ -19,9 +19,10 @@ from click.testing import CliRunner, Result
 
 from launch.cli import example_file, main
 from launch.up import LocalCluster
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import dump_config
-from pd_cache.reports import RequestReport
-from pd_cache.tokens import Namespace
+from pd_cache.cluster.addresses import port_of
+from pd_cache.reasons import RequestReport
 from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
@@ -213,7 +214,12 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
         nodes: list[dict[str, Any]] = [
             {"name": f"decode-{place}", "role": "decode", "port": port} for place, port in enumerate(ports)
         ]
-        master = {"name": "master", "role": "master", "port": int(pool.address.rpartition(":")[2])}
+        master = {
+            "name": "master",
+            "role": "master",
+            "port": port_of(pool.address),
+            "versions_port": port_of(pool.versions),
+        }
         tree = {
             "name": "test",
             "cache": {"chunk_size": SMALL},

@@ -20,14 +20,11 @@ import yaml
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import Destination, generate
 from bench.lib.targets import clusters_proxy, past_prefill
-from launch.access import NOBODY, client_key, proxy_access, proxy_certificate, trusting
-from launch.asking import fetch
-from launch.doctor.clock import offset_of
-from launch.doctor.finding import Verdict
-from launch.doctor.network import peer_report
-from launch.doctor.open_files import descriptor_finding
-from launch.process import end, spawn_child
+from launch.doctor.checks import offset_of
+from launch.doctor.probe import peer_report
+from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
 from launch.status import cluster_status
+from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, read_config
 from pd_cache.cluster.machine import machine_problems
 from tests.support.etcd import make_certificates
@@ -172,19 +169,3 @@ def test_a_file_that_is_not_there_is_told_before_the_start(guarded: Guarded, nam
     config = msgspec.structs.replace(guarded.config, proxy=changed)
     problems = [problem for problem in machine_problems(config, config.by_role("proxy")) if name in problem.path]
     assert "does not exist on this machine, or cannot be read" in problems[0].message
-
-
-@pytest.mark.parametrize(
-    ("limits", "verdict"), [((1024, 1 << 20), Verdict.OK), ((1024, 4352), Verdict.OK), ((1024, 4096), Verdict.WARNING)]
-)
-def test_doctor_says_whether_a_proxy_may_open_enough_files(
-    guarded: Guarded, limits: tuple[int, int], verdict: Verdict
-) -> None:
-    finding = descriptor_finding(guarded.config, guarded.config.nodes, limits)
-    assert (finding.check, finding.verdict) == ("limits.descriptors", verdict)
-    assert str(limits[1]) in finding.found
-
-
-def test_doctor_asks_less_of_a_machine_without_a_proxy() -> None:
-    assert descriptor_finding(None, (), (1024, 4096)).verdict is Verdict.OK
-    assert descriptor_finding(None, (), (256, 1024)).verdict is Verdict.WARNING

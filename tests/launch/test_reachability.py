@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from launch.access import Access
-from launch.asking import fetch
+from launch.http import Access, fetch
 
 Serve = Callable[[socket.socket, threading.Event], None]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from launch.status import ClusterStatus, NodeStatus, as_json
+from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.cluster import Capacity, NodeRecord
 
 GIB = 1 << 30
@@ -42,3 +44,32 @@ def test_one_master_leads_and_has_the_memory_that_nodes_give(nodes: list[NodeSta
     shown = json.loads(as_json(status))
     assert shown["well"] is status.well
     assert [text[: len(problem or "")] for text in shown["problems"]] == ([problem] if problem else [])
+
+
+METRICS = """
+pd_cache_tokens_total{op="lookup",outcome="requested"} 1000
+pd_cache_tokens_total{op="lookup",outcome="hit"} 100
+pd_cache_prompt_tokens_total{source="at_hand"} 10
+pd_cache_prompt_tokens_total{source="loaded"} 60
+pd_cache_prompt_tokens_total{source="computed"} 30
+pd_cache_tier_bytes{tier="\x1b[2Jdisk"} 7
+pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
+"""
+
+
+def engine() -> NodeStatus:
+    row = NodeStatus(record=NodeRecord(name="e", role="decode", address="http://10.0.0.1:4"))
+    read_metrics(METRICS, row)
+    return row
+
+
+def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated() -> None:
+    assert engine().hit_rate == 0.6
+
+
+def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> None:
+    text = io.StringIO()
+    Console(file=text, width=200).print(status_table(ClusterStatus("etcd", True, [engine()])))
+    assert "disk" in text.getvalue()
+    assert "title" in text.getvalue()
+    assert all(letter == "\n" or letter.isprintable() for letter in text.getvalue())

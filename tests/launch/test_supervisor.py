@@ -14,9 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import process as process_module
-from launch.process import LocalProcesses, OnLine, Program, spawn_child
-from launch.supervisor import StopFlag, Supervisor, SupervisorError, backoff_s
+from launch.supervise import (
+    LocalProcesses,
+    OnLine,
+    Program,
+    StopFlag,
+    Supervisor,
+    SupervisorError,
+    backoff_s,
+    spawn_child,
+)
 from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -356,7 +363,8 @@ def test_a_program_that_ignores_sigterm_is_killed_for_real() -> None:
 
 def test_a_killed_program_is_noticed_and_started_again() -> None:
     lines: list[str] = []
-    with Supervisor(settings(), sink=lines.append) as supervisor, StopFlagClosing() as stop:
+    with Supervisor(settings(), sink=lines.append) as supervisor:
+        stop = StopFlag()
         supervisor.start([program("a", NORMAL)])
         first = supervisor.pids["a"]
         os.kill(first, signal.SIGKILL)
@@ -368,14 +376,6 @@ def test_a_killed_program_is_noticed_and_started_again() -> None:
         again.join()
         assert supervisor.pids["a"] != first
         until(lambda: "a" in supervisor.ready_urls, "ready again")
-
-
-class StopFlagClosing(StopFlag):
-    def __enter__(self) -> StopFlagClosing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def test_a_sink_that_fails_does_not_block_the_program() -> None:
@@ -396,8 +396,7 @@ def test_what_a_dead_program_leaves_behind_in_its_group_is_killed() -> None:
     with Supervisor(settings(), sink=lines.append) as supervisor:
         try:
             supervisor.start([program("a", code)])
-            with StopFlagClosing() as stop:
-                supervisor.wait(stop)
+            supervisor.wait(StopFlag())
         except SupervisorError as error:
             assert error.status == 5  # noqa: PT017 - it may die in either
         else:
@@ -419,7 +418,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> No
 
 UP = """
 import sys
-from launch.supervisor import Program, Supervisor, stop_on_signals
+from launch.supervise import Program, Supervisor, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -433,9 +432,8 @@ print("down", flush=True)
 
 ORDERLY = """
 import os, signal, sys
-from launch.process import die_with_parent, spawn_child
-from launch.signals import stop_on_signals
-die_with_parent()
+from launch.supervise import spawn_child
+from launch.supervise import stop_on_signals
 with stop_on_signals() as stop:
     child = spawn_child(["sleep", "600"])
     print("pid", child.pid, flush=True)
@@ -552,7 +550,7 @@ def test_a_signal_during_the_start_stops_it() -> None:
 
 
 def test_spawn_child_dies_with_its_parent_and_ignores_ctrl_c() -> None:
-    code = "from launch.process import spawn_child\nimport time\nprint(spawn_child(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
+    code = "from launch.supervise import spawn_child\nimport time\nprint(spawn_child(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert parent.stdout is not None
     with parent.stdout:
@@ -589,30 +587,6 @@ def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("by", ["kernel", "polling"])
-def test_die_with_parent(by: str) -> None:
-    child = (
-        "import launch.process as p, signal\n"
-        + ("p._tethered.set_death_signal = lambda signum: False\n" if by == "polling" else "")
-        + "p.die_with_parent(poll_s=0.05)\nprint('ready', flush=True)\nsignal.pause()"
-    )
-    parent = f"import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', {child!r}])\nprint(p.pid, flush=True)\ntime.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout is not None
-    with process.stdout:
-        pid = int(process.stdout.readline())
-        assert process.stdout.readline() == b"ready\n"
-        assert alive(pid)
-        process.kill()
-        process.wait()
-        until(lambda: not alive(pid), "child gone")
-
-
-def test_die_with_parent_notices_a_parent_that_is_dead_already() -> None:
-    code = "import launch.process as p, time\np.die_with_parent(parent=2**22 + 1)\ntime.sleep(600)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S).returncode == -signal.SIGTERM
-
-
 def test_a_guardian_that_was_killed_does_not_hinder_the_supervisor() -> None:
     local = LocalProcesses(1.0)
     with Supervisor(settings(), sink=lambda line: None, spawn=local.spawn) as supervisor:
@@ -624,4 +598,4 @@ def test_a_guardian_that_was_killed_does_not_hinder_the_supervisor() -> None:
         supervisor.start([program("b", NORMAL)])
         assert set(supervisor.pids) == {"a", "b"}
     local.close()
-    assert process_module.LocalProcesses(1.0).close() is None  # one that started nothing
+    assert LocalProcesses(1.0).close() is None  # one that started nothing

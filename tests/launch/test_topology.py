@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from launch import topology
-from launch.roles.store import client_command
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
-    EtcdDiscovery,
     MasterNode,
     ModelConfig,
     ProxyNode,
@@ -20,7 +17,7 @@ from pd_cache.cluster import (
 )
 from pd_cache.cluster.addresses import local_nodes
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import ByteSize
 
 ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel()))
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this machine
@@ -71,28 +68,3 @@ def test_a_port_that_others_must_know_cannot_be_left_open() -> None:
     assert problem is not None
     assert problem.path == ("nodes", 0, "port")
     assert topology.unresolved_port(config, config.nodes[0]) is None
-
-
-def test_an_engine_that_shares_memory_has_to_know_the_port_of_its_hosts_store_node() -> None:
-    store, engine = StoreNode(name="s", segment_size=ByteSize(1 << 30)), DecodeNode(name="d", port=1)
-    master = MasterNode(name="master")
-    config = ClusterConfig(nodes=(master, store, engine), engine=ENGINE, transfer=TransferSettings(client="host"))
-    problem = topology.unresolved_port(config, engine)
-    assert problem is not None
-    assert problem.path == ("nodes", 1, "port")
-    assert topology.unresolved_port(config, store) is None
-    registered = msgspec.structs.replace(config, discovery=EtcdDiscovery(endpoints=("127.0.0.1:2379",)))
-    assert topology.unresolved_port(registered, engine) == problem, "it is asked for before anything is registered"
-    told = msgspec.structs.replace(config, transfer=TransferSettings(client="host", client_address="127.0.0.1:7"))
-    assert topology.unresolved_port(told, engine) is None
-
-
-def test_a_mooncake_client_has_a_thread_for_every_call_that_the_engines_of_its_host_can_have_under_way() -> None:
-    store = StoreNode(name="s", segment_size=ByteSize(1 << 30), port=5)
-    here = [DecodeNode(name=f"d{index}") for index in range(3)]
-    transfer = TransferSettings(client="host", threads=2)
-    config = cluster(store, *here, DecodeNode(name="there", host=ELSEWHERE), transfer=transfer)
-    command = client_command(config, store)
-    assert "--threads=21" in command  # 3 engines: 2 transfers each way, 2 control calls and a ping
-    assert {"--host=127.0.0.1:5", "--port=5"} < set(command)
-    assert "--threads=9" in client_command(config, msgspec.structs.replace(store, threads=9))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.engines.vllm_command import command, environment
-from launch.errors import RoleError
-from launch.process import LocalProcesses, Program
+from launch.supervise import LocalProcesses, Program, RoleError
 from pd_cache.cluster import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.errors import ConfigError
 from tests.support.waiting import wait_for
@@ -56,8 +55,8 @@ def test_the_connector_is_told_its_file_node_and_role(
             "namespace_file": str(tmp_path / "n"),
         },
     }
-    assert "--middleware=pd_cache.vllm.namespace_file.TellNamespace" in argv
-    assert "--middleware=pd_cache.vllm.report_file.TellRequests" in argv
+    assert "--middleware=pd_cache.vllm.files.TellNamespace" in argv
+    assert "--middleware=pd_cache.vllm.files.TellRequests" in argv
 
 
 SHOW = """\

@@ -12,11 +12,11 @@ from typing import Any
 import lmcache.v1.distributed.l2_adapters.fs_l2_adapter as fs
 import lmcache.v1.distributed.l2_adapters.mock_l2_adapter as mock
 
-from pd_cache.adapters.lmcache_plugin import PdCacheL2Adapter
+from pd_cache.adapters.lmcache import PdCacheL2Adapter
 from pd_cache.config import NodeSettings
 from pd_cache.metrics import CacheMetrics
-from pd_cache.object_cache import ObjectCache
-from pd_cache.values import OVERHEAD
+from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.values import OVERHEAD
 from tests.support.backends import SharedPoolBackend
 
 PART = 64 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.block_hashes import BlockHasher, UnknownHashesError, describe_hashes
+from pd_cache.chunks import BlockHasher, UnknownHashesError, describe_hashes
 
 DEFAULT = describe_hashes("sha256", "vllm-none-hash", "")
 

@@ -42,10 +42,8 @@ class Vandal:
         moved = getattr(CpuPagedCopier, self._copy)
         steps = CpuPagedCopier._steps
 
-        def with_steps(
-            copier: CpuPagedCopier, chunk: ChunkSlots, payload: torch.Tensor, planes: range
-        ) -> Iterator[Any]:
-            for number, step in enumerate(steps(copier, chunk, payload, planes)):
+        def with_steps(copier: CpuPagedCopier, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[Any]:
+            for number, step in enumerate(steps(copier, chunk, payload)):
                 self._strike(number, payload)
                 yield step
 

@@ -10,24 +10,24 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from pd_cache.backends import open_backend
-from pd_cache.backends.mooncake import MooncakeBackend
-from pd_cache.backends.objects import TRAILER_BYTES, seal
-from pd_cache.blocks import Restored, StoreOutcome, TierChunks
+from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.engine import CacheEngine, CacheEngineBuilder, EngineGroups
-from pd_cache.epochs import FIRST
 from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.prompts import PromptCache
-from pd_cache.tokens import CacheMetadata, LayerGroup
+from pd_cache.reasons import TierChunks
+from pd_cache.tiers import open_backend
+from pd_cache.tiers.memory import TRAILER_BYTES, seal
+from pd_cache.tiers.mooncake import MooncakeBackend
+from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
 from tests.support.kv import KINDS_WITH_TOKENS, holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
@@ -43,8 +43,8 @@ _prompts = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared_node(any_pool: Pool) -> Iterator[Host]:
-    with host(any_pool) as node:
+def shared_node(pool: Pool) -> Iterator[Host]:
+    with host(pool) as node:
         yield node
 
 
@@ -86,22 +86,6 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         assert loaded(decode, tokens, other, mask)
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"), [("embedded", "host"), ("host", "embedded"), ("host", "host")], ids="-to-".join
-)
-def test_engines_of_either_way_to_be_a_client_use_each_others_chunks(
-    host_pool: Pool, tokens: list[int], writer: str, reader: str
-) -> None:
-    model, slots = uuid.uuid4().hex, list(range(LONG))
-    clients = [{} if client == "host" else {"client": client, "client_address": ""} for client in (writer, reader)]
-    with host(host_pool, model=model, **clients[0]) as prefill, host(host_pool, model=model, **clients[1]) as decode:
-        prefill.compute(tokens, slots)
-        assert prefill.store(tokens, slots) == 24
-        mask = decode.retrieve(tokens, slots)
-        assert mask == [True] * 24 + [False] * 5
-        assert loaded(decode, tokens, slots, mask)
-
-
 def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[int]) -> None:
     slots = list(range(len(tokens)))
     node.compute(tokens, slots)
@@ -112,25 +96,6 @@ def test_a_masked_prefix_is_neither_stored_nor_loaded(node: Host, tokens: list[i
     before = [tensor.clone() for tensor in node.cache]
     assert node.retrieve(tokens, slots, mask=mask) == [False] * 8 + [True] * 16 + [False] * 5
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
-
-
-def test_a_hole_ends_the_run_even_where_later_chunks_exist(node: Host, tokens: list[int]) -> None:
-    slots = list(range(len(tokens)))
-    node.compute(tokens, slots)
-    node.store(tokens, slots)
-    node.engine.backend.batched_remove(node.keys(tokens)[1:2])
-    assert node.lookup(tokens) == 8
-    assert node.retrieve(tokens, slots) == [True] * 8 + [False] * 21
-
-
-def test_extra_keys_keep_tenants_apart(node: Host, tokens: list[int]) -> None:
-    slots = list(range(len(tokens)))
-    node.compute(tokens, slots)
-    node.store(tokens, slots, extra_keys=("salt", "a"))
-    assert node.lookup(tokens, extra_keys=("salt", "a")) == 24
-    assert node.lookup(tokens, extra_keys=("salt", "b")) == 0
-    assert node.lookup(tokens) == 0
-    assert not any(node.retrieve(tokens, slots))
 
 
 def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) -> None:
@@ -144,9 +109,9 @@ def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) 
         assert node.prompts.retrieve(**options).tolist() == [True] * 16 + [False] * 4
 
 
-def test_prompts_longer_than_the_staging_memory_pass_through_it(any_pool: Pool) -> None:
+def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
     tokens = list(range(200))
-    with host(any_pool, staging_size="8KiB", prefault=True) as node:
+    with host(pool, staging_size="8KiB", prefault=True) as node:
         assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
         slots = random_slots(random.Random(2), 200, True)
         node.compute(tokens, slots)
@@ -420,54 +385,6 @@ def test_a_retrieve_past_its_deadline_ends_with_what_it_has(node: Host, tokens: 
     node.store(tokens, slots)
     assert not any(node.retrieve(tokens, slots, timeout=0.0))
     assert node.troubles("retrieve")
-
-
-def test_chunk_names_and_left_out_blocks_are_what_a_serving_engine_hands_over(node: Host, tokens: list[int]) -> None:
-    slots = list(range(LONG))
-    node.compute(tokens, slots)
-    node.store(tokens, slots)
-    names = node.engine.database.hash_tokens(tokens)
-    elsewhere = [-1, 25]
-    before = [tensor.clone() for tensor in node.cache]
-    node.engine.register_kv_caches(node.cache)
-    assert node.engine.retrieve(names[1:2], elsewhere) == 1
-    for index in range(BLOCK, CHUNK):
-        assert holds_token(node.cache, node.layout, tokens[: CHUNK + index + 1], 25 * BLOCK + index - BLOCK)
-    for now, was in zip(node.cache, before, strict=True):
-        same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
-        assert [block for block, equal in enumerate(same.tolist()) if not equal] == [25]
-    more = node.engine.database.hash_tokens([token + 500 for token in tokens])
-    outcomes = node.engine.store([names[0], more[0]], [0, 1, 2, 3])
-    assert outcomes == [StoreOutcome.BEFORE, StoreOutcome.NEW]
-
-
-@pytest.mark.parametrize(
-    ("operation", "blocks", "message"),
-    [
-        ("store", [0, 1, 2], "no whole number of chunks"),
-        ("store", [0, 1], "2 chunks were named, and the places are of 1"),
-        ("store", [-1, 1, 2, 3], "blocks must lie in"),
-        ("store", [0, 1, 2, 64], "blocks must lie in"),
-        ("store", [0, 1, 2, 0], "named twice"),
-        ("retrieve", [0, -1, 2, 3], "blocks must lie in"),
-        ("retrieve", [-2, 1, 2, 3], "blocks must lie in"),
-        ("retrieve", [-1, -1, 2, 2], "named twice"),
-    ],
-)
-def test_blocks_that_do_not_fit_are_value_errors(
-    node: Host, tokens: list[int], operation: str, blocks: list[int], message: str
-) -> None:
-    node.engine.register_kv_caches(node.cache)
-    with pytest.raises(ValueError, match=message):
-        getattr(node.engine, operation)(node.engine.name_chunks(tokens)[:2], blocks)
-
-
-@pytest.mark.parametrize("names", [[b"n" * 16, b"n" * 15], [b"n" * 7] * 2, ["n" * 16] * 2])
-def test_what_cannot_be_chunk_names_is_a_value_error(node: Host, names: list[Any]) -> None:
-    node.engine.register_kv_caches(node.cache)
-    for operation in (node.engine.lookup, partial(node.engine.store, blocks=range(4))):
-        with pytest.raises(ValueError, match="chunk names must be"):
-            operation(names)
 
 
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:

@@ -6,14 +6,14 @@ from typing import get_args
 
 import pytest
 
-from pd_cache.backends.objects import Damage
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.config import CacheConfig
-from pd_cache.epochs import FIRST
 from pd_cache.groups import LayerGroups, Surveyed
-from pd_cache.lookup.prefix import PrefixLookup
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.misses import MEANINGS, ChunkHistory, MissReason, miss_reason, worst_reason
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from pd_cache.reasons import MEANINGS, ChunkHistory, MissReason, miss_reason, worst_reason
+from pd_cache.tiers.memory import Damage
+from pd_cache.versions import FIRST
 from transfer.errors import Status
 
 OK, MISSING, DOWN = Status.OK, Status.MISSING, Status.POOL_DOWN

@@ -1,10 +1,8 @@
-"""One peer, one object, one interrupted call: what it costs, and whom."""
+"""One peer, one object, one call: what its failure costs, and whom."""
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,12 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cache.backends.mooncake import MooncakeBackend
 from pd_cache.config import CacheConfig, MooncakeTier
-from tests.support.engines import CHUNK, host, random_slots
+from pd_cache.tiers.mooncake import MooncakeBackend
+from tests.support.engines import CHUNK, host
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
+from transfer.moves import Batch
 from transfer.settings import ByteSize
 
 PAYLOAD = 64 << 10
@@ -100,7 +99,7 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
             for reader in readers:
                 reader.join(120)
             assert node.available, "a peer that does not deliver says nothing about the pool"
-            wait_for(lambda: node.store._bulk.peers.any_silent, 60, "the first call to end")
+            wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()), 60, "the first call to end")
             assert set(get(node, lost[:4])) == {"transfer_failed"}, "it is not asked, or fails"
             assert set(get(node, kept)) == {""}
             assert set(put(node, fresh(4))) == {Status.OK}
@@ -124,7 +123,9 @@ def test_calls_that_hang_on_one_peer_never_hold_more_than_half_of_the_memory(two
                 keys = fresh(len(staged))
                 node.batched_put(keys, staged).results()
                 assert node.staging.in_use <= SLOTS // 2, "quarantined"
-                assert node.stage(timeout=60) is not None
+                spare = node.stage(timeout=60)
+                assert spare is not None
+                spare.release()
         finally:
             pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: node.staging.in_use == 0, 90, "the last calls to end")
@@ -174,21 +175,22 @@ def test_queued_puts_of_which_nobody_asks_the_outcome_let_go_when_their_deadline
     with backend(pool) as node:
         release = threading.Event()
 
-        def hangs(keys: list[str], *_: object) -> list[int]:
+        def hangs(batch: Batch, *_: object) -> list[int]:
             release.wait(120)
-            return [0] * len(keys)
+            return [0] * len(batch.keys)
 
-        monkeypatch.setattr(node.store._bulk, "put", hangs)
+        monkeypatch.setattr(node.store._moves, "put", hangs)
         try:
             queued = 0
             while (staged := node.stage(timeout=0)) is not None:
                 node.batched_put(fresh(1), [staged], timeout=3)
                 queued += 1
-            held = [node.stage(timeout=60) for _ in range(queued)]
-            assert None not in held, "all come back but those of the calls that run, and some were left"
+            held = [memory for _ in range(queued) if (memory := node.stage(timeout=60)) is not None]
+            assert len(held) == queued, "all come back but those of the calls that run, and some were left"
         finally:
             release.set()
-        del held, staged
+        for memory in held:
+            memory.release()
         wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
 
 
@@ -196,7 +198,7 @@ def test_waiting_for_memory_and_the_transfer_share_one_deadline(pool: Pool, monk
     with backend(pool) as node:
         keys = fresh(2)
         assert put(node, keys) == [Status.OK] * 2
-        held = [node.staging.lease(time.monotonic() + 60) for _ in range(SLOTS)]
+        held = [slot for _ in range(SLOTS) if (slot := node.staging.lease(time.monotonic() + 60)) is not None]
         deadlines: list[float] = []
         given: list[float] = []
         released: list[float] = []
@@ -215,7 +217,8 @@ def test_waiting_for_memory_and_the_transfer_share_one_deadline(pool: Pool, monk
         def let_go() -> None:
             assert waits.wait(60)
             released.append(time.monotonic())
-            held.clear()
+            for slot in held:
+                slot.release()
 
         monkeypatch.setattr(node.staging, "lease", leasing)
         monkeypatch.setattr(node.store, "start_get", getting)
@@ -312,50 +315,6 @@ def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_sto
         assert node.lookup(tokens) == 40
 
 
-def test_slots_of_calls_that_a_user_interrupted_come_back(pool: Pool) -> None:
-    rng = random.Random(3)
-    tokens = list(range(160))
-    with host(pool, timeouts=PATIENT, staging_size="128KiB") as node:
-        slots = random_slots(rng, 160, True)
-        node.compute(tokens, slots)
-        assert node.store(tokens, slots) == 160
-        staging = node.engine.backend.memory.pool
-        began = time.monotonic()
-        assert all(node.retrieve(tokens, slots))
-        usual = time.monotonic() - began
-        interrupts = 0
-        armed = False
-
-        def interrupt(*_: object) -> None:
-            nonlocal armed
-            if armed:
-                armed = False
-                raise KeyboardInterrupt
-
-        usually = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            for _ in range(60):
-                try:
-                    armed = True
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.1, 1) * usual)
-                    node.retrieve(tokens, slots)
-                    armed = False
-                except KeyboardInterrupt:
-                    interrupts += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, usually)
-        assert interrupts
-
-        def nothing_is_held() -> bool:
-            gc.collect()  # tracebacks hold frames, and these hold slots
-            return staging.in_use == 0
-
-        wait_for(nothing_is_held, 60, "the last transfers to end")
-        staging.check_integrity()
-        assert all(node.retrieve(tokens, slots))
-
-
 FORKED = """
 import os, sys
 from pathlib import Path
@@ -363,10 +322,10 @@ from tests.support.engines import host
 from tests.support.pool import Pool
 
 class There(Pool):
-    def __init__(self, port):
-        self.port, self.client = port, "embedded"
+    def __init__(self, port, versions):
+        self.port, self.versions = int(port), versions
 
-with host(There(int(sys.argv[1])), timeouts={"exist_ms": 60000}, segment_size=16 << 20) as node:
+with host(There(*sys.argv[1:]), timeouts={"exist_ms": 60000}, segment_size=16 << 20) as node:
     tokens = slots = list(range(40))
     node.compute(tokens, slots)
     assert node.store(tokens, slots) == 40
@@ -388,7 +347,7 @@ with host(There(int(sys.argv[1])), timeouts={"exist_ms": 60000}, segment_size=16
 
 def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool: Pool) -> None:
     done = subprocess.run(
-        (sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(pool.port)),
+        (sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(pool.port), pool.versions),
         cwd=ROOT,
         env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         capture_output=True,

@@ -5,11 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-import pytest
-
 from pd_cache.lookup import MooncakeLookupClient
 from tests.support.engines import Host, host
-from tests.support.kv import holds_token
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 
@@ -33,11 +30,10 @@ def storing(node: Host) -> Callable[[], bool]:
     return whole
 
 
-@pytest.mark.parametrize("client", ["embedded", "host"])
 def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
-    make_pool: Callable[..., Pool], client: str
+    make_pool: Callable[..., Pool],
 ) -> None:
-    pool = make_pool(client=client)
+    pool = make_pool()
     with host(pool, wait=False, **FAST) as node:
         for _ in range(20):
             assert node.lookup(TOKENS) == 0
@@ -54,9 +50,8 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         assert node.lookup(TOKENS) == 40
 
 
-@pytest.mark.parametrize("client", ["embedded", "host"])
-def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool], client: str) -> None:
-    pool = make_pool(client=client).start()
+def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
     with host(pool, **FAST) as node:
         wait_for(storing(node), what="a store going through")
         client = MooncakeLookupClient(node.engine.settings, node.engine.metadata, pool.address)
@@ -86,24 +81,6 @@ def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(mak
         assert node.troubles("retrieve")
         pool.start("store-1")
         wait_for(storing(node), 30, "another node taking the chunks")
-
-
-def test_a_mooncake_client_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(client="host").start()
-    with host(pool, **FAST) as node:
-        node.compute(TOKENS, SLOTS)
-        wait_for(storing(node), what="a store going through")
-        pool.kill("store-0")
-        for _ in range(10):
-            assert node.lookup(TOKENS) == 0
-            assert not any(node.retrieve(TOKENS, SLOTS))
-            assert node.store(TOKENS, SLOTS) == 0
-        pool.start("store-0")
-        wait_for(storing(node), 30, "a store going through")
-        other = list(range(128, 168))
-        mask = node.retrieve(TOKENS, other)
-        assert all(mask)
-        assert all(holds_token(node.cache, node.layout, TOKENS[: index + 1], slot) for index, slot in enumerate(other))
 
 
 def test_a_store_node_that_stops_answering_is_given_up_at_the_deadline(make_pool: Callable[..., Pool]) -> None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache import recent_names
-from pd_cache.recent_names import RecentNames
-from pd_cache.tokens import ChunkNamer
+from pd_cache import chunks
+from pd_cache.chunks import ChunkNamer, RecentNames
 
 CHUNK = 512
 """Tokens: four chunks make up a run."""
@@ -58,7 +57,7 @@ def test_what_a_caller_does_to_its_names_changes_none_of_those_remembered() -> N
 
 
 def test_a_run_that_only_has_the_checksum_of_another_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_names, "checksum", lambda run: 0)
+    monkeypatch.setattr(chunks, "checksum", lambda run: 0)
     recent = RecentNames(8)
     recent.note(b"root", b"one", [b"name"])
     assert recent.find(b"root", b"two") is None

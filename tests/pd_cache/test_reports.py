@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.blocks import TierChunks
-from pd_cache.reports import RecentReports, RequestReport
+from pd_cache.reasons import RecentReports, RequestReport, TierChunks
 
 
 @pytest.mark.parametrize("asked", [1, 7, 8, 20, 32])

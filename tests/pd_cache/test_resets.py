@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pd_cache.backends.base import TierKind
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
-from pd_cache.deadline import Deadline
 from pd_cache.mover import ChunkRun
+from pd_cache.tiers.memory import TierKind
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
@@ -24,9 +26,8 @@ SLOTS, OTHER = TOKENS, list(range(128, 128 + 5 * CHUNK))
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model of the test's own, whose nodes ask for its epoch each time instead of twice a second."""
-    monkeypatch.setattr("pd_cache.epochs.FRESH_S", 0.0)
+def model() -> str:
+    """A model of the test's own."""
     return uuid.uuid4().hex
 
 
@@ -46,11 +47,11 @@ def tiered(tmp_path: Path) -> CacheConfig:
     return CacheConfig(chunk_size=CHUNK, tiers=tiers)
 
 
-def test_chunks_of_old_weights_are_loaded_from_no_tier_of_no_node(any_pool: Pool, tmp_path: Path, model: str) -> None:
-    with host(any_pool, model=model, cache=tiered(tmp_path)) as one, host(any_pool, model=model) as other:
+def test_chunks_of_old_weights_are_loaded_from_no_tier_of_no_node(pool: Pool, tmp_path: Path, model: str) -> None:
+    with host(pool, model=model, cache=tiered(tmp_path)) as one, host(pool, model=model) as other:
         stored(one)
         assert other.lookup(TOKENS) == len(TOKENS)
-        assert other.engine.reset()
+        assert not pool.reset(model).untold
         for node in (one, other):
             assert node.lookup(TOKENS) == 0
             assert not any(node.retrieve(TOKENS, OTHER))
@@ -78,25 +79,13 @@ def test_a_load_during_which_the_weights_change_is_a_miss(
         assert one.troubles("retrieve")["reset"] == len(TOKENS) // CHUNK
 
 
-def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(
-    pool: Pool, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: Pool, model: str) -> None:
     with host(pool, model=model) as one, host(pool, model=model) as other:
         assert one.lookup(TOKENS) == 0
         before = one.engine.epoch
         one.compute(TOKENS, SLOTS)
-        assert other.engine.reset()
-        assert one.lookup(TOKENS) == 0
+        assert not pool.reset(model).untold
         one.store(TOKENS, SLOTS, epoch=before)
-        put = one.engine.mover._put
-
-        def put_while_weights_change(run: ChunkRun, missing: list[int], deadline: Deadline) -> object:
-            assert other.engine.reset()
-            assert one.lookup([]) == 0
-            return put(run, missing, deadline)
-
-        monkeypatch.setattr(one.engine.mover, "_put", put_while_weights_change)
-        one.store(TOKENS, SLOTS)
         assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
 
 
@@ -106,14 +95,17 @@ def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(
     cache = tiered(tmp_path)
     with host(pool, model=model, cache=cache) as node:
         stored(node)
-    with host(pool, model=model) as other:
-        assert other.engine.reset()
+    with host(pool, model=model):
+        told = pool.reset(model).version
+        assert told is not None
     with host(pool, model=model, cache=cache) as node:
         assert not any(node.retrieve(TOKENS, OTHER))
         assert node.lookup(TOKENS) == 0
+        assert not pool.reset(model, told.label).untold, "now it knows that it has these weights"
+        stored(node)
 
 
-def test_while_the_pool_is_away_nothing_is_loaded_and_under_a_new_master_a_new_epoch_begins(
+def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_current(
     make_pool: Callable[..., Pool], tmp_path: Path, model: str
 ) -> None:
     pool = make_pool().start()
@@ -124,29 +116,84 @@ def test_while_the_pool_is_away_nothing_is_loaded_and_under_a_new_master_a_new_e
     with host(pool, model=model, cache=tiered(tmp_path), **fast) as node:
         stored(node)
         pool.kill("master")
-        assert node.engine.reset() is None
-        assert node.lookup(TOKENS) == 0
+        wait_for(lambda: node.lookup(TOKENS) == 0, what="the last answer having lapsed")
         assert not any(node.retrieve(TOKENS, OTHER))
+        assert node.store(OTHER, SLOTS) == 0
         pool.start("master")
-        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="its own tiers, as no reset was taken")
-        wait_for(lambda: node.engine.reset() is not None, what="the pool having room for it")
+        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="its own tiers")
+        pool.kill("master")
+        assert node.engine.version.reset(timeout=0.5) is None
+        pool.start("master")
         assert node.lookup(TOKENS) == 0
+        wait_for(lambda: node.engine.reset("w1") is not None, what="a master that takes the reset")
         begun = node.engine.epoch
+        assert node.lookup(TOKENS) == 0
+        stored(node)
         pool.kill("master")
         pool.start("master")
-        wait_for(lambda: node.engine.mover.epochs.current() not in (None, begun), what="a new epoch after the loss")
-        assert node.lookup(TOKENS) == 0
+        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="a master that has learned the version")
+        assert node.engine.epoch == begun
         with host(pool, model=model) as new:
-            wait_for(lambda: new.engine.mover.epochs.current() == node.engine.epoch, what="a new node learning of it")
+            assert new.lookup(TOKENS) == 0
+            assert new.engine.epoch is None
 
 
-def test_a_process_that_only_loads_learns_of_a_new_epoch_too(pool: Pool, model: str) -> None:
-    with host(pool, model=model) as one, host(pool, model=model) as loads:
-        assert not any(loads.retrieve(TOKENS, OTHER))
-        assert one.engine.reset()
+def test_engines_that_change_one_after_another_load_only_what_equal_weights_computed(pool: Pool, model: str) -> None:
+    with host(pool, model=model) as one, host(pool, model=model) as other:
         stored(one)
-        assert all(loads.retrieve(TOKENS, OTHER))
-        assert all(holds_token(loads.cache, loads.layout, TOKENS[: at + 1], OTHER[at]) for at in TOKENS)
+        label = other.engine.reset()
+        assert label
+        assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
+        assert one.engine.reset() == label
+        stored(one)
+        assert all(other.retrieve(TOKENS, OTHER))
+        assert all(holds_token(other.cache, other.layout, TOKENS[: at + 1], OTHER[at]) for at in TOKENS)
+
+
+def test_two_resets_at_once_while_all_threads_load_leave_no_node_with_kv_of_old_weights(pool: Pool, model: str) -> None:
+    part = TOKENS[: 2 * CHUNK]
+    begun: list[float] = []
+    """When each load began that brought anything."""
+    over = threading.Event()
+
+    def load(node: Host, place: int) -> None:
+        slots = list(range(place * len(part), (place + 1) * len(part)))
+        while not over.is_set():
+            now = time.monotonic()
+            if any(node.retrieve(part, slots)):
+                begun.append(now)
+
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(host(pool, model=model)) for _ in range(3)]
+        stored(nodes[0])
+        loads = [threading.Thread(target=load, args=(nodes[n % 3], 6 + n // 3)) for n in range(14)]
+        done: list[float] = []
+
+        def reset(by: Callable[[], object]) -> None:
+            assert by()
+            done.append(time.monotonic())
+
+        resets = [
+            threading.Thread(target=reset, args=(by,)) for by in (nodes[1].engine.reset, lambda: pool.reset(model))
+        ]
+        for thread in loads:
+            thread.start()
+        stack.callback(lambda: [thread.join() for thread in loads])
+        stack.callback(over.set)
+        wait_for(lambda: len(begun) > 100, what="loads on all threads")
+        for thread in resets:
+            thread.start()
+        for thread in resets:
+            thread.join()
+        wait_for(lambda: len({node.engine.version.current() for node in nodes}) == 1, what="one version on all nodes")
+        assert nodes[0].engine.version.current() is not None
+        end = time.monotonic() + 3
+        wait_for(lambda: time.monotonic() > end, what="loads that go on")
+        over.set()
+        assert len(done) == 2
+        assert not [at for at in begun if at > min(done)]
+        stored(nodes[2])
+        assert all(nodes[0].retrieve(TOKENS, OTHER))
 
 
 def test_a_load_of_what_was_found_in_an_earlier_epoch_is_a_miss_whatever_is_there_now(pool: Pool, model: str) -> None:
@@ -161,22 +208,11 @@ def test_a_load_of_what_was_found_in_an_earlier_epoch_is_a_miss_whatever_is_ther
         assert node.engine.restore(names, blocks, kv_caches=node.cache).chunks == len(names)
 
 
-def test_a_tier_that_is_off_says_nothing_of_epochs(pool: Pool, tmp_path: Path, model: str) -> None:
-    (tmp_path / "file").write_text("where a folder belongs")
-    disk = DiskTier(path=str(tmp_path / "file" / "cache"), capacity=ByteSize(1 << 20))
-    cache = CacheConfig(chunk_size=CHUNK, tiers=(disk, MooncakeTier()))
-    with host(pool, model=model) as one, host(pool, model=model, cache=cache) as other:
-        stored(one)
-        assert other.lookup(TOKENS) == len(TOKENS)
-        assert one.engine.reset()
-        assert other.lookup(TOKENS) == 0
-
-
 def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
     pool: Pool, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pd_cache.server.moves.TURN_BYTES", 1)
-    with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
+    with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
         engine.store("a", TOKENS)
         assert engine.lookup("b", TOKENS) == len(TOKENS)
@@ -187,16 +223,15 @@ def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
             restored = load(run, timeout)
             turns.append(restored)
             if len(turns) == 3:
-                assert other.engine.reset()
+                pool.reset(model)
             return restored
 
         monkeypatch.setattr(served_model.mover, "load", load_and_reset)
         bad = engine.retrieve("b", TOKENS, first_block=32)
-        assert len(turns) == 4
         assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
 
 
-def test_a_store_that_waits_in_the_server_belongs_to_the_epoch_in_which_it_came(
+def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(
     pool: Pool, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
@@ -206,8 +241,7 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_epoch_in_which_it_came(
         store = served_model.mover.store
 
         def store_after_a_reset(run: ChunkRun, timeout: float | None = None) -> object:
-            assert other.engine.reset()
-            assert served_model.mover.epochs.current() == other.engine.epoch
+            assert not pool.reset(model).untold
             return store(run, timeout)
 
         monkeypatch.setattr(served_model.mover, "store", store_after_a_reset)

@@ -1,25 +1,24 @@
-"""Jobs on rows of a memory, epochs of names, and pages of a host pool: what the adapters of vLLM's tiering and SGLang stand on."""
+"""Jobs on rows of a memory, versions of names, and pages of a host pool: what the adapters of vLLM's tiering and SGLang stand on."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from pd_cache.adapters.epoch_names import EPOCH_UNKNOWN, RESET, EpochNames
 from pd_cache.adapters.row_jobs import RowJobs, RowResult
-from pd_cache.adapters.sglang_hicache import PoolPages
-from pd_cache.epochs import EpochBook
+from pd_cache.adapters.sglang_pages import PoolPages
+from pd_cache.adapters.versioned_names import VersionedNames
+from pd_cache.config import CacheConfig, LocalTier, NodeSettings
 from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
 from tests.support.waiting import wait_for
 from transfer.errors import Status
+from transfer.settings import ByteSize
 
 ROW = 100
 
@@ -28,7 +27,7 @@ class Names:
     """Values by name in this process, and a gate that transfers wait for."""
 
     def __init__(self) -> None:
-        self.last = ""
+        self.own = ""
         self.values: dict[bytes, bytes] = {}
         self.epochs: list[str | None] = []
         self.timeouts: list[float] = []
@@ -72,8 +71,7 @@ class Jobs:
             self.names,  # type: ignore[arg-type]
             memoryview(self.memory),
             ROW,
-            load_s=5,
-            store_s=7,
+            seconds=5,
             most_waiting=4,
             threads=1,
             clock=self.clock,
@@ -178,44 +176,13 @@ def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
     jobs.memory.clear()  # BufferError while anybody has a view of it
 
 
-class Pool:
-    """The small objects of a pool, which may be down."""
+class Cache:
+    """An object cache of this process."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.down = False
-
-    def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
-        if self.down:
-            return [Status.POOL_DOWN] * len(keys)
-        return [Status.OK if key in self.values else Status.MISSING for key in keys]
-
-    def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        self.values.setdefault(key, value)
-        return Status.OK
-
-    def get_small(self, key: str, *, timeout: float) -> bytes | None:
-        return None if self.down else self.values.get(key)
-
-    def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
-        return [Status.OK if self.values.pop(key, None) else Status.MISSING for key in keys]
-
-    def remove_matching(self, pattern: str, *, timeout: float) -> int:
-        return 0
-
-
-class Cache:
-    """An object cache of this process, over a pool that knows epochs."""
-
-    def __init__(self, pool: Pool, values: dict[bytes, bytes]) -> None:
-        self.pool, self.values = pool, values
-        self.backend = SimpleNamespace(epochs=EpochBook(pool))
-        self.namespace, self.metrics = "n", CacheMetrics()
-        self.during_read = lambda: None
-
-    @property
-    def available(self) -> bool:
-        return not self.pool.down
+        self.values: dict[bytes, bytes] = {}
+        self.namespace, self.metrics = uuid.uuid4().hex, CacheMetrics()
+        self.during_read: Callable[[], object] = lambda: None
 
     def exists_many(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[Status]:
         return [Status.OK if name in self.values else Status.MISSING for name in names]
@@ -229,69 +196,34 @@ class Cache:
         return ["" if name in self.values else "missing" for name in names]
 
 
-def test_a_reset_hides_values_from_all_nodes_also_if_it_comes_during_a_load() -> None:
-    pool, values = Pool(), {}
-    one, other = (Cache(pool, values) for _ in range(2))
-    mine, theirs = EpochNames(one), EpochNames(other)  # type: ignore[arg-type]
-    assert mine.put([b"a"], [b"x"]) == [True]
-    assert theirs.read_into([b"a"], [bytearray(1)]) == [""]
-    before = mine.last
-
-    def reset() -> None:
-        theirs.begin()
-        mine._epochs.current("another")  # as after half a second, for which it relies on an answer
-
-    one.during_read = reset
-    assert mine.read_into([b"a"], [bytearray(1)]) == [RESET]
-    one.during_read = lambda: None
-    assert mine.exist([b"a"]) == [False]
-    assert mine.put([b"b"], [b"y"], epoch=before) == [False], "it was computed before the reset"
-    assert mine.put([b"b"], [b"y"]) == [True]
-    assert theirs.exist([b"b"]) == [True]
+LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)))
+"""Of a process whose values no other has, so that it numbers versions itself."""
 
 
-def test_while_the_pool_has_not_taken_a_reset_nothing_is_found() -> None:
-    pool, clock = Pool(), Clock()
-    cache = Cache(pool, {})
-    names = EpochNames(cache, clock=clock)  # type: ignore[arg-type]
+def test_a_reset_hides_values_also_if_it_comes_during_a_load() -> None:
+    cache = Cache()
+    names = VersionedNames(cache, LONELY)  # type: ignore[arg-type]
     assert names.put([b"a"], [b"x"]) == [True]
-    pool.down = True
-    assert names.begin() is False
-    pool.down = False
+    assert names.read_into([b"a"], [bytearray(1)]) == [""]
+    before = names.own
+    cache.during_read = names.reset
+    assert names.read_into([b"a"], [bytearray(1)]) == ["reset"]
+    cache.during_read = lambda: None
     assert names.exist([b"a"]) == [False]
-    assert names.read_into([b"a"], [bytearray(1)]) == [EPOCH_UNKNOWN]
-    clock.now = 1.0
-    assert names.exist([b"a"]) == [False], "the reset was made up for"
+    assert names.put([b"b"], [b"y"], epoch=before) == [False], "it was computed before the reset"
+    assert names.put([b"b"], [b"y"]) == [True]
+    assert names.exist([b"b"]) == [True]
+
+
+def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored() -> None:
+    cache = Cache()
+    names = VersionedNames(cache, NodeSettings(master="10.0.0.1:1"))  # type: ignore[arg-type]
     assert names.put([b"a"], [b"x"]) == [True]
-
-
-def test_a_reset_that_is_due_is_tried_by_one_thread_and_no_other_waits_for_it() -> None:
-    pool, clock = Pool(), Clock()
-    names = EpochNames(Cache(pool, {}), clock=clock)  # type: ignore[arg-type]
-    pool.down = True
-    assert not names.begin()
-    pool.down, clock.now = False, 1.0
-    asked, answer, read = threading.Semaphore(0), threading.Event(), pool.get_small
-
-    def slowly(key: str, *, timeout: float) -> bytes | None:
-        asked.release()
-        assert answer.wait(60)
-        return read(key, timeout=timeout)
-
-    pool.get_small = slowly  # type: ignore[method-assign]
-    found: list[str | None] = []
-    threads = [threading.Thread(target=lambda: found.append(names.current())) for _ in range(2)]
-    threads[0].start()
-    assert asked.acquire(timeout=60)
-    threads[1].start()
-    threads[1].join(1)
-    waited = threads[1].is_alive()
-    answer.set()
-    for thread in threads:
-        thread.join()
-    assert not waited
-    assert found == [None, names.last]
-    assert names.last.endswith("-1"), "one epoch, not one for each thread"
+    assert names.reset() is False
+    assert names.exist([b"a"]) == [False]
+    assert names.read_into([b"a"], [bytearray(1)]) == ["epoch_unknown"]
+    assert names.put([b"b"], [b"y"]) == [False]
+    names.close()
 
 
 class Host:
@@ -329,27 +261,3 @@ def test_an_address_outside_the_pools_buffers_is_refused() -> None:
     host.off = 70
     with pytest.raises(LayoutError, match="outside"):
         pages.values(torch.tensor([2, 3]))
-
-
-@pytest.mark.parametrize("module", ["vllm_tier", "sglang_hicache"])
-def test_importing_an_adapter_imports_neither_its_peer_nor_mooncake_nor_torch(module: str) -> None:
-    """Its class is loaded when the peer asks for it by name; without the peer, that is an ImportError which names it."""
-    name, peer = {"vllm_tier": ("PdCacheTierManager", "vllm"), "sglang_hicache": ("PdCacheStorage", "sglang")}[module]
-    script = f"""
-import sys
-sys.modules["{peer}"] = None
-import pd_cache.adapters.{module} as adapter
-assert not {{"mooncake", "torch"}} & set(sys.modules), "too much was imported"
-try:
-    adapter.{name}
-except ImportError as error:
-    assert "{peer}" in str(error), error
-else:
-    raise AssertionError("its peer is not there")
-try:
-    adapter.Nothing
-except AttributeError:
-    print("as it should be")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout == "as it should be\n", done.stderr

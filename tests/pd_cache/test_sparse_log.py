@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_cache.sparse_log import EVERY_S, SparseLog
+from pd_cache.sparse_log import SparseLog
 
 
 def test_one_line_in_ten_seconds_for_each_key_with_what_was_held_back() -> None:
@@ -11,8 +11,8 @@ def test_one_line_in_ten_seconds_for_each_key_with_what_was_held_back() -> None:
     assert log.admit("a", 2) == 2
     assert log.admit("a", 3) is None
     assert log.admit("b") == 1
-    now = EVERY_S - 0.001
+    now = 10.0 - 0.001
     assert log.admit("a") is None
-    now = EVERY_S
+    now = 10.0
     assert log.admit("a", 5) == 3 + 1 + 5
     assert log.admit("a") is None

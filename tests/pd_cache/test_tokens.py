@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, Namespace, check_names, fold_names, token_bytes
 from pd_cache.config import CacheConfig
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, Namespace, check_names, fold_names, token_bytes
 
 BASE = {
     "model": "m@1",
@@ -74,6 +74,9 @@ def test_lists_tuples_arrays_and_tensors_of_the_same_tokens_have_the_same_bytes(
     assert token_bytes(strided) == expected
     part = torch.tensor([5, *tokens], dtype=torch.int32)[1:]
     assert token_bytes(part) == expected
+    small = [token % 128 for token in tokens]
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        assert token_bytes(torch.tensor(small, dtype=dtype)) == token_bytes(small)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,10 @@ def test_lists_tuples_arrays_and_tensors_of_the_same_tokens_have_the_same_bytes(
         torch.tensor([1.0]),
         torch.tensor([[1]]),
         torch.tensor([2**31]),
+        torch.tensor([2**32 + 5]),
+        torch.tensor([2**31], dtype=torch.uint32),
+        torch.tensor([2**32 + 5], dtype=torch.uint64),
+        torch.tensor([2**63], dtype=torch.uint64),
         torch.tensor([True]),
         None,
     ],
@@ -101,6 +108,9 @@ def test_extra_keys_keep_requests_apart_and_are_unambiguous() -> None:
     assert len(set(names)) == len(variants)
     with pytest.raises(ValueError, match="extra_keys"):
         database().root([1.5])  # type: ignore[list-item]
+    for one in ("salt", b"salt"):
+        with pytest.raises(ValueError, match="a sequence of keys"):
+            database().root(one)  # type: ignore[arg-type]  # not taken letter by letter
 
 
 @pytest.mark.parametrize(

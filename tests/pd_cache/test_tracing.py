@@ -12,7 +12,7 @@ import pytest
 
 from pd_cache.config import TracingConfig
 from pd_cache.errors import ConfigError
-from pd_cache.tracing import UNTRACED, open_tracing, read_traceparent, read_tracestate
+from pd_cache.tracing import UNTRACED, open_tracing
 from tests.support.collector import collecting
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -39,9 +39,9 @@ def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_pass
     assert done.stdout.strip() == "[]"
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"install 'pd-cache\[otel\]'"):
+    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
         open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
 
 
@@ -80,7 +80,6 @@ def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(cap
         caplog.set_level(logging.DEBUG)
         for _ in range(10_000):
             tracing.begin("work", PARENT).end()
-        assert len(tracing._processor._batch_processor._queue) <= 2048  # type: ignore[attr-defined]
         tracing.close(timeout=0.2)  # returns, although the exporter still waits for an answer
         # pytest hears loggers that pass nothing on, too
         ours = [record for record in caplog.records if record.name == "pd_cache.tracing"]
@@ -88,38 +87,17 @@ def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(cap
         assert len(complaints) <= 2, "one of the SDK, one of the exporter"
 
 
-TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
+@pytest.mark.usefixtures("sdk")
 @pytest.mark.parametrize(
-    ("text", "sampled"),
-    [
-        (f"00-{TRACE}-{SPAN}-01", True),
-        (f" 00-{TRACE}-{SPAN}-00\t", False),
-        (f"00-{TRACE}-{SPAN}-03", True),
-        (f"01-{TRACE}-{SPAN}-01-what-comes-later", True),
-        (f"00-{TRACE}-{SPAN}-01-more", None),
-        (f"ff-{TRACE}-{SPAN}-01", None),
-        (f"00-{TRACE.upper()}-{SPAN}-01", None),
-        (f"00-{'0' * 32}-{SPAN}-01", None),
-        (f"00-{TRACE}-{'0' * 16}-01", None),
-        (f"00-{TRACE}-{SPAN}-01\n", None),
-        (f"00-{TRACE}-{SPAN}", None),
-        ("", None),
-    ],
+    "text", ["00-0-0-01", f"ff{PARENT['traceparent'][2:]}", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", ""]
 )
-def test_a_traceparent_is_read_as_the_recommendation_says_and_as_the_sdk_does(text: str, sampled: bool | None) -> None:
-    read = read_traceparent(text)
-    assert (None if read is None else read.sampled) is sampled
-    assert read is None or (f"{read.trace:032x}", f"{read.span:016x}") == (TRACE, SPAN)
-    propagation = pytest.importorskip("opentelemetry.trace.propagation.tracecontext", reason="no OpenTelemetry")
-    from opentelemetry.trace import get_current_span
-
-    context = get_current_span(
-        propagation.TraceContextTextMapPropagator().extract({"traceparent": text})
-    ).get_span_context()
-    if text == text.strip():  # the SDK does not allow for spaces
-        assert (context.trace_flags.sampled if context.is_valid else None) is sampled
+def test_a_traceparent_that_is_none_begins_a_trace(text: str) -> None:
+    tracing = open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
+    with tracing.begin("work", {"traceparent": text}) as span:
+        trace = span.headers["traceparent"].split("-")
+        assert (len(trace[1]), int(trace[3], 16) & 1) == (32, 1)
+        assert trace[1] != PARENT["traceparent"].split("-")[1]
+    tracing.close(timeout=0.2)
 
 
 @pytest.mark.usefixtures("sdk")
@@ -127,41 +105,12 @@ def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
     with collecting() as collector:
         tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "proxy", "p")
         with tracing.begin("root") as root:
-            context = read_traceparent(root.headers["traceparent"])
-            assert context is not None
-            assert not context.sampled
+            assert int(root.headers["traceparent"][-2:], 16) & 1 == 0
             tracing.begin("child", root.headers).end()
         tracing.begin("other", PARENT).end()
         tracing.close()
         wait_for(lambda: collector.spans)
         assert [span.name for span in collector.spans] == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        ("rojo=00f067aa0ba902b7,congo=t61rcWkgMzE", 2),
-        ("a=b, c=d ,,e=f,", 3),
-        ("1a@b=" + "v" * 256, 1),
-        (",".join(f"k{number}=v" for number in range(32)), 32),
-        (",".join(f"k{number}=v" for number in range(33)), 0),
-        ("a=b,a=c", 0),
-        ("a=b,A=c", 0),
-        ("a=" + "v" * 257, 0),
-        ("a=b\n", 0),
-        ("a=\x1b[31m", 0),
-        ("a=é", 0),
-        ("," * 8000, 0),
-        ("a" * 8000, 0),
-        ("", 0),
-    ],
-)
-def test_a_tracestate_is_read_as_the_sdk_does_up_to_a_length(text: str, read: int) -> None:
-    assert len(read_tracestate(text)) == read
-    state = pytest.importorskip("opentelemetry.trace", reason="no OpenTelemetry").TraceState
-    if read:
-        assert tuple(state.from_header([text]).items()) == read_tracestate(text)
-        assert tuple(state(read_tracestate(text)).items()) == read_tracestate(text)
 
 
 @pytest.mark.usefixtures("sdk")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pd_cache import runtime
+from pd_cache.errors import CacheServerError
 from pd_cache.runtime import runtime_folder
-from pd_cache.server.address import own_address
-from pd_cache.wire.channel import CacheServerError
+from pd_cache.server.server import own_address
 
 
 def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
@@ -26,10 +26,10 @@ def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
 
 def test_a_server_on_tcp_keeps_its_other_socket_in_a_folder_that_goes_with_it() -> None:
     with ExitStack() as stack:
-        lifeline = own_address("tcp://127.0.0.1:7000", stack)
-        assert lifeline.is_relative_to(runtime_folder())
-        assert lifeline.parent.stat().st_mode & 0o077 == 0
-    assert not lifeline.parent.exists()
+        path = own_address("tcp://127.0.0.1:7000", stack)
+        assert path.is_relative_to(runtime_folder())
+        assert path.parent.stat().st_mode & 0o077 == 0
+    assert not path.parent.exists()
 
 
 def test_a_runtime_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
 import time
 import uuid
@@ -18,25 +17,22 @@ import pytest
 import torch
 
 from pd_cache.blocks import StoreOutcome
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.observer import server_welcome
-from pd_cache.client.scheduler_adapter import SchedulerAdapter
-from pd_cache.client.server_cache import ServerCache
-from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
+from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
-from pd_cache.epochs import FIRST
+from pd_cache.errors import CacheServerError, RefusedError
 from pd_cache.groups import Surveyed
 from pd_cache.layout import PageKind, shard_tensors
-from pd_cache.prompts import PromptCache
-from pd_cache.server.cache_server import CacheServer
-from pd_cache.tokens import CacheMetadata, LayerGroup
-from pd_cache.wire.channel import CacheServerError, RefusedError
-from pd_cache.wire.messages import FurtherLayers, Retrieve
+from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from pd_cache.server.client import ServerCache
+from pd_cache.server.connection import server_welcome
+from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve
+from pd_cache.server.server import CacheServer
+from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 from tests.support.pool import Pool
-from tests.support.server import LATE_S, PER_CHUNK, Engine, same_tensors, served, store_surely, troubles
+from tests.support.server import LATE_S, PER_CHUNK, Engine, move_unchecked, same_tensors, served, store_surely, troubles
 from tests.support.waiting import wait_for
 
 _prompts = itertools.count()
@@ -179,16 +175,6 @@ def test_tensors_of_every_layout_are_mapped_as_they_lie(
         assert engine.holds(tokens[: 3 * CHUNK], first_block=20)
 
 
-def test_other_blocks_are_untouched_by_a_retrieve(engine: Engine, tokens: Any, name: str) -> None:
-    engine.store(name, tokens)
-    before = [tensor.clone() for tensor in engine.cache]
-    engine.retrieve(name, tokens, first_block=20)
-    touched = slice(20, 20 + 3 * PER_CHUNK)
-    for tensor, old in zip(engine.cache, before, strict=True):
-        old[touched] = tensor[touched]
-    assert same_tensors(engine.cache, before)
-
-
 # --- failures are told -----------------------------------------------------------------------------------------------
 
 
@@ -263,9 +249,9 @@ def test_block_ids_are_checked_by_the_server_too(engine: Engine, block: int, tok
         engine.worker.submit_retrieve_request(name, op)
     cache = engine.worker._cache
     names = cache.name_chunks(tokens[:CHUNK])
-    move = cache.connection.move(Retrieve, "", names, op.block_ids, None, LATE_S)  # as an engine that does not check
-    move.wait()
-    assert move.failure == "invalid"
+    with pytest.raises(RefusedError) as refused:
+        move_unchecked(cache.connection, Retrieve, names, op.block_ids)
+    assert refused.value.reason == "invalid"
     assert same_tensors(engine.cache, before)
 
 
@@ -363,7 +349,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
     pool: Pool, tmp_path: Path, step_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether all is asked for at once or chunk by chunk: nothing lies under the first name, and that is no hole."""
-    monkeypatch.setattr("pd_cache.server.answerer.STEP_KEYS", step_keys)
+    monkeypatch.setattr("pd_cache.server.lookups.STEP_KEYS", step_keys)
     drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
     caches = [make_cache(blocks=BLOCKS, block_size=BLOCK), make_cache(layers=1, blocks=BLOCKS, block_size=BLOCK)]
     own = EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)
@@ -592,7 +578,7 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
 def test_a_registration_does_not_wait_for_a_server_that_refused_the_engine_and_went_away(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pd_cache.client.connection._REGISTER_S", 3600.0)
+    monkeypatch.setattr("pd_cache.server.connection._REGISTER_S", 3600.0)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(served(pool, tmp_path))
         engine = stack.enter_context(Engine(server.url, chunk_size=2 * CHUNK, register=False))
@@ -669,41 +655,3 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> 
 
 
 # --- the engine-like face --------------------------------------------------------------------------------------------
-
-
-def test_a_server_cache_agrees_with_an_engine_on_random_prompts(pool: Pool, server: CacheServer) -> None:
-    rng = random.Random(11)
-    with in_process(pool) as alone, Engine(server.url, alone.engine.metadata.model, register=False) as tensors:
-        caches = {str(index): tensor for index, tensor in enumerate(tensors.cache)}
-        metadata: CacheMetadata = alone.engine.metadata
-        cache = ServerCache(
-            server.url, EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK)), lookup_timeout_s=LATE_S
-        )
-        remote = PromptCache(cache)
-        try:
-            cache.register_kv_caches(caches)
-            wait_for(lambda: cache.available)
-            for _ in range(25):
-                tokens = [rng.randrange(2) for _ in range(rng.randrange(40))]
-                slots = torch.tensor(
-                    [b * BLOCK + o for b in rng.sample(range(BLOCKS), 10) for o in range(BLOCK)][: len(tokens)],
-                    dtype=torch.int64,
-                )
-                found = alone.lookup(tokens)
-                assert remote.lookup(tokens) == found
-                first = rng.randrange(found // CHUNK + 1) * CHUNK
-                mask = torch.arange(len(tokens)) >= first
-                loaded = remote.retrieve(tokens, mask, kv_caches=caches, slot_mapping=slots)
-                assert loaded.tolist() == [first <= index < found for index in range(len(tokens))]
-                if rng.random() < 0.7:
-                    alone.compute(tokens, slots.tolist())
-                    tensors.compute_at(tokens, slots.tolist())
-                    stored = remote.store(tokens, mask, kv_caches=caches, slot_mapping=slots)
-                    assert stored == len(tokens) // CHUNK * CHUNK - max(found, first)
-            with pytest.raises(ValueError, match="whole blocks"):
-                remote.store([1] * CHUNK, kv_caches=caches, slot_mapping=torch.arange(1, CHUNK + 1))
-            with pytest.raises(ValueError, match="not the tensors that were registered"):
-                remote.store([1] * CHUNK, kv_caches={"0": caches["0"]}, slot_mapping=torch.arange(CHUNK))
-        finally:
-            cache.close()
-            cache.close()

@@ -6,7 +6,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,19 @@ import pytest
 import torch
 
 from pd_cache.blocks import Slots, StoreOutcome
-from pd_cache.client.connection import ServerConnection
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.lookup import ServerLookupClient
-from pd_cache.client.server_cache import ServerCache
+from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
+from pd_cache.errors import RefusedError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.cache_server import CacheServer
-from pd_cache.tokens import CacheMetadata
-from pd_cache.wire.channel import RefusedError
-from pd_cache.wire.messages import Answer, Loaded, Retrieve, Store, Stored
+from pd_cache.server.client import ServerCache, ServerLookupClient
+from pd_cache.server.connection import ServerConnection
+from pd_cache.server.protocol import Answer, EngineIdentity, Loaded, Retrieve, Store, Stored
+from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
-from tests.support.server import LATE_S, PER_CHUNK, served
+from tests.support.server import LATE_S, PER_CHUNK, move_unchecked, served
 from tests.support.waiting import wait_for
 
 TOKENS = list(range(3 * CHUNK))
@@ -52,10 +49,8 @@ class Worker:
     def names(self) -> list[bytes]:
         return self.client.name_chunks(TOKENS, None)
 
-    def move(self, kind: Any, blocks: list[int], names: list[bytes] | None = None) -> Answer | None:
-        move = self.client.move(kind, "", self.names() if names is None else names, blocks, None, LATE_S)
-        move.wait()
-        return move.answer
+    def move(self, kind: Any, blocks: list[int], names: list[bytes] | None = None) -> Answer:
+        return move_unchecked(self.client, kind, self.names() if names is None else names, blocks)
 
     def store_surely(self) -> None:
         """Again until it is there: a server's store opens in the background."""
@@ -92,34 +87,6 @@ def test_a_store_tells_what_became_of_each_chunk(worker: Worker) -> None:
     assert [StoreOutcome(one) for one in answer.outcomes] == [StoreOutcome.BEFORE, StoreOutcome.NEW]
 
 
-@pytest.mark.parametrize("left_out", [1, PER_CHUNK - 1, PER_CHUNK, 2 * PER_CHUNK + 1])
-def test_blocks_at_the_start_that_the_engine_holds_are_left_out_and_stay_as_they_are(
-    worker: Worker, left_out: int
-) -> None:
-    first, last = len(WHOLE), 2 * len(WHOLE)
-    blocks = [-1] * left_out + list(range(first + left_out, last))
-    before = [tensor.clone() for tensor in worker.cache]
-    assert worker.move(Retrieve, blocks) == Loaded(3, pool=3)
-    for token in range(left_out * BLOCK, len(TOKENS)):
-        assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
-    for tensor, old in zip(worker.cache, before, strict=True):
-        kept = slice(first, first + left_out)
-        assert torch.equal(tensor[kept].view(torch.int16), old[kept].view(torch.int16))
-
-
-@pytest.mark.parametrize("left_out", [1, PER_CHUNK - 1])
-def test_blocks_behind_a_loads_end_are_left_out_and_stay_as_they_are(worker: Worker, left_out: int) -> None:
-    first, last = len(WHOLE), 2 * len(WHOLE)
-    blocks = [-1, *range(first + 1, last - left_out), *[-1] * left_out]
-    before = [tensor.clone() for tensor in worker.cache]
-    assert worker.move(Retrieve, blocks) == Loaded(3, pool=3)
-    for token in range(BLOCK, len(TOKENS) - left_out * BLOCK):
-        assert holds_token(worker.cache, worker.layout, TOKENS[: token + 1], first * BLOCK + token)
-    for tensor, old in zip(worker.cache, before, strict=True):
-        for kept in (slice(first, first + 1), slice(last - left_out, last)):
-            assert torch.equal(tensor[kept].view(torch.int16), old[kept].view(torch.int16))
-
-
 @pytest.mark.parametrize(
     ("kind", "blocks", "message"),
     [
@@ -131,12 +98,9 @@ def test_blocks_behind_a_loads_end_are_left_out_and_stay_as_they_are(worker: Wor
     ids=["a store leaves out none", "nor at the end", "only at the ends", "beyond the cache"],
 )
 def test_other_blocks_that_are_none_are_refused(worker: Worker, kind: Any, blocks: list[int], message: str) -> None:
-    move = worker.client.move(kind, "", worker.names(), blocks, None, LATE_S)
-    move.wait()
-    assert move.failure == "invalid"
-    assert move.future is not None
-    with pytest.raises(RefusedError, match=message):
-        move.future.result()
+    with pytest.raises(RefusedError, match=message) as refused:
+        worker.move(kind, blocks)
+    assert refused.value.reason == "invalid"
 
 
 def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server: CacheServer, worker: Worker) -> None:
@@ -213,36 +177,15 @@ def cache(server: CacheServer, identity: EngineIdentity) -> Iterator[ServerCache
         one.close()
 
 
-@pytest.mark.parametrize(
-    ("operation", "blocks", "message"),
-    [
-        ("store", [0, 1], "no whole number of chunks|3 chunks were named"),
-        ("store", [-1, *WHOLE[1:]], "blocks must lie in"),
-        ("store", [*WHOLE[1:], WHOLE[1]], "named twice"),
-        ("retrieve", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
-        ("retrieve", [0.5, *WHOLE[1:]], "of integers"),
-        ("retrieve", [2**70, *WHOLE[1:]], "must be integers"),
-        ("store", Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"),
-    ],
-)
-def test_mistakes_are_value_errors_as_with_an_engine(
-    cache: ServerCache, operation: str, blocks: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        getattr(cache, operation)(cache.name_chunks(TOKENS), blocks)
+def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: ServerCache) -> None:
+    for places, message in ((Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"), ([0, 1], "3 chunks were named")):
+        with pytest.raises(ValueError, match=message):
+            cache.store(cache.name_chunks(TOKENS), places)
     assert not cache.connection.fence.taken
     assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
 
 
-@pytest.mark.parametrize("names", [[b"n" * 16] * 2 + [b"n" * 15], [b"n" * 7] * 3, ["n" * 16] * 3])
-def test_what_cannot_be_chunk_names_is_a_value_error_as_with_an_engine(cache: ServerCache, names: list[Any]) -> None:
-    for operation in (cache.lookup, partial(cache.store, blocks=WHOLE)):
-        with pytest.raises(ValueError, match="chunk names must be"):
-            operation(names)
-    assert not cache.connection.fence.taken
-
-
-def test_an_engine_that_has_no_scheduler_begins_a_new_epoch_itself(cache: ServerCache) -> None:
+def test_an_engine_that_has_no_scheduler_says_itself_that_its_weights_have_changed(cache: ServerCache) -> None:
     names = cache.name_chunks(TOKENS)
     wait_for(lambda: cache.store(names, WHOLE) and cache.lookup(names) == len(names), what="the chunks in the pool")
     before = cache.epoch
@@ -251,23 +194,15 @@ def test_an_engine_that_has_no_scheduler_begins_a_new_epoch_itself(cache: Server
     assert cache.epoch != before
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_worker_without_kv_tensors_begins_no_epoch(server: CacheServer, identity: EngineIdentity) -> None:
-    asking = ServerConnection(server.url, None, "worker", identity)
-    try:
-        wait_for(lambda: asking.ready, what="the connection")
-        assert asking.reset(LATE_S) is None
-    finally:
-        asking.close()
-
-
-def test_an_interrupted_call_leaves_no_ticket_and_no_place(cache: ServerCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_an_exception_ends_leaves_no_ticket_and_no_place(
+    cache: ServerCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(future: Any) -> None:
         raise KeyboardInterrupt
 
     names = cache.name_chunks(TOKENS)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.connection._channel, "wait", interrupted)
+        patch.setattr(cache.connection.link, "wait", interrupted)
         for operation in (cache.store, cache.retrieve):
             with pytest.raises(KeyboardInterrupt):
                 operation(names, WHOLE)  # type: ignore[operator]

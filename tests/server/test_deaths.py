@@ -17,8 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from pd_cache.server.cache_server import CacheServer
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.connection import ServerConnection
+from pd_cache.server.link import Incoming, ServerLink
+from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcome
+from pd_cache.server.server import CacheServer
 from tests.support.engines import CHUNK
+from tests.support.kv import make_cache
 from tests.support.pool import ROOT, Pool
 from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely, troubles
 from tests.support.waiting import wait_for
@@ -219,3 +224,38 @@ def test_nothing_is_left_in_shared_memory_by_an_engine_that_was_killed(server: C
         wait_for(lambda: server.status().clients == 2, 5)
     mine = {name for name in set(os.listdir("/dev/shm")) - before if str(process.pid) in name}
     assert not mine
+
+
+def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Path) -> None:
+    maps, path = threading.Event(), tmp_path / "fds"
+    answers: list[Answer | None] = [None, Done()]
+
+    def handle(incoming: Incoming) -> Answer | None:
+        if isinstance(incoming.request, Hello):
+            return Welcome(incoming.request.client, "test", CHUNK, "tokens", "", False, False, str(path))
+        maps.set()
+        return answers[0]
+
+    def listen() -> ServerLink:
+        link = ServerLink(f"ipc://{tmp_path}/s", handle, CacheMetrics(), "server", path=path)
+        link.start()
+        return link
+
+    server = listen()
+    identity = EngineIdentity(model="m", block_size=CHUNK, chunk_size=CHUNK)
+    engine = ServerConnection(server.url, None, "worker", identity)
+    try:
+        engine.wait_ready(60)
+        registering = threading.Thread(target=engine.register, args=(make_cache(),), daemon=True)
+        registering.start()
+        assert maps.wait(60)
+        server.stop(10)
+        server.close()
+        del answers[0]
+        server = listen()
+        wait_for(lambda: engine.ready, what="the tensors being registered with the server that took its place")
+        registering.join(60)
+    finally:
+        engine.close()
+        server.stop(10)
+        server.close()

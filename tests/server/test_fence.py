@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import collections
-import operator
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
-from pd_cache.wire.fence import SLOTS, AbandonedError, Fence, FenceView
-from pd_cache.wire.sealed import sealed_memory
+from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
+from pd_cache.server.sealed import sealed_memory
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
-
-
-class Holder:
-    """What a ticket is for."""
-
-
-HOLDER = Holder()
 
 
 @pytest.fixture
@@ -47,7 +35,7 @@ def view(fence: Fence) -> Iterator[FenceView]:
 
 
 def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceView) -> None:
-    place = fence.admit(HOLDER, loads=True)
+    place = fence.admit(loads=True)
     assert place is not None
     for _ in range(2):
         with view.writing(*place):
@@ -58,7 +46,7 @@ def test_who_has_a_ticket_passes_until_it_is_revoked(fence: Fence, view: FenceVi
 
 
 def test_a_ticket_cannot_be_revoked_while_somebody_passes(fence: Fence, view: FenceView) -> None:
-    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+    slot, ticket = fence.admit(loads=True) or (0, 0)
     with view.writing(slot, ticket):
         assert not fence.revoke(slot, ticket)
     assert fence.revoke(slot, ticket)
@@ -71,7 +59,7 @@ def revoke(fence: Fence, slot: int, ticket: int, used_again: bool) -> None:
 
 def use_again(fence: Fence, slot: int) -> tuple[int, int]:
     """Admits moves until one has this slot."""
-    while (place := fence.admit(HOLDER, loads=True)) is not None and place[0] != slot:
+    while (place := fence.admit(loads=True)) is not None and place[0] != slot:
         fence.revoke(*place)
     assert place is not None
     return place
@@ -79,11 +67,11 @@ def use_again(fence: Fence, slot: int) -> tuple[int, int]:
 
 def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(fence: Fence, view: FenceView) -> None:
     """As when a server was stopped in the middle of a store."""
-    slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+    slot, ticket = fence.admit(loads=False) or (0, 0)
     with view.reading(slot, ticket):
         pass
     for used_again in (False, True):
-        slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+        slot, ticket = fence.admit(loads=False) or (0, 0)
         with pytest.raises(AbandonedError), view.reading(slot, ticket):
             revoke(fence, slot, ticket, used_again)
     with pytest.raises(AbandonedError), view.reading(slot, ticket):
@@ -94,7 +82,7 @@ def test_what_is_read_while_a_ticket_is_revoked_is_never_used_however_the_two_ra
     fence: Fence, view: FenceView
 ) -> None:
     for _ in range(200):
-        slot, ticket = fence.admit(HOLDER, loads=False) or (0, 0)
+        slot, ticket = fence.admit(loads=False) or (0, 0)
         blocks, used, started = [ticket], [], threading.Event()
 
         def copy(slot=slot, ticket=ticket, blocks=blocks, used=used, started=started) -> None:  # type: ignore[no-untyped-def]
@@ -116,44 +104,11 @@ def test_what_is_read_while_a_ticket_is_revoked_is_never_used_however_the_two_ra
         assert -1 not in used
 
 
-def test_a_ticket_whose_holder_was_lost_is_taken_away(fence: Fence, view: FenceView) -> None:
-    """As when a user interrupts a call after it has begun."""
-    holder = Holder()
-    place = fence.admit(holder, loads=True)
-    assert place is not None
-    del holder
-    assert fence.admit(HOLDER, loads=True) is not None
-    with pytest.raises(AbandonedError), view.writing(*place):
-        raise AssertionError("passed although nobody waits for it")
-    assert fence.taken == 1
-
-
-def test_a_ticket_whose_holder_goes_while_a_signal_is_pending_is_not_lost(fence: Fence) -> None:
-    """Python deals with a signal at the first instruction of a function, and so of a callback that is one."""
-    holders = [Holder()]
-    assert fence.admit(holders[0], loads=True) is not None
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    # all in C, so that the signal comes before the holder goes, and is dealt with after that
-    steps = [
-        partial(signal.setitimer, signal.ITIMER_REAL, 1e-6),
-        partial(bytes(20_000_000).find, b"x"),
-        holders.clear,
-        partial(time.sleep, 0.1),
-    ]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            collections.deque(map(operator.call, steps), maxlen=0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert fence.admit(HOLDER, loads=True) is not None
-    assert fence.taken == 1
-
-
 def test_close_takes_all_tickets_away(view: FenceView) -> None:
     fence = Fence()
     other = FenceView(fence.descriptor)
     try:
-        places = [fence.admit(HOLDER, loads=True) for _ in range(3)]
+        places = [fence.admit(loads=True) for _ in range(3)]
         assert all(places)
         assert fence.close() == 0
         for place in places:
@@ -169,11 +124,11 @@ def test_close_says_how_many_copies_it_could_not_end_and_ends_them_later() -> No
     fence = Fence()
     other = FenceView(fence.descriptor)
     try:
-        slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+        slot, ticket = fence.admit(loads=True) or (0, 0)
         with other.writing(slot, ticket):
             assert fence.close() == 1
             assert not fence.revoke(slot, ticket), "the server still writes"
-            assert fence.admit(HOLDER, loads=True) is None
+            assert fence.admit(loads=True) is None
         assert fence.close() == 0
         with pytest.raises(AbandonedError), other.writing(slot, ticket):
             raise AssertionError("passed after close()")
@@ -183,7 +138,7 @@ def test_close_says_how_many_copies_it_could_not_end_and_ends_them_later() -> No
 
 
 def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
-    one, other = fence.admit(HOLDER, loads=True), fence.admit(HOLDER, loads=True)
+    one, other = fence.admit(loads=True), fence.admit(loads=True)
     assert one is not None
     assert other is not None
     with view.writing(*one):
@@ -193,7 +148,7 @@ def test_slots_are_fenced_one_by_one(fence: Fence, view: FenceView) -> None:
 
 
 def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
-    old = fence.admit(HOLDER, loads=True)
+    old = fence.admit(loads=True)
     assert old is not None
     fence.revoke(*old)
     new = use_again(fence, old[0])
@@ -207,7 +162,7 @@ def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceV
 
 def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fence: Fence, view: FenceView) -> None:
     """As when a server has two threads, was stopped, and goes on with a load that its engine gave up long ago."""
-    old = fence.admit(HOLDER, loads=True)
+    old = fence.admit(loads=True)
     assert old is not None
     fence.revoke(*old)
     new = use_again(fence, old[0])
@@ -226,8 +181,8 @@ def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fe
 
 
 def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
-    places = [fence.admit(HOLDER, loads=True) for _ in range(SLOTS)]
-    assert fence.admit(HOLDER, loads=True) is None
+    places = [fence.admit(loads=True) for _ in range(SLOTS)]
+    assert fence.admit(loads=True) is None
     assert fence.taken == SLOTS
     for place in places:
         assert place is not None
@@ -236,9 +191,9 @@ def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
 
 
 def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
-    slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+    slot, ticket = fence.admit(loads=True) or (0, 0)
     program = (
-        "import sys, time; from pd_cache.wire.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
+        "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
         "with view.writing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen(
@@ -261,7 +216,7 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
 def test_nothing_is_written_after_a_revocation_however_the_two_race(fence: Fence, view: FenceView) -> None:
     blocks = [0]
     for _ in range(200):
-        slot, ticket = fence.admit(HOLDER, loads=True) or (0, 0)
+        slot, ticket = fence.admit(loads=True) or (0, 0)
         started = threading.Event()
 
         def copy(slot: int = slot, ticket: int = ticket, started: threading.Event = started) -> None:

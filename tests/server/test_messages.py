@@ -16,10 +16,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.client.connection import ServerConnection
-from pd_cache.server.cache_server import CacheServer
-from pd_cache.wire import messages
-from pd_cache.wire.messages import (
+from pd_cache.server import protocol
+from pd_cache.server.connection import ServerConnection
+from pd_cache.server.protocol import (
     PROTOCOL,
     CpuStorage,
     CudaStorage,
@@ -45,6 +44,7 @@ from pd_cache.wire.messages import (
     join_names,
     split_names,
 )
+from pd_cache.server.server import CacheServer
 from tests.support.pool import Pool
 from tests.support.server import served, troubles
 from tests.support.waiting import wait_for
@@ -54,7 +54,6 @@ MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
 REQUESTS = [
     Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16),
     Register(
-        TOKEN,
         (CpuStorage(4096), CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
         (TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
     ),
@@ -113,7 +112,7 @@ BAD = {
     "no body": nonsense(b""),
     "half a body": encode(9, REQUESTS[0])[:-3],
     "an unknown type": nonsense(b"\x91\xa5wrong"),
-    "a string where a number belongs": nonsense(encode(9, Lookup("r", b"", 3))[16:-1] + b"\xa1x"),
+    "a string where a number belongs": nonsense(encode(9, Lookup("r", b"", 3))[16:-2] + b"\xa1x\xa0"),
     "names of no whole length": nonsense(msgspec.msgpack.encode(["lookup", "r", b"\x10abc", 0])),
     "a rank outside of the world": nonsense(msgspec.msgpack.encode(["hello", TOKEN, "worker", "x", "m", 2, 2, 4])),
     "a group of layers that is named twice": nonsense(
@@ -236,18 +235,15 @@ def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
         assert exchange(encode(3, request)).reason == "unknown_client"
 
 
-def test_a_registration_without_file_descriptors_is_refused(
-    server: CacheServer, exchange: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("pd_cache.server.cache_server._DESCRIPTORS_S", 0.1)
+def test_a_registration_that_does_not_come_over_the_unix_socket_is_refused(exchange: Any) -> None:
     assert isinstance(exchange(encode(1, Hello(exchange.name, "worker", "test", "m", 1, 0, 4))), Welcome)
     answer = exchange(encode(2, REQUESTS[1]))
-    assert (answer.reason, "no file descriptors came" in answer.message) == ("invalid", True)
+    assert (answer.reason, "over the Unix socket" in answer.message) == ("invalid", True)
 
 
 def test_a_client_of_another_version_is_told_so_when_it_connects(pool: Pool, tmp_path: Path, monkeypatch: Any) -> None:
     with served(pool, tmp_path) as server:
-        monkeypatch.setattr(messages, "_HEADER", _Pretending())
+        monkeypatch.setattr(protocol, "_HEADER", _Pretending())
         with pytest.raises(Exception, match="run the same release"):
             ServerConnection(server.url, None, "observer")
 

@@ -7,16 +7,15 @@ import errno
 import fcntl
 import mmap
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from pd_cache.wire.fence import Fence, FenceView
-from pd_cache.wire.sealed import SealError, check_sealed, is_sealed, sealed_memory
-from pd_cache.wire.sharing import SharingError, close_all, share_tensors
+from pd_cache.server.fence import FenceView
+from pd_cache.server.memory import SharingError, share_tensors
+from pd_cache.server.sealed import SealError, check_sealed, close_all, is_sealed, sealed_memory
 from tests.support.kv import make_cache
 
 SIZE = 1 << 20
@@ -172,18 +171,6 @@ def test_files_are_refused_in_words(tmp_path: Path) -> None:
                 check_sealed(descriptor, SIZE)
         finally:
             path.unlink()
-
-
-def test_a_fence_with_a_lease_on_it_holds_nobody_up() -> None:
-    fence = Fence()
-    try:
-        fcntl.fcntl(fence.descriptor, fcntl.F_SETSIG, signal.SIGURG)  # the default, SIGIO, would end this process
-        fcntl.fcntl(fence.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        with pytest.raises(SealError, match="lease"):
-            FenceView(fence.descriptor)
-        fcntl.fcntl(fence.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    finally:
-        fence.close()
 
 
 def test_only_a_sealed_fence_is_taken() -> None:

@@ -89,9 +89,7 @@ class SessionsModel(RuleBasedStateMachine):
         assert len(self.sessions) <= 5
         listed = sum(map(len, self.sessions._by_request.values()))
         assert listed == sum(len(session.pins) for session in self.sessions._sessions.values())
-        shares = self.sessions._clients
-        assert {(c, n) for c, share in shares.items() for n in share.names} == set(self.sessions._sessions)
-        assert self.sessions._keys == sum(share.keys for share in shares.values())
+        assert self.sessions._keys == sum(session.size for session in self.sessions._sessions.values())
 
 
 TestSessionsModel = SessionsModel.TestCase
@@ -110,24 +108,22 @@ def test_a_session_outlives_its_deadline_by_nothing() -> None:
     assert not +tier.pins
 
 
-def test_a_client_with_too_many_sessions_loses_its_own() -> None:
-    sessions = Sessions(Clock(), most=4)
+def test_one_session_too_many_ends_the_oldest() -> None:
+    sessions = Sessions(Clock(), most=3)
     tier: Any = CountingTier([])
-    sessions.open("modest", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
-    for index in range(10):
-        sessions.open("greedy", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
-    assert set(sessions._sessions) == {("modest", "a"), *(("greedy", str(index)) for index in (7, 8, 9))}
+    for index in range(5):
+        sessions.open("xy"[index % 2], str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
+    assert [name for _, name in sessions._sessions] == ["2", "3", "4"]
 
 
-def test_a_client_with_too_many_keys_loses_its_own() -> None:
+def test_too_many_keys_end_the_oldest_sessions() -> None:
     sessions = Sessions(Clock(), most_keys=10)
     tier: Any = CountingTier([])
-    sessions.open("modest", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
     for index in range(3):
-        sessions.open("greedy", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
-    assert set(sessions._sessions) == {("modest", "a"), ("greedy", "2")}
-    sessions.open("greedy", "3", [FoundChunks("model", tier, NAMES, shards(NAMES, 4))], 10)
-    assert set(sessions._sessions) == {("modest", "a")}, "one that is too large by itself is not kept at all"
+        sessions.open("x", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
+    assert [name for _, name in sessions._sessions] == ["1", "2"]
+    sessions.open("x", "3", [FoundChunks("model", tier, NAMES, shards(NAMES, 4))], 10)
+    assert not sessions._sessions, "one that is too large by itself is not kept at all"
 
 
 def test_sessions_over_a_backend_that_is_closed_end() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,20 +15,14 @@ import torch
 from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
 from pd_cache.paged import ChunkSlots
-from pd_cache.wire import sharing
-from pd_cache.wire.fence import AbandonedError, Fence, FenceView
-from pd_cache.wire.messages import CpuStorage, CudaStorage, Register, decode_request, encode
-from pd_cache.wire.sharing import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
+from pd_cache.server import memory
+from pd_cache.server.fence import AbandonedError, Fence, FenceView
+from pd_cache.server.memory import FencedCopier, MappedTensors, Shared, SharingError, share_tensors
+from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, decode_request, encode
+from pd_cache.server.sealed import close_all
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 
 MapThem = Callable[..., MappedTensors]
-
-
-class Holder:
-    """What a ticket is for."""
-
-
-HOLDER = Holder()
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def map_them() -> Iterator[MapThem]:
     mapped: list[MappedTensors] = []
 
     def do(shared: Shared, **changes: Any) -> MappedTensors:
-        request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+        request = Register(shared.storages, shared.tensors)
         try:
             one = MappedTensors(
                 msgspec.structs.replace(request, **changes), shared.descriptors, FenceView(fence.descriptor)
@@ -131,9 +124,7 @@ def test_what_is_said_about_storages_is_checked_against_the_files(map_them: MapT
 
 def test_a_cache_that_shared_memory_cannot_hold_is_refused_before_it_kills_the_process(monkeypatch: Any) -> None:
     free = os.statvfs("/dev/shm")
-    monkeypatch.setattr(
-        sharing.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize})
-    )
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize}))
     with pytest.raises(SharingError, match="do not fit into /dev/shm"):
         share_tensors(make_cache(blocks=64))
 
@@ -174,10 +165,10 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors() -> None:
     assert shared.storages == (CudaStorage(4096, 1, b"handle", 512, b"counter", 3, b"event", True),)
     assert shared.descriptors == []
     assert [view.storage for view in shared.tensors] == [0, 0]
-    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    request = Register(shared.storages, shared.tensors)
     assert decode_request(encode(1, request)) == (1, request)
-    assert sharing.event_handle(OnAGpu()) == b"recorded"
-    assert sharing.event_handle(None) == b""
+    assert memory.event_handle(OnAGpu()) == b"recorded"
+    assert memory.event_handle(None) == b""
 
 
 def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(map_them: MapThem) -> None:
@@ -196,10 +187,10 @@ def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(m
 def a_move(*, loads: bool) -> Iterator[tuple[Fence, MappedTensors, tuple[int, int]]]:
     """A fence, the tensors behind it as the server has mapped them, and the slot and ticket of a move."""
     fence = Fence()
-    place = fence.admit(HOLDER, loads=loads)
+    place = fence.admit(loads=loads)
     assert place is not None
     shared = share_tensors(make_cache())
-    request = Register(uuid.uuid4().hex, shared.storages, shared.tensors)
+    request = Register(shared.storages, shared.tensors)
     mapped = MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
     try:
         yield fence, mapped, place

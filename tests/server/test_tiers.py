@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from pd_cache.blocks import Restored, StoreOutcome, TierChunks
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.server_cache import ServerCache
+import psutil
+
+from pd_cache.blocks import Restored, StoreOutcome
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
-from pd_cache.epochs import FIRST
 from pd_cache.groups import Surveyed
+from pd_cache.reasons import TierChunks
+from pd_cache.server.client import ServerCache
+from pd_cache.server.protocol import EngineIdentity
+from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
@@ -36,14 +38,17 @@ def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool],
     with served(pool, tmp_path, cache=with_memory()) as server, Engine(server.url) as first:
         store_surely(first, TOKENS)
         with Engine(server.url, first.model) as second:
-            for name in ("store-0", "master"):
-                pool.nodes[name].send(signal.SIGSTOP)  # whoever asked them now would wait
+            of = {name: psutil.Process(pool.nodes[name].process.pid) for name in ("store-0", "master")}
+            # a question to Mooncake would wait now; the master's role itself still answers which weights are current
+            stopped = [of["store-0"], *of["master"].children()]
+            for process in stopped:
+                process.suspend()
             try:
                 assert second.lookup("hit", TOKENS) == len(TOKENS)
                 assert second.retrieve("hit", TOKENS, 20) == set()
             finally:
-                for name in ("store-0", "master"):
-                    pool.nodes[name].send(signal.SIGCONT)
+                for process in stopped:
+                    process.resume()
             assert second.holds(TOKENS, 20)
 
 
@@ -75,7 +80,7 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool: Pool, t
         cache = ServerCache(server.url, identity, lookup_timeout_s=60, move_timeout_s=60)
         clients.callback(cache.close)
         cache.connection.wait_ready(60)
-        assert cache.survey(names) == Surveyed(0, 0, "not_asked"), "no worker has registered yet"
+        assert cache.survey(names) == Surveyed(0, 0, "not_asked", FIRST), "no worker has registered yet"
         cache.register_kv_caches(tensors)
         server.models.backends[0].wait_available(60)
         assert cache.survey(names) == Surveyed(0, 0, "never_stored", FIRST)

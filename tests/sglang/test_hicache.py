@@ -296,7 +296,7 @@ def test_all_pools_of_one_call_have_one_deadline(opened: Open, monkeypatch: pyte
     monkeypatch.setattr(backend, "_seconds", 3.0)
     monkeypatch.setattr(backend._names, "read_into", late)
     monkeypatch.setattr(
-        "pd_cache.adapters.sglang_storage.time",
+        "pd_cache.adapters.sglang_hicache.time",
         SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter),
     )
     asked = [transfer(name, ["a"], at(0)) for name in ("swa", "indexer")]
@@ -370,6 +370,8 @@ def test_clearing_the_storage_hides_what_every_node_has_stored(opened: Open) -> 
     assert other.batch_exists(["a"]) == 0
     wait_for(lambda: one.batch_exists(["a"]) == 0, what="the other node's answer, for which it asks twice a second")
     assert one.batch_get_v1(["a"], at(1)) == [False]
+    assert one.batch_set_v1(["a"], at(0)) == [False], "this engine has not said that it has the new weights"
+    assert one.clear() is True
     assert one.batch_set_v1(["a"], at(0)) == [True]
     assert other.batch_exists(["a"]) == 1
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cache.async_objects import AsyncObjectCache
 from pd_cache.config import NodeSettings
-from pd_cache.object_cache import ObjectCache
+from pd_cache.objects.async_cache import AsyncObjectCache
+from pd_cache.objects.cache import ObjectCache
 from tests.support.needs import NO_LMCACHE
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -131,6 +131,7 @@ def options_of(settings: NodeSettings, namespace: str) -> dict[str, Any]:
     """The same settings as the users of an adapter write them, in JSON."""
     return {
         "master": settings.master,
+        "versions": settings.versions,
         "transfer": msgspec.to_builtins(settings.transfer, enc_hook=int),
         "namespace": namespace,
         "timeout_s": max(settings.transfer.timeouts.put_ms / 1000, 3),

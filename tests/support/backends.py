@@ -9,18 +9,17 @@ from typing import Any
 
 import msgspec
 
-from pd_cache.backends.base import StorageBackend
-from pd_cache.backends.disk import LocalDiskBackend
-from pd_cache.backends.hybrid import HybridBackend, Promotion, Tier
-from pd_cache.backends.local import DeviceShelf, LocalBackend, open_local
-from pd_cache.backends.mooncake import MooncakeBackend
-from pd_cache.backends.objects import TRAILER_BYTES
-from pd_cache.backends.pipelined import PipelinedBackend
-from pd_cache.backends.slots import ObjectMemory
-from pd_cache.config import EvictionName, NodeSettings
+from pd_cache.config import DiskTier, EvictionName, LocalTier, NodeSettings
 from pd_cache.metrics import CacheMetrics
+from pd_cache.tiers.base import StorageBackend
+from pd_cache.tiers.disk import LocalDiskBackend
+from pd_cache.tiers.hybrid import HybridBackend, Promotion, Tier
+from pd_cache.tiers.local import DeviceShelf, LocalBackend, open_local
+from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
+from pd_cache.tiers.mooncake import MooncakeBackend
+from pd_cache.tiers.pipelined import PipelinedBackend
 from transfer.errors import Status
-from transfer.settings import Timeouts
+from transfer.settings import ByteSize, Timeouts
 from transfer.staging import StagingPool
 
 TIMEOUTS = Timeouts(exist_ms=20_000, get_ms=30_000, put_ms=30_000, close_ms=20_000)
@@ -136,10 +135,8 @@ def make_local(
     counts = (metrics or CacheMetrics()).tier("device" if on_device else "local")
     if on_device:
         return LocalBackend(memory, DeviceShelf(memory, objects, "cpu"), objects, policy, TIMEOUTS, counts)
-    stride = StagingPool.stride_of(memory.object_bytes)
-    backend = open_local(memory, objects * stride, policy, TIMEOUTS, counts)
-    assert isinstance(backend, LocalBackend)
-    return backend
+    capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
+    return open_local(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
 
 
 def make_disk(
@@ -152,10 +149,9 @@ def make_disk(
     **options: Any,
 ) -> LocalDiskBackend:
     """A disk tier for so many objects; it may not be open yet."""
-    options = {"policy": "lru", "direct": True, "sync": False, "threads": 2, "retry_s": 0.1, **options}
-    capacity = objects * StagingPool.stride_of(memory.object_bytes)
-    counts = (metrics or CacheMetrics()).tier("disk")
-    return LocalDiskBackend(memory, path, capacity, timeouts=timeouts, metrics=counts, **options)
+    capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
+    tier = DiskTier(path=str(path), capacity=capacity, **{"threads": 2, "retry_s": 0.1, **options})
+    return LocalDiskBackend(memory, tier, timeouts, (metrics or CacheMetrics()).tier("disk"))
 
 
 def make_subject(
@@ -212,12 +208,12 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
         return
     assert isinstance(base, LocalBackend | LocalDiskBackend)
     if isinstance(base, LocalDiskBackend):
-        from pd_cache.backends.folder import PAGE, digest_of
+        from pd_cache.tiers.disk_files import PAGE, digest_of
 
         pin = base.index.pin(digest_of(key))
         if pin is None:
             return
-        file = base.folder.path_of(pin.entry.resource)
+        file = base.folder.path_of(pin.resource)
         raw = file.read_bytes()
         changed = damage(raw[: base.memory.object_bytes])
         whole = len(changed) >= base.memory.object_bytes
@@ -229,10 +225,10 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
         return
     size = base.memory.object_bytes
     if isinstance(base._shelf, DeviceShelf):
-        row = base._shelf._slab[held.entry.resource.number].numpy()  # type: ignore[index]
+        row = base._shelf._slab[held.resource.number].numpy()  # type: ignore[index]
         row[:] = list(damage(bytes(row))[:size].ljust(size, b"\0"))
     else:
-        view = held.entry.resource.slot.view
+        view = held.resource.slot.view
         view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
     base.index.unpin(held)
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from launch.process import end, spawn_child
+from launch.supervise import end, spawn_child
 from tests.support.waiting import PATIENCE_S
 
 CHROMIUM = next(

@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.discovery.etcd import prefix_of
 from launch.discovery.stubs import load_etcd3
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, TlsConfig
 from tests.support.hosts import Host
 from tests.support.pool import free_port
@@ -108,7 +108,7 @@ class Etcd:
         from etcd3 import etcdrpc, utils
 
         (self._folder / "password").write_text(PASSWORD + "\n")
-        prefix = prefix_of(cluster).encode()
+        prefix = prefix_of(cluster).removesuffix("nodes/").encode()  # its nodes, and the versions of its weights
         client = self.client()
         try:
             auth = etcdrpc.AuthStub(client.channel)

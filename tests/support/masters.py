@@ -21,7 +21,7 @@ def role(cluster: LocalCluster, name: str) -> str:
     return "leader" if health.get("service_ready") else str(health.get("role"))
 
 
-def sections(etcd: Etcd, client: str) -> dict[str, Any]:
+def sections(etcd: Etcd) -> dict[str, Any]:
     """Of the file: two masters, memory, engines and a proxy."""
     masters = [
         {"name": f"master-{n}", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 20} for n in range(2)
@@ -35,7 +35,6 @@ def sections(etcd: Etcd, client: str) -> dict[str, Any]:
     ]
     discovery = {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": 2}
     transfer = {
-        "client": client,
         "staging_size": "8MiB",
         "breaker": {"failures": 2, "probe_interval_ms": 200},
         "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000, "close_ms": 2000},

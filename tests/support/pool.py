@@ -20,8 +20,10 @@ from typing import Any
 import psutil
 import yaml
 
-from launch.process import end, spawn_child
+from launch.supervise import end, spawn_child
+from pd_cache.cluster.addresses import port_of
 from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.versions import HttpChannel, Question, Reply
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
 from transfer.settings import TransferSettings
@@ -93,7 +95,7 @@ class Node:
         if not line.startswith("ready "):
             self.kill()
             raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
-        self.address = line.split()[2]
+        self.address = [*line.split(), ""][2]
 
     def _read_out(self, lines: queue.Queue[str]) -> None:
         assert self.process.stdout is not None
@@ -142,16 +144,14 @@ class Pool:
         segment: str = "256MiB",
         client_ttl_s: int = 2,
         metadata: str = "P2PHANDSHAKE",
-        client: str = "embedded",
         lease_ttl_ms: int = 30_000,
         **master: Any,
     ) -> None:
-        """Nothing is started yet. With `client="host"`, store nodes run a `mooncake_client`; clients share that of
-        `store-0`. Further options are keys of the master."""
-        self.client = client
+        """Nothing is started yet. Further options are keys of the master."""
         self.lease_ttl_ms = lease_ttl_ms
         self.port = free_port()
         self.metrics_port = free_port()
+        self.versions = f"http://127.0.0.1:{free_port()}"
         self.file = folder / f"pool-{self.port}.yaml"
         nodes: list[dict[str, Any]] = [
             {
@@ -159,6 +159,7 @@ class Pool:
                 "role": "master",
                 "port": self.port,
                 "metrics_port": self.metrics_port,
+                "versions_port": port_of(self.versions),
                 "client_ttl_s": client_ttl_s,
                 "lease_ttl_ms": lease_ttl_ms,
                 **master,
@@ -170,7 +171,7 @@ class Pool:
             for index, port in enumerate(self.store_ports)
         ]
         timeouts = {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}
-        transfer = {"metadata": metadata, "client": client, "timeouts": timeouts}
+        transfer = {"metadata": metadata, "timeouts": timeouts}
         self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": nodes}))
         self.nodes: dict[str, Node] = {}
 
@@ -179,13 +180,18 @@ class Pool:
         return f"127.0.0.1:{self.port}"
 
     def segment(self, store: int) -> str:
-        """The name of a store node's segment, and the address of its `mooncake_client`."""
+        """The name of a store node's segment."""
         return f"127.0.0.1:{self.store_ports[store]}"
 
     def ask(self, path: str) -> str:
         """What the master's HTTP service answers."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=60) as page:
             return str(page.read().decode())
+
+    def reset(self, model: str, label: str | None = None) -> Reply:
+        """Says that all nodes have other weights, as `pd-cache reset` does."""
+        with contextlib.closing(HttpChannel(self.versions)) as channel:
+            return channel.ask(Question(do="reset", model=model, label=label), 60)
 
     def keys(self) -> set[str]:
         """The keys of all chunks in the pool."""
@@ -238,10 +244,9 @@ class Pool:
         from pd_cache.cluster import decode_custom
 
         options = {"staging_size": "16MiB", "prefault": False, "timeouts": PATIENT, **(transfer or {})}
-        if self.client == "host":
-            options = {"client": "host", "client_address": self.segment(0), **options}
         return NodeSettings(
             master=self.address,
+            versions=self.versions,
             cache=cache or CacheConfig(),
             transfer=msgspec.convert(options, TransferSettings, dec_hook=decode_custom),
             segment_size=segment_size,

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from pd_cache.cluster import ClusterConfig
 from tests.support.needs import tool
 from tests.support.pool import free_port

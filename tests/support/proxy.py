@@ -19,8 +19,8 @@ from aiohttp.test_utils import TestServer
 from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy.direct import DirectRule
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
-from pd_cache.tokens import Namespace
 from tests.support.waiting import PATIENCE_S
 
 NAMESPACE = Namespace(
@@ -264,7 +264,7 @@ async def cluster(
         running = Cluster(proxy, str(server.make_url("")).rstrip("/"), nodes["prefill"], nodes["decode"])
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
-        await until(lambda: not proxy.deliveries.running, "no request left in the proxy")
+        await until(lambda: not proxy.requests.running, "no request left in the proxy")
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +12,14 @@ import msgspec
 import torch
 import yaml
 
-from pd_cache.client.identity import EngineIdentity
-from pd_cache.client.observer import server_status
-from pd_cache.client.scheduler_adapter import SchedulerAdapter
-from pd_cache.client.worker_adapter import LoadStoreOp, WorkerAdapter
 from pd_cache.cluster import CacheServerNode
+from pd_cache.cluster.addresses import port_of
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.server.cache_server import CacheServer
-from pd_cache.wire.messages import StatusReport
+from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from pd_cache.server.connection import ServerConnection, server_status
+from pd_cache.server.protocol import Answer, EngineIdentity, Retrieve, StatusReport, Store, join_names
+from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import PATIENT, Node, Pool
@@ -39,7 +38,7 @@ def served(
     """A cache server in this process, on the pool."""
     settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), SMALL)
     node = msgspec.convert({"role": "cache-server", "name": "cache", **options}, CacheServerNode)
-    server = CacheServer(settings, node, f"ipc://{folder}/cache-{uuid.uuid4().hex[:8]}.sock", lease_s=lease_s)
+    server = CacheServer(settings, node, f"ipc://{folder}/{uuid.uuid4().hex[:6]}.sock", lease_s=lease_s)
     try:
         yield server
     finally:
@@ -63,6 +62,7 @@ class ServerProcess(Node):
                     "role": "master",
                     "port": pool.port,
                     "metrics_port": pool.metrics_port,
+                    "versions_port": port_of(pool.versions),
                     "lease_ttl_ms": pool.lease_ttl_ms,
                 },
                 {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock", **options},
@@ -198,6 +198,18 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
         return found == len(tokens) // CHUNK * CHUNK
 
     wait_for(there, what="the prompt being stored")
+
+
+def move_unchecked(
+    connection: ServerConnection, kind: type[Store] | type[Retrieve], names: list[bytes], blocks: Sequence[int]
+) -> Answer:
+    """The answer to a store or retrieve of an engine that checks nothing itself. Raises RefusedError if the server refuses it."""
+    place = connection.fence.admit(loads=kind is Retrieve)
+    assert place is not None
+    try:
+        return connection.ask(kind("", join_names(names), tuple(blocks), *place, int(LATE_S * 1000)), LATE_S)
+    finally:
+        wait_for(lambda: connection.fence.revoke(*place), what="the ticket being taken away")
 
 
 def status_of(url: str) -> StatusReport:

@@ -1,7 +1,7 @@
 """Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
 
 That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite costs. `warm_nodes` makes
-`launch.process` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
+`launch.supervise` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
 Other roles, which start in half a second, are forked only if there is a nursery already. A forked node is a child of the test like any other:
 it has a pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams, environment, folder, session and
 signals are what they would be.
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch.process
+import launch.supervise
 from launch import _tethered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,12 +139,12 @@ def warm_nodes() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    usual = launch.process.subprocess
-    launch.process.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
+    usual = launch.supervise.subprocess
+    launch.supervise.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
     try:
         yield
     finally:
-        launch.process.subprocess = usual
+        launch.supervise.subprocess = usual
         nursery.close()
 
 
@@ -190,20 +190,23 @@ def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.s
     if job["interrupt"] != "ignore":
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked"])
-    sys.stdout.reconfigure(write_through=bool(job["env"].get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    # new ones: those of the nursery remember whether its own streams could seek
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout.reconfigure(write_through=bool(job["env"].get("PYTHONUNBUFFERED")))
+    sys.stderr.reconfigure(write_through=True)
     random.seed()
     connection.sendall(os.getpid().to_bytes(4, "big"))
     connection.close()
 
 
 _IMPORTED = (
-    "launch.proxy.proxy",
+    "launch.proxy.app",
     "launch.roles.cache_server",
     "launch.roles.master",
     "launch.roles.proxy",
     "launch.roles.reference",
     "launch.roles.store",
-    "pd_cache.server.cache_server",
+    "pd_cache.server.server",
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from tests.support.pool import ROOT, Pool
 
 READER = """

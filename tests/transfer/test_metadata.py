@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.process import end
+from launch.supervise import end
 from tests.support.needs import NO_ETCD
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -56,21 +57,21 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
             alone = Placement(preferred_segment=pool.segment(index))
             put_alone = store.start_put([probes[index]], slots[:1], [SLOT], timeout=20, placement=alone)
             assert put_alone.results() == [Status.OK]
-        dead, alive = (store._bulk._where(probes)[probe] for probe in probes)
-        read_from = store._bulk._where(keys)
+        dead, alive = (store._moves._where(probes)[probe] for probe in probes)
+        read_from = store._moves._where(keys)
         assert set(read_from.values()) == {dead, alive}
         pool.kill("store-0")
         unlucky = fresh(2)
         both = store.start_put(unlucky, slots[:2], [SLOT] * 2, timeout=20, placement=Placement(replicas=2))
         assert both.results() == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
         assert store.batch_exist(unlucky, timeout=20) == [Status.MISSING] * 2
-        assert not store._bulk.peers.any_silent, "which of the two failed is not known"
+        assert not store._moves.peers.any_silent(time.monotonic()), "which of the two failed is not known"
         for key in [key for key in keys if read_from[key] == alive]:
             assert store.start_get([key], slots[:1], timeout=20).results() == [GetResult(Status.OK, SLOT)]
-        assert not store._bulk.peers.any_silent
+        assert not store._moves.peers.any_silent(time.monotonic())
         for key in [key for key in keys if read_from[key] == dead]:
             assert store.start_get([key], slots[:1], timeout=20).results()[0].status is Status.TRANSFER_FAILED
-        assert set(store._bulk.peers._silent) == {dead}
+        assert set(store._moves.peers._silent) == {dead}
         for slot in slots:
             slot.release()
 
@@ -82,9 +83,9 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
     ):
         keys = fresh(8)
         assert put(owner, memory, keys) == [Status.OK] * 8
-        assert set(other._bulk._where(keys)) == set(keys)
-        assert owner._bulk.own_peer
-        assert owner._bulk._where(keys) == {}, "a read of them concerns no peer"
+        assert set(other._moves._where(keys)) == set(keys)
+        assert owner._moves.own_peer
+        assert owner._moves._where(keys) == {}, "a read of them concerns no peer"
 
 
 def test_one_replica_does_not_survive_the_loss_of_its_segment(two_segments: Pool) -> None:
@@ -126,14 +127,6 @@ def test_a_put_with_a_placement_of_its_own_goes_there_and_the_next_where_the_sto
         assert (two_segments.used(0), two_segments.used(1)) == (0, 4 * SLOT)
         assert put(store, staging, fresh(2)) == [Status.OK] * 2
         assert (two_segments.used(0), two_segments.used(1)) == (2 * SLOT, 4 * SLOT)
-
-
-def test_own_is_the_segment_of_the_hosts_mooncake_client(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(client="host", segment="64MiB").start("master", "store-0", "store-1")
-    with opened(pool) as (store, staging):
-        for _ in range(5):
-            assert put(store, staging, fresh(8)) == [Status.OK] * 8
-        assert (pool.used(0), pool.used(1)) == (40 * SLOT, 0)
 
 
 @pytest.mark.parametrize("pin", ["soft", "hard"])

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pool import Pool
+from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError, Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
@@ -66,8 +66,8 @@ def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes
             slot.release()
 
 
-def test_bytes_that_were_put_come_back_and_missing_keys_say_so(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, staging):
+def test_bytes_that_were_put_come_back_and_missing_keys_say_so(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
         assert store.batch_exist(keys, timeout=20) == [Status.OK, Status.OK, Status.MISSING]
@@ -93,14 +93,14 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node(pool: Pool) -> None:
 
 
 def test_the_segment_is_resident_before_the_first_write(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="transfer.segment")
+    caplog.set_level("INFO", logger="transfer.staging")
     with opened(pool, segment_size=64 << 20, prefault=True):
         pass
     assert [record for record in caplog.records if "67108864 bytes prefaulted in" in record.getMessage()]
 
 
-def test_removed_keys_are_gone_and_a_leased_one_needs_force(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, staging):
+def test_removed_keys_are_gone_and_a_leased_one_needs_force(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
         keys = fresh(2)
         put(store, staging, keys)
         store.batch_exist(keys[:1], timeout=20)  # leases the first
@@ -108,16 +108,16 @@ def test_removed_keys_are_gone_and_a_leased_one_needs_force(any_pool: Pool) -> N
         assert store.remove(keys, timeout=20, force=True) == [Status.OK, Status.MISSING]
 
 
-def test_small_control_objects_round_trip(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, _):
+def test_small_control_objects_round_trip(pool: Pool) -> None:
+    with opened(pool) as (store, _):
         key = fresh(1)[0]
         assert store.get_small(key, timeout=20) is None
         assert store.put_small(key, b"in words", timeout=20) is Status.OK
         assert store.get_small(key, timeout=20) == b"in words"
 
 
-def test_calls_after_close_answer_closed_and_closing_twice_is_fine(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, staging):
+def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
         store.close()
         store.close()
         slots = leased(staging, 1)
@@ -142,8 +142,8 @@ def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> No
         assert store.available, "a full pool is not a pool that is down"
 
 
-def test_bad_batches_are_refused_before_anything_moves(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, staging):
+def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
+    with opened(pool) as (store, staging):
         slots = leased(staging, 1)
         for keys, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
             with pytest.raises(ValueError):
@@ -151,8 +151,8 @@ def test_bad_batches_are_refused_before_anything_moves(any_pool: Pool) -> None:
         slots[0].release()
 
 
-def test_an_impatient_caller_says_nothing_about_the_pool(any_pool: Pool) -> None:
-    with opened(any_pool) as (store, _):
+def test_an_impatient_caller_says_nothing_about_the_pool(pool: Pool) -> None:
+    with opened(pool) as (store, _):
         for _ in range(10):
             store.batch_exist(["k"], timeout=0.0)
         assert store.available
@@ -257,8 +257,8 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
-def test_many_threads_share_one_store(any_pool: Pool) -> None:
-    with opened(any_pool, slots=16) as (store, staging):
+def test_many_threads_share_one_store(pool: Pool) -> None:
+    with opened(pool, slots=16) as (store, staging):
         failures: list[object] = []
 
         def work(letter: int) -> None:
@@ -296,3 +296,11 @@ def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingLibraryError, match="apt-get install libibverbs1"):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
+
+
+def test_a_port_where_nothing_listens_is_named_and_setup_is_not_called() -> None:
+    with (
+        MooncakeStore(TransferSettings(), master=f"127.0.0.1:{free_port()}", segment_size=0) as store,
+        pytest.raises(PoolUnavailableError, match="no connection: Connection refused"),
+    ):
+        store.wait_open(5)

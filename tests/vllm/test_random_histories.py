@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,10 +22,10 @@ import yaml
 
 from bench.lib.model import write_model
 from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, stride_hashes
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
@@ -41,7 +41,7 @@ _MOST_STEPS = 20_000
 class Setting(NamedTuple):
     """The settings of a history."""
 
-    load: Literal["layerwise", "auto", "sync", "async"] = "layerwise"
+    load: Literal["sync", "async"] = "sync"
     policy: Literal["recompute", "fail"] = "recompute"
     recompute: Literal["token", "block"] = "token"
     per_chunk: int = 2
@@ -60,8 +60,6 @@ class Setting(NamedTuple):
 
 class FailingCache:
     """The worker's cache. A load brings all, or fails in one of its layers. Called on the worker's threads."""
-
-    restores_by_layers = True
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -90,18 +88,7 @@ class FailingCache:
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
-    def restore(self, names: Sequence[bytes], blocks: Sequence[int], **options: Any) -> Restored:
-        load = self.restore_by_layers(names, blocks, **options)
-        while True:
-            try:
-                next(load)
-            except StopIteration as end:
-                restored: Restored = end.value
-                return restored
-
-    def restore_by_layers(
-        self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any
-    ) -> Generator[int, None, Restored]:
+    def restore(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Restored:
         history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
@@ -126,7 +113,6 @@ class FailingCache:
                         history.pages[layer, block] = rng.getrandbits(63)
                     elif block >= 0 and chunk is not None:
                         history.pages[layer, block] = chunk[layer, place * BLOCK : (place + 1) * BLOCK]
-            yield layer + 1
         with history.lock:
             if epoch != history.epoch:
                 return Restored(0, "reset")
@@ -236,12 +222,11 @@ class History:
         side = self.vllm.connector._scheduler  # type: ignore[union-attr]
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
         cache = self.vllm.connector._settings.node.cache  # type: ignore[union-attr]
-        side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))), by_layers=True)
+        side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
         self.worker = WorkerSide(
             [FailingCache(self)],  # type: ignore[list-item]
             stores=[True],
             load_timeout_s=60,
-            layers=NAMES if setting.load in ("layerwise", "auto") else (),
         )
 
     def run(self) -> None:
@@ -359,10 +344,9 @@ class History:
             _Part(self, request_id, starts[request_id], count, output.scheduled_spec_decode_tokens.get(request_id, []))
             for request_id, count in output.num_scheduled_tokens.items()
         ]
-        for layer, name in enumerate(NAMES if parts else []):
-            for part in parts:  # vLLM writes before it waits
+        for layer in range(LAYERS):
+            for part in parts:
                 part.write(layer)
-            self.worker.wait_for_layer(name)
             for part in parts:
                 part.attend(layer)
         self.worker.save(step)
@@ -445,8 +429,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(policy="fail", blocks=80, fail=0.2),
         Setting(drafts=True, blocks=80, requests=2),
         Setting(prefix_cache=False, fail=0.2),
-        Setting(load="sync", per_chunk=3, blocks=300, recompute="block"),
-        Setting(load="auto", fail=0.2, blocks=80, drafts=True, resets=0.05),
+        Setting(per_chunk=3, blocks=300, recompute="block"),
+        Setting(fail=0.2, blocks=80, drafts=True, resets=0.05),
         Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),

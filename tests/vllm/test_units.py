@@ -11,13 +11,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pd_cache.block_hashes import BlockHasher, describe_hashes
 from pd_cache.blocks import StoreOutcome
+from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
 from pd_cache.errors import ConfigError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import CacheMetadata, LayerGroup
 from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
@@ -42,6 +41,12 @@ def file(tmp_path: Path) -> Path:
 
 def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
     return KVLayout(kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16")
+
+
+def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:
+    from pd_cache.vllm.connector import PdCacheConnector
+
+    assert PdCacheConnector.supports_sleep_mode() is False, "vLLM 0.33 asks the class or the object"
 
 
 def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
@@ -306,7 +311,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 
     opened: list[Any] = []
     connector: Any = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(open=lambda first, lookup, by_layers: opened.append((first, lookup)))
+    connector._scheduler = SimpleNamespace(open=lambda first, lookup: opened.append((first, lookup)))
     connector._settings = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
     connector._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="llama"))
     monkeypatch.setattr(connector, "_open_lookup", lambda one: [metadata.group.layers for metadata in one.metadata])

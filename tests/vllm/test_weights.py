@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.lib.model import write_model
-from pd_cache.epochs import FRESH_S
+from launch.versions import known_versions
+from pd_cache.versions import FIRST
+from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, Reference, Server, begun, by_hand
@@ -32,19 +33,22 @@ def fresh(new_weights: Path) -> Iterator[Reference]:
 
 
 @pytest.fixture
-def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
-    """Replaces the weights of both nodes, and tells only A that they are new."""
+def reloads(pair: Pair, model: Path, vllm_pool: Pool) -> Iterator[Callable[[Path], None]]:
+    """Replaces the weights of both nodes, which say so one after the other. In the end all have those with which nodes start."""
 
     def reload(folder: Path) -> None:
         for server in pair:
             server.reload_weights(folder)
         wait_for(lambda: not pair.a.blocks_in_use and not pair.b.blocks_in_use)
         pair.a.reset_external()
-        pair.b.forget_prefixes()
-        time.sleep(2 * FRESH_S)  # what is promised holds from then on
+        pair.b.reset_external()
 
     yield reload
-    reload(model)
+    for server in pair:
+        server.reload_weights(model)
+    wait_for(lambda: not pair.a.blocks_in_use and not pair.b.blocks_in_use)
+    for weights in known_versions([vllm_pool.versions]):
+        vllm_pool.reset(weights, FIRST)
 
 
 def stored(server: Server, prompt: list[int]) -> list[int]:
@@ -73,7 +77,7 @@ def test_after_a_reset_no_node_loads_what_old_weights_computed(
     again = new_prompt(6 * CHUNK + 10)
     assert stored(pair.a, again) == fresh.tokens(again)
     answer = pair.b.complete(again)
-    assert (answer.cached, answer.tokens) == (6 * CHUNK, fresh.tokens(again)), "the new epoch is shared"
+    assert (answer.cached, answer.tokens) == (6 * CHUNK, fresh.tokens(again)), "the new version is shared"
     wait_for(lambda: not pair.b.blocks_in_use)
     pair.b.pause_and_resume()
     answer = pair.b.complete(again)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launch._tethered import set_death_signal
-from launch.process import end, spawn_child
+from launch.supervise import end, spawn_child
 
 _POLL_S = 0.02
 _IMPORT_S = 600.0

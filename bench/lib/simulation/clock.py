@@ -1,9 +1,11 @@
-"""Discrete events: simulated time, and processes that wait in it. A process is a generator that yields what it waits for."""
+"""Discrete events: simulated time, processes that wait in it, and stations at which work queues. A process is a generator that yields what
+it waits for."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -80,6 +82,37 @@ class SimulatedTime:
             call()
 
 
+class Station:
+    """A thread, the cores of a machine, or a link: so many servers that take work in the order in which it came."""
+
+    def __init__(self, time: SimulatedTime, servers: int = 1) -> None:
+        self._time, self.servers = time, servers
+        self._free = servers
+        self._waiting: deque[tuple[float, Happening]] = deque()
+        self.asked = 0.0
+        """Seconds of all work that ever came."""
+
+    def run(self, seconds: float) -> Happening:
+        """Returns what happens when work that takes one server so long is done."""
+        done = Happening()
+        self.asked += seconds
+        self._waiting.append((seconds, done))
+        self._begin()
+        return done
+
+    def _begin(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            seconds, done = self._waiting.popleft()
+            ended = self._time.after(seconds)
+            ended.then(lambda _: self._give_back())
+            ended.then(done.happen)
+
+    def _give_back(self) -> None:
+        self._free += 1
+        self._begin()
+
+
 def first_of(*happenings: Happening) -> Happening:
     """Returns what happens with the first of these."""
     either = Happening()
@@ -88,18 +121,7 @@ def first_of(*happenings: Happening) -> Happening:
     return either
 
 
-def all_of(happenings: list[Happening]) -> Happening:
-    """Returns what happens with the last of these."""
-    everything, left = Happening(), len(happenings)
-
-    def one_less(value: Any) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            everything.happen()
-
-    for one in happenings:
-        one.then(one_less)
-    if not happenings:
-        everything.happen()
-    return everything
+def wait_for_all(happenings: list[Happening]) -> Process:
+    """Waits for the last of these."""
+    for one in happenings:  # noqa: UP028 - a list takes no values that are sent back
+        yield one

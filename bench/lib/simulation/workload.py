@@ -34,12 +34,10 @@ class SimulatedRequest(NamedTuple):
     """What the proxy knows of the prompt."""
 
 
-def of_arrival(arrival: Arrival, chunk_tokens: int, routed: RoutedPrompt | None = None) -> SimulatedRequest:
-    """Returns what `bench/lib/load.py` sends, for the simulation. `routed`: what the proxy made of its text, where there is one."""
-    tokens = arrival.prompt_tokens
-    if routed is None:
-        block_tokens = max(1, round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN))
-        routed = RoutedPrompt(tokens, names_of(arrival.prompt, block_tokens), block_tokens)
+def of_arrival(arrival: Arrival, chunk_tokens: int) -> SimulatedRequest:
+    """Returns what `bench/lib/load.py` sends, for the simulation."""
+    tokens, block_tokens = arrival.prompt_tokens, max(1, round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN))
+    routed = RoutedPrompt(tokens, names_of(arrival.prompt, block_tokens), block_tokens)
     return SimulatedRequest(arrival.due, tokens, max(1, arrival.output), names_of(arrival.prompt, chunk_tokens), routed)
 
 

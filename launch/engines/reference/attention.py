@@ -110,7 +110,6 @@ class PagedStep:
     segments: tuple[ContextRows, ...]
     max_context: int
     """Longest context of the engine, in tokens: a sliding window of at least this width has no effect."""
-    layers_seen: set[int] = field(default_factory=set)
     masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
 
@@ -144,7 +143,6 @@ def paged_attention(
     """
     step = current_step()
     kv = step.kv
-    step.layers_seen.add(layer)
     rows = step.slots.numel()
     kv.write(layer, step.slots, key[0, :, :rows].transpose(0, 1), value[0, :, :rows].transpose(0, 1))
     heads, padded_rows = query.shape[1], query.shape[2]

@@ -1,4 +1,4 @@
-"""The engine's view of a cache, and the two things it does with one: load a prompt's prefix, store its chunks.
+"""The engine's pages and its cache: blocks and who holds them; a prompt's prefix is loaded, its chunks are stored.
 
 Both run on worker threads and never raise: if the cache fails in any way, no prefix was found.
 """
@@ -12,17 +12,18 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from pd_cache.blocks import BlockCache, Restored, StoreOutcome, TierChunks
-from pd_cache.misses import MissReason
-from pd_cache.reports import RequestReport
+from pd_cache.blocks import BlockCache, Restored, StoreOutcome
+from pd_cache.chunks import salt_keys
+from pd_cache.reasons import MissReason, RequestReport, TierChunks
 from pd_cache.sparse_log import SparseLog
-from pd_cache.tokens import salt_keys
 from pd_cache.tracing import UNTRACED, Tracing
+from pd_cache.versions import UNKNOWN
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Prefix:
         self.session = uuid.uuid4().hex
         """The session in which a cache server protects what a lookup found."""
         self.epoch = cache.epoch
-        """The epoch of the weights, as last known before anything of the prompt was computed."""
+        """The version of the weights, as known before anything of the prompt was computed."""
 
     @functools.cached_property
     def names(self) -> list[bytes]:
@@ -146,7 +147,10 @@ class PrefixCache:
         try:
             with self._tracing.begin("pd_cache.store", prefix.trace, asked=len(prefix.names) - first) as span:
                 outcomes = self._cache.store(
-                    prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=prefix.epoch
+                    prefix.names[first:],
+                    blocks,
+                    kv_caches=self._kv_caches,
+                    epoch=UNKNOWN if prefix.epoch is None else prefix.epoch,
                 )
                 if self._tracing.on:
                     span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
@@ -221,3 +225,68 @@ class PrefixCache:
     def _warn(self, what: str, error: Exception) -> None:
         if (times := self._log.admit()) is not None:
             _logger.warning("%s, %d times: %s: %s", what, times, type(error).__name__, error)
+
+
+class BlockPool:
+    """The free blocks. Thread-safe; never blocks."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._free: deque[int] = deque(range(total))
+        self._used: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """How many blocks are free."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> BlockLease | None:
+        """Returns `count` blocks, held once, or None if there are not that many."""
+        with self._lock:
+            if count > len(self._free):
+                return None
+            blocks = tuple(self._free.popleft() for _ in range(count))
+            self._used.update(blocks)
+        return BlockLease(self, blocks)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block is either free or used, once."""
+        with self._lock:
+            assert len(self._free) + len(self._used) == self.total, (len(self._free), len(self._used), self.total)
+            assert set(self._free) | self._used == set(range(self.total))
+
+    def _give_back(self, blocks: tuple[int, ...]) -> None:
+        with self._lock:
+            assert self._used.issuperset(blocks), "a block was given back twice"
+            self._used.difference_update(blocks)
+            self._free.extend(blocks)
+
+
+class BlockLease:
+    """Blocks that are in use by one or more holders: a request, a load into them, a store out of them.
+
+    They return to the pool when the last holder releases them, so a cache call that outlives its request keeps them from being handed to
+    another. Thread-safe.
+    """
+
+    def __init__(self, pool: BlockPool, blocks: tuple[int, ...]) -> None:
+        self.blocks = blocks
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._holders = 1
+
+    def hold(self) -> None:
+        """Adds a holder. The caller must be a holder already, or act for one."""
+        with self._lock:
+            assert self._holders > 0, "blocks were held after they had been given back"
+            self._holders += 1
+
+    def release(self) -> None:
+        """Removes a holder; call it once for each hold."""
+        with self._lock:
+            assert self._holders > 0, "blocks were released more often than held"
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self._pool._give_back(self.blocks)

@@ -13,17 +13,20 @@ import msgspec
 import torch
 
 from launch.engines.reference.cache import PrefixCache, SurveyedPrompt
-from launch.engines.reference.engine_errors import EngineClosedError, GenerationError, QueueFullError
-from launch.engines.reference.engine_metrics import EngineMetrics
-from launch.engines.reference.generation import Generation
 from launch.engines.reference.model import PagedModel, load_model
-from launch.engines.reference.request import GenerationRequest
-from launch.engines.reference.scheduler import Scheduler
-from launch.engines.reference.tokenizer import open_tokenizer
+from launch.engines.reference.protocol import ByteTokenizer
+from launch.engines.reference.requests import (
+    EngineClosedError,
+    Generation,
+    GenerationError,
+    GenerationRequest,
+    QueueFullError,
+)
+from launch.engines.reference.scheduler import EngineMetrics, Scheduler
 from pd_cache.blocks import BlockCache
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
-from pd_cache.tokens import CacheMetadata
 from pd_cache.tracing import UNTRACED, Tracing
 
 _logger = logging.getLogger(__name__)
@@ -72,7 +75,7 @@ class ReferenceEngine:
             )
         self.config = config
         self.model = model
-        self.tokenizer = open_tokenizer(config.model.path, model.vocab_size)
+        self.tokenizer = ByteTokenizer(model.vocab_size)
         self.metrics = EngineMetrics()
         self._request_timeout_s = request_timeout_s
         self._changed = threading.Condition()
@@ -104,7 +107,7 @@ class ReferenceEngine:
         cache: CacheFactory | None = None,
         tracing: Tracing = UNTRACED,
     ) -> ReferenceEngine:
-        """Loads the model of `config`, makes the cache for it and starts. Raises UnsupportedModelError as `load_model` does."""
+        """Makes the model of `config` and the cache for it, and starts."""
         model = load_model(config)
         kv = model.kv
         made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)

@@ -1,18 +1,19 @@
-"""The completions API in JSON: reads requests, builds answers. Pure.
+"""The completions API in JSON: reads requests, builds answers; text as bytes. Pure.
 
 Reading is strict: unsupported parameters that would change the answer are refused by name, not ignored.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from typing import Any, NoReturn
 
 import msgspec
 
-from launch.engines.reference.request import FinishReason, GenerationStats
-from launch.engines.reference.sampling import SamplingParams
+from launch.engines.reference.model import SamplingParams
+from launch.engines.reference.requests import FinishReason, GenerationStats
 from pd_cache.errors import PdCacheError
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 
@@ -269,3 +270,48 @@ def _kind(value: object) -> str:
         dict: "an object",
     }
     return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+_REPLACEMENT = "\ufffd"
+
+
+class ByteTokenizer:
+    """Ids from 256 on have no text and come out as U+FFFD. Thread-safe."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of `text`. Raises ValueError for text that has none."""
+        if self._vocab_size < 256:
+            raise ValueError(
+                f"this model has no tokenizer, and its vocabulary of {self._vocab_size} has no room for bytes; "
+                "send token ids"
+            )
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+
+    def detokenizer(self) -> Detokenizer:
+        """Returns a new detokenizer, for one request."""
+        return Detokenizer()
+
+
+class Detokenizer:
+    """Turns one request's output into text, piece by piece; the pieces together are the whole text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Returns the text that is certain after `token`; may be empty in the middle of a character."""
+        if token < 256:
+            return self._decoder.decode(bytes((token,)))
+        return self.finish() + _REPLACEMENT
+
+    def finish(self) -> str:
+        """Returns the text that is left when no more tokens come."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import enum
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -20,18 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from launch.engines.reference.blocks import BlockLease, BlockPool
-from launch.engines.reference.cache import LoadOutcome, LoadResult, Prefix, PrefixCache
-from launch.engines.reference.engine_errors import GenerationError
-from launch.engines.reference.engine_metrics import EngineMetrics
-from launch.engines.reference.generation import Generation
-from launch.engines.reference.model import PagedModel, StepPart
-from launch.engines.reference.request import FinishReason, GenerationStats, TokenEvent
-from launch.engines.reference.sampling import Sampler
-from launch.engines.reference.workers import Workers
+from launch.engines.reference.cache import BlockLease, BlockPool, LoadOutcome, LoadResult, Prefix, PrefixCache
+from launch.engines.reference.model import PagedModel, Sampler, StepPart
+from launch.engines.reference.requests import FinishReason, Generation, GenerationError, GenerationStats, TokenEvent
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
-from pd_cache.reports import RequestReport
+from pd_cache.reasons import RequestReport
 
 _logger = logging.getLogger(__name__)
 
@@ -367,11 +363,7 @@ class Scheduler:
         active.phase = _Phase.DECODE
         active.last_token = token
         active.produced += 1
-        reason: FinishReason | None = None
-        if token in self._model.eos_token_ids and not request.ignore_eos:
-            reason = "stop"
-        elif active.produced >= request.max_tokens:
-            reason = "length"
+        reason: FinishReason | None = "length" if active.produced >= request.max_tokens else None
         self._metrics.output_tokens.inc()
         if reason is not None:
             self._remove(active, reason)
@@ -431,3 +423,95 @@ class Scheduler:
         self._remove(active, failure.kind)
         active.generation.fail(failure)
         self._on_end(active.generation)
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class EngineMetrics:
+    """The metrics of one engine, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        name = "pd_cache_reference_{}".format
+        self.queued = Gauge(name("queue_length"), "Requests that wait", registry=registry)
+        self.running = Gauge(name("running"), "Requests that load or compute", registry=registry)
+        self.free_blocks = Gauge(name("free_blocks"), "Blocks of the paged buffer in no use", registry=registry)
+        self.requests = Counter(
+            name("requests"),
+            "Requests by outcome: stop, length, aborted, timeout, failed, closed, rejected (queue full), invalid",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens of prompts completed", registry=registry)
+        self.cached_tokens = Counter(name("cached_tokens"), "Prompt tokens loaded from the pool", registry=registry)
+        self.computed_tokens = Counter(name("computed_tokens"), "Prompt tokens computed", registry=registry)
+        self.output_tokens = Counter(name("output_tokens"), "Tokens generated", registry=registry)
+        self.loads = Counter(
+            name("loads"),
+            "Loads from the cache by outcome: hit, miss, unavailable, failed, cancelled, timeout, busy",
+            ["outcome"],
+            registry=registry,
+        )
+        self.stores = Counter(
+            name("stores"), "Stores into the cache by outcome: done, failed, dropped", ["outcome"], registry=registry
+        )
+        self.ttft = Histogram(
+            name("ttft_seconds"), "From a request's arrival to its first token", buckets=_SECONDS, registry=registry
+        )
+        self.load_time = Histogram(
+            name("load_seconds"), "What a request waited for the cache", buckets=_SECONDS, registry=registry
+        )
+        self.prompt_length = Histogram(name("prompt_length_tokens"), "Prompts", buckets=_TOKENS, registry=registry)
+        self.output_length = Histogram(name("output_length_tokens"), "Outputs", buckets=_TOKENS, registry=registry)
+
+
+class Workers:
+    """Runs at most `threads` calls at a time, and lets at most `backlog` wait. One more is refused, never waited for.
+
+    The threads are daemons: a call that never returns blocks its thread, but neither `close` nor the end of the interpreter.
+    """
+
+    def __init__(self, name: str, *, threads: int, backlog: int = 0) -> None:
+        self._limit = threads + backlog
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._closed = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def try_submit(self, call: Callable[[], None]) -> bool:
+        """Runs `call` on a thread. Returns False if too many calls are running and waiting already, or after `close`."""
+        with self._lock:
+            if self._closed or self._taken >= self._limit:
+                return False
+            self._taken += 1
+            self._calls.put(call)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Accepts no more calls and waits for those under way. Returns False if some had not ended after `timeout_s`. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._calls.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:  # a worker that died would leave every later call waiting
+                _logger.exception("a cache call's wrapper failed")
+            finally:
+                with self._lock:
+                    self._taken -= 1

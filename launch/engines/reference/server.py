@@ -1,4 +1,4 @@
-"""The engine over HTTP: `/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`."""
+"""The engine over HTTP (`/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`), and its process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,18 +17,24 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
-from launch.engines.reference.engine import ReferenceEngine
-from launch.engines.reference.engine_errors import EngineClosedError, GenerationError, QueueFullError
-from launch.engines.reference.generation import Generation
+from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.protocol import (
     AnswerBuilder,
     BadRequest,
     CompletionRequest,
     parse_completion,
 )
-from launch.engines.reference.request import GenerationRequest
-from launch.openai import error_body
-from pd_cache.reports import RecentReports, RequestReport
+from launch.engines.reference.requests import (
+    EngineClosedError,
+    Generation,
+    GenerationError,
+    GenerationRequest,
+    QueueFullError,
+)
+from launch.openai import ServerLog, error_body
+from launch.supervise import StoppedError, signals_as_exceptions, stop_signals
+from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
+from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 _logger = logging.getLogger(__name__)
@@ -297,3 +304,99 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, ValueError):
         return 400, error_body(str(error), 400, param="prompt", code="invalid_value")
     return 500, error_body("an internal error; see the node's log", 500, code="internal_error")
+
+
+_CLEANUP_S = 2.0
+
+
+def serve(
+    config: ReferenceEngineConfig,
+    handoff: HandoffConfig,
+    host: str,
+    port: int,
+    cache: CacheFactory | None,
+    ready: Callable[[str], None],
+    *,
+    registry: CollectorRegistry | None = None,
+    grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
+    peers: Peers | None = None,
+    tracing: Tracing = UNTRACED,
+) -> None:
+    """Serves the reference engine on `host:port` (0 takes a free port) until asked to stop (`stop_signals`), then returns.
+
+    For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies this engine's
+    weights and pages; it returns the cache to use, or None. The caller closes the cache; by then no call of this engine runs in it except
+    those that outlived every deadline. `ready` gets `host:port` once requests are answered. On a signal, running requests have `grace_s`
+    to finish. `registry` holds further metrics for `/metrics`. `on_stop` is called on a signal, before anything ends; it may take a
+    moment. `about` returns further fields for `/health`, `peers` the content of `/peers`. The caller closes `tracing`. Raises OSError if the address cannot be bound.
+    """
+
+    async def until_signal(engine: ReferenceEngine) -> None:
+        stop = asyncio.Event()
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_engine(
+            engine,
+            host,
+            port,
+            ready,
+            stop,
+            registry=registry,
+            grace_s=grace_s,
+            on_stop=on_stop,
+            about=about,
+            peers=peers,
+            tracing=tracing,
+        )
+
+    with suppress(StoppedError), signals_as_exceptions():
+        engine = ReferenceEngine.open(config, handoff, cache, tracing)
+        try:
+            _logger.warning(
+                "serving %s with the reference engine, for trying out, testing and measuring, not for production",
+                config.model.name,
+            )
+            asyncio.run(until_signal(engine))
+        finally:
+            engine.close()
+
+
+async def run_engine(
+    engine: ReferenceEngine,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+    *,
+    registry: CollectorRegistry | None = None,
+    grace_s: float = 4.0,
+    on_stop: Callable[[], None] | None = None,
+    about: Callable[[], Mapping[str, Any]] | None = None,
+    peers: Peers | None = None,
+    tracing: Tracing = UNTRACED,
+) -> None:
+    """Serves `engine` on `host:port` until `stop` is set, then closes it: running requests have `grace_s` to finish."""
+    runner = web.AppRunner(
+        make_app(engine, registry, about, peers, tracing),
+        handler_cancellation=True,
+        shutdown_timeout=_CLEANUP_S,
+        access_log=None,
+        logger=ServerLog(),
+    )
+    site: web.TCPSite | None = None
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        ready(f"{host}:{runner.addresses[0][1]}")
+        await stop.wait()
+        if on_stop is not None:
+            await asyncio.to_thread(on_stop)
+    finally:
+        if site is not None:
+            await site.stop()
+        # Requests end with their last token or, after the grace, an error. Their connections end only then.
+        await asyncio.to_thread(engine.close, grace_s)
+        await runner.cleanup()

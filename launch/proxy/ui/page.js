@@ -54,7 +54,7 @@ function drawFigures(state) {
   const hour = state.minutes.filter((one) => one);
   const last = state.minutes.slice(-5).filter((one) => one);
   const asked = (list) => sum(list, "computed") + SOURCES.reduce((total, source) => total + sum(list, source), 0);
-  const hit = (list) => (asked(list) ? 1 - sum(list, "computed") / asked(list) : NaN);
+  const hit = (list) => (asked(list) ? ["memory", "disk", "pool"].reduce((total, tier) => total + sum(list, tier), 0) / asked(list) : NaN);
   // a cache server moves the same bytes for its engines
   const engines = state.nodes.filter((node) => node.role === "prefill" || node.role === "decode");
   const tiles = [

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,16 @@ import msgspec
 from aiohttp import web
 
 import pd_cache
+from launch.discovery import View
+from launch.http import NOBODY
 from launch.proxy.answers import ApiError, overloaded
-from launch.proxy.connections import Connections
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.ui.node_watch import NodeWatch, SeenNode
 from launch.proxy.ui.recent import RecentRequests, SlowRequest, prompt_sources
+from launch.watched import Asker, NodeRow, WatchedNodes, is_asked
+from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
-from pd_cache.misses import MEANINGS
+from pd_cache.reasons import MEANINGS
 
 _HERE = Path(__file__).parent
 _TYPES = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -39,15 +40,14 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PUBLISH_S = 2.0
+_INTERVAL_S = 2.0
+"""How often each node is asked, and an event is sent."""
 _HEARTBEAT_S = 10.0
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
-_KERNEL_BUFFER = 32 << 10
-"""How many bytes the kernel may keep for a follower that does not read. Linux doubles this number; without it, the limit is megabytes."""
 _RETRY_MS = 3000
-_MOST_SHOWN = 200
-"""The most nodes, segments and flows in one event."""
+_MOST_ASKED, _MOST_SHOWN = 500, 200
+"""The most nodes that are asked; the most nodes, segments and flows in one event."""
 
 
 class UiPages:
@@ -57,24 +57,22 @@ class UiPages:
         self,
         most: int,
         keys: Keys,
-        watch: NodeWatch,
         recent: RecentRequests,
         metrics: ProxyMetrics,
-        connections: Connections,
     ) -> None:
         """`most`: the most followers at a time."""
         self._most = most
         self._keys = keys
-        self._watch = watch
+        self._view = View(())
+        self._nodes = WatchedNodes()
         self._recent = recent
         self._metrics = metrics
-        self._connections = connections
         self._files = {name: (_HERE / name).read_bytes() for name in _TYPES}
         self._published = asyncio.Event()
         self._events: dict[str | None, bytes] = {}
         """The present event, by the client whose requests it may show; None for all."""
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
         self.followers = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -117,16 +115,15 @@ class UiPages:
         )
         with contextlib.suppress(ConnectionError, TimeoutError):
             await response.prepare(request)
-            _bound_unread(request.transport)
-            await self._write(request, response, f"retry: {_RETRY_MS}\n\n".encode())
+            await _write(response, f"retry: {_RETRY_MS}\n\n".encode())
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
-                await self._write(request, response, self._event(self._keys.visible_client(authorization)))
+                await _write(response, self._event(self._keys.visible_client(authorization)))
                 while not published.is_set() and not self._closing:
                     try:
                         await asyncio.wait_for(published.wait(), _HEARTBEAT_S)
                     except TimeoutError:
-                        await self._write(request, response, b": still here\n\n")
+                        await _write(response, b": still here\n\n")
             await response.write_eof()
             return response
         response.force_close()
@@ -134,35 +131,39 @@ class UiPages:
             request.transport.abort()  # what it has not read must not be kept for it
         return response
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        self._connections.writing(request.transport, time.monotonic())
-        try:
-            await asyncio.wait_for(response.write(data), _WRITE_S)
-        finally:
-            self._connections.wrote(request.transport)
-
     # --- what runs while somebody follows ------------------------------------------------------------------------
+
+    def update(self, view: View) -> None:
+        """Uses the view's nodes from now on."""
+        self._view = view
 
     def _start(self) -> None:
         self._events.clear()
-        for running in (self._watch.run(), self._publish()):
-            task = asyncio.create_task(running)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._nodes = WatchedNodes(asked=_asked)  # a pause would look like one long interval
+        self._task = asyncio.create_task(self._watch())
 
     async def _stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
+        if (task := self._task) is not None:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait([task])
+            if self._task is task:  # nobody has followed since
+                self._task = None
 
-    async def _publish(self) -> None:
-        while True:
-            await asyncio.sleep(_PUBLISH_S)
-            self._events.clear()
-            published, self._published = self._published, asyncio.Event()
-            published.set()
+    async def _watch(self) -> None:
+        """Asks the nodes, on threads of their own, and publishes what they answer."""
+        asker = Asker(NOBODY, _INTERVAL_S)
+        try:
+            while True:
+                ends = time.monotonic() + _INTERVAL_S
+                while (now := time.monotonic()) < ends:
+                    self._nodes.update(self._view.nodes[:_MOST_ASKED])
+                    self._nodes.take(asker.poll(self._nodes.asked, now))
+                    await asyncio.sleep(_INTERVAL_S / 8)
+                self._events.clear()
+                published, self._published = self._published, asyncio.Event()
+                published.set()
+        finally:
+            await asyncio.to_thread(asker.close)
 
     async def _close(self, app: web.Application) -> None:
         self._closing = True
@@ -177,21 +178,23 @@ class UiPages:
 
     def state(self, client: str | None) -> dict[str, Any]:
         """Returns what one event says. `client`: whose requests it may name; None for all."""
+        self._nodes.update(self._view.nodes[:_MOST_ASKED])
         now = time.monotonic()
-        nodes = list(self._watch.nodes.values())
-        names = {node.record.address: node.record.name for node in nodes}
-        owners = {name: node.record.name for node in nodes for name in _segment_names(node)}
+        rows = self._nodes.rows(now)
+        names = {row.record.address: row.name for row in rows}
+        owners = {one.segment_name: row.name for row in rows if row.role != "master" for one in row.segments}
         flows = sorted(self._recent.flows().items(), key=lambda item: (-item[1].tokens, -item[1].requests))
+        segments = sorted(self._nodes.segments, key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
             "version": pd_cache.__version__,
             "proxy": {
                 "running": self._metrics.running._value.get(),
                 "followers": self.followers,
                 "requests_s": self._recent.requests_s(),
-                "asked": len(nodes),
+                "asked": len(rows),
             },
-            "left_out": self._watch.left_out + max(0, len(nodes) - _MOST_SHOWN),
-            "nodes": [_shown_node(node, now) for node in nodes[:_MOST_SHOWN]],
+            "left_out": max(0, len(self._view.nodes) - _MOST_SHOWN),
+            "nodes": [_shown_node(row) for row in rows[:_MOST_SHOWN]],
             "segments": [
                 {
                     "name": one_line(one.segment_name),
@@ -199,10 +202,7 @@ class UiPages:
                     "size": one.size_bytes,
                     "used": one.allocator_used_bytes,
                 }
-                for one in sorted(
-                    self._watch.segments[:_MOST_SHOWN],
-                    key=lambda one: (owners.get(one.segment_name, ""), one.segment_name),
-                )
+                for one in segments[:_MOST_SHOWN]
             ],
             "flows": [
                 {
@@ -214,36 +214,31 @@ class UiPages:
                 for (a, b), flow in flows[:_MOST_SHOWN]
             ],
             "minutes": [None if one is None else msgspec.to_builtins(one) for one in self._recent.minutes()],
-            "slow": [_shown_slow(one, self._recent.age_s(one.at), names) for one in self._recent.slowest(client)],
+            "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
         }
 
 
-def _segment_names(node: SeenNode) -> tuple[str, ...]:
-    if node.record.role == "store":
-        return (node.record.address,)
-    return () if node.history.last is None else node.history.last.segments
+def _asked(record: NodeRecord) -> bool:
+    """Returns whether the page asks a node. This proxy has no keys for proxies, and need not be on the host of a cache server."""
+    return is_asked(record) and record.role != "proxy" and (record.role != "cache-server" or record.metrics is not None)
 
 
-def _shown_node(node: SeenNode, now: float) -> dict[str, Any]:
-    reading, rates = node.reading(), node.rates(now)
-    state = "silent" if node.why else "-" if not node.url else "asking" if node.answered is None else "up"
+def _shown_node(row: NodeRow) -> dict[str, Any]:
+    reading, rates = row.reading, row.rates
     first = None if rates is None else rates.quantiles.get("first token")
-    moves = None if node.record.role == "master" else rates
-    trouble = [] if reading is None else [*(f"tier {tier} off" for tier in reading.tiers_off)]
-    if reading is not None and reading.pool_up is False:
-        trouble.append("pool down")
+    moves = None if row.role == "master" else rates
     return {
-        "name": node.record.name,
-        "role": node.record.role,
-        "state": "ill" if trouble and state == "up" else state,
-        "why": node.why or ", ".join(trouble),
+        "name": row.name,
+        "role": row.role,
+        "state": row.state,
+        "why": row.why if row.state in ("silent", "ill") else "",
         "hit": None if rates is None else rates.hit,
         "load": None if moves is None else moves.load,
         "store": None if moves is None else moves.store,
         "lookups": None if moves is None else moves.lookups,
         "p50": None if first is None else first[0],
         "p99": None if first is None else first[1],
-        "evicted": None if rates is None else sum(rates.evictions.values()),
+        "evicted": None if rates is None else row.evicted,
         "missed": [] if rates is None else [reason for reason, _, _ in rates.missed[:3]],
         "queued": None if reading is None else reading.queued,
         "running": None if reading is None else reading.running,
@@ -275,13 +270,8 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
     }
 
 
-def _bound_unread(transport: asyncio.Transport | None) -> None:
-    """Lets the kernel end the connection of a follower that has taken nothing for `_WRITE_S`, or has vanished. Limits what is kept for it."""
-    taken = None if transport is None else transport.get_extra_info("socket")
-    if transport is not None and taken is not None:
-        transport.set_write_buffer_limits(high=0)  # a write waits until the kernel has taken all of it
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_WRITE_S * 1000))
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    await asyncio.wait_for(response.write(data), _WRITE_S)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

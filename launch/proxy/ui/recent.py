@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.proxy.trips import Trip
-from pd_cache.reports import RequestReport
+from launch.proxy.metrics import Trip
+from pd_cache.reasons import RequestReport
 
 MINUTES = 60
 SLOWEST = 12
@@ -63,12 +63,8 @@ class PromptMinute(msgspec.Struct):
         if report is None:
             self.untold += 1
             return
-        found = prompt_sources(report)
-        self.engine += found.engine
-        self.memory += found.memory
-        self.disk += found.disk
-        self.pool += found.pool
-        self.computed += found.computed
+        for source, tokens in prompt_sources(report)._asdict().items():
+            setattr(self, source, getattr(self, source) + tokens)
 
 
 class SlowRequest(msgspec.Struct, frozen=True):
@@ -96,6 +92,10 @@ class Flow(msgspec.Struct):
     requests: int = 0
     tokens: float = 0.0
     """Tokens whose KV the decode node loaded from the pool. What its own memory and disk had came from no other node."""
+
+    def add(self, requests: int, tokens: float) -> None:
+        self.requests += requests
+        self.tokens += tokens
 
 
 class _FewSeconds(msgspec.Struct):
@@ -131,9 +131,7 @@ class RecentRequests:
             report = nodes["decode"].report
             pair = nodes["prefill"].node, nodes["decode"].node
             if pair in span.flows or len(span.flows) < _MOST_PAIRS:
-                flow = span.flows.setdefault(pair, Flow())
-                flow.requests += 1
-                flow.tokens += 0.0 if report is None else prompt_sources(report).pool
+                span.flows.setdefault(pair, Flow()).add(1, 0.0 if report is None else prompt_sources(report).pool)
 
     def minutes(self) -> list[PromptMinute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""
@@ -152,18 +150,12 @@ class RecentRequests:
         ]
         return sorted(found, key=lambda one: -one.waited)[:SLOWEST]
 
-    def age_s(self, at: float) -> float:
-        """Returns how long ago `at` was."""
-        return max(0.0, self._clock() - at)
-
     def flows(self) -> dict[tuple[str, str], Flow]:
         """Returns the flows of the last minute, by the URLs of prefill and decode node."""
         found: dict[tuple[str, str], Flow] = {}
         for span in self._last_minute():
             for pair, flow in span.flows.items():
-                whole = found.setdefault(pair, Flow())
-                whole.requests += flow.requests
-                whole.tokens += flow.tokens
+                found.setdefault(pair, Flow()).add(flow.requests, flow.tokens)
         return found
 
     def requests_s(self) -> float:
@@ -185,9 +177,6 @@ class RecentRequests:
         if not self._slow or self._slow[-1][0] != number:
             self._slow.append((number, []))
         kept = self._slow[-1][1]
-        if len(kept) < SLOWEST:
-            kept.append(request)
-            return
-        quickest = min(range(len(kept)), key=lambda index: kept[index].waited)
-        if request.waited > kept[quickest].waited:
-            kept[quickest] = request
+        kept.append(request)
+        if len(kept) > SLOWEST:
+            kept.remove(min(kept, key=lambda one: one.waited))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import math
-import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -17,11 +14,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, poisson, prompt_ids, synthetic
+from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, read_stream, summarize
 from bench.lib.reuse import Infinite, hit_rate
 from bench.lib.stats import Histogram
-from bench.lib.trace import BLOCK_TOKENS
 from tests.support.traces import conversations
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -168,11 +164,6 @@ def test_what_the_prefill_node_found_counts_where_there_was_one() -> None:
         assert summarize(load)["hit_rate"] == cached / 8
 
 
-def test_what_a_node_found_that_another_one_computed_for_is_no_reuse() -> None:
-    assert summarize(load_on(says(TOKEN, USAGE, DONE), at(0)))["hit_rate"] == 4 / 8
-    assert summarize(load_on(says(TOKEN, USAGE, DONE), at(0), hands_over=True))["hit_rate"] is None
-
-
 def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
     bodies: list[dict[str, Any]] = []
 
@@ -208,15 +199,6 @@ def test_an_event_may_come_in_pieces_and_several_at_once() -> None:
 # --- arrivals and prompts --------------------------------------------------------------------------------------------
 
 
-def test_poisson_arrivals_have_the_rate_and_are_as_uneven_as_chance_makes_them() -> None:
-    times = poisson(5.0, 20_000, random.Random(0))
-    assert times == poisson(5.0, 20_000, random.Random(0))
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(1 / 5, rel=0.05)
-    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.05)
-
-
 @given(st.floats(1, 600), st.integers(2, 3000))
 def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: float, longest: int) -> None:
     requests = conversations(2, 3)
@@ -228,12 +210,6 @@ def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: 
         assert arrival.output >= 1
         assert arrival.prompt_tokens >= 1
         assert arrival.prompt_tokens + arrival.output <= longest
-
-
-def test_a_scaled_block_has_so_many_times_fewer_tokens() -> None:
-    requests = conversations(1, 2)
-    arrivals = from_trace(requests, [0.0, 1.0], 16, 10_000)
-    assert [arrival.prompt_tokens for arrival in arrivals] == [3 * BLOCK_TOKENS // 16, 6 * BLOCK_TOKENS // 16]
 
 
 def test_synthetic_prompts_share_their_beginning_with_those_of_the_same_prefix_only() -> None:

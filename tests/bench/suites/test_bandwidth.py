@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.lib.page import page
-from bench.lib.report import Table
-from bench.suites.bandwidth import NodeMemory, all_at_once, checks_of, link_gbps, one_at_a_time, report_of
+from bench.suites.bandwidth import NodeMemory, checks_of, link_gbps
 from tests.support.pool import ROOT
 from transfer.settings import Timeouts
 
@@ -72,24 +70,6 @@ def test_a_batch_that_no_machine_can_hold_is_refused() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_one_at_a_time_is_every_pair_and_those_within_a_node_are_last() -> None:
-    groups = one_at_a_time(("a", "b", "c"))
-    assert sorted(pair for group in groups for pair in group) == [(x, y) for x in "abc" for y in "abc"]
-    assert all(len(group) == 1 for group in groups)
-    assert groups[-3:] == [[("a", "a")], [("b", "b")], [("c", "c")]]
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_at_once_every_node_sends_to_one_and_receives_from_one_at_a_time(count: int) -> None:
-    nodes = [str(index) for index in range(count)]
-    groups = all_at_once(nodes)
-    assert len(groups) == count - 1
-    for group in groups:
-        assert sorted(begin for begin, _ in group) == sorted(end for _, end in group) == nodes
-    met = [pair for group in groups for pair in group]
-    assert sorted(met) == [(x, y) for x in nodes for y in nodes if x != y]
-
-
 def _opened(gbit: float | None) -> NodeMemory:
     return NodeMemory("a", "host", "segment", "engine", 0, "eth0", gbit, "machine", Timeouts())
 
@@ -133,15 +113,3 @@ def test_put_and_get_are_checked_against_raw_and_bytes_against_what_was_put() ->
     assert [(check.value, check.ok) for check in checks] == [(6, True), (0.8, False), (1.0, True), (0.8, False), (1.0, True)]  # fmt: skip
     assert not checks_of(_figures("ab", equal=False))[0].ok
     assert len(checks_of(_figures("a"))) == 1, "there is no raw figure within a node"
-
-
-def test_the_report_has_the_link_where_it_is_known() -> None:
-    figures = _figures("ab")
-    pairs = next(part for part in report_of(figures).parts if isinstance(part, Table))
-    assert pairs.columns[-2:] == ["link", "get / link"]
-    assert pairs.rows[1][-2:] == [10.0, 0.5]
-    for row in figures["results"]:
-        row["link_gbps"] = None
-    pairs = next(part for part in report_of(figures).parts if isinstance(part, Table))
-    assert pairs.columns[-1] == "get / raw"
-    assert "All at once, together" in page(report_of(figures), checks_of(figures), figures)

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.lib.arrivals import Arrival, Part
-from bench.lib.fleet import Location
-from bench.lib.load import Destination, RequestOutcome
+from bench.lib.load import RequestOutcome
 from bench.lib.targets import looked_up, past_prefill
-from bench.suites.serve import Send, ServeSite, distribution, in_slices, main
-from pd_cache.cluster import ClusterConfig, MasterNode
-from tests.support.traces import conversations, write_trace
-from tests.support.waiting import wait_for
+from bench.suites.serve import distribution, in_slices, main
 
 pytestmark = pytest.mark.slow
 
@@ -38,21 +33,8 @@ def report(*arguments: object) -> dict[str, dict[str, Any]]:
 
 def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    load = (
-        "--rate",
-        8,
-        "--requests",
-        16,
-        "--prompt-tokens",
-        640,
-        "--shared",
-        0.8,
-        "--prefixes",
-        2,
-        "--output-tokens",
-        4,
-    )
-    rows = report(*load, "--html", page)
+    load = "--rate 8 --requests 16 --prompt-tokens 640 --shared 0.8 --prefixes 2 --output-tokens 4"
+    rows = report(*load.split(), "--html", page)
     assert rows["recompute"]["hit_rate"] == rows["recompute"]["ideal_hit_rate"] == 0
     assert rows["reuse"]["ideal_hit_rate"] == pytest.approx(0.8 * 14 / 16)
     assert 0 < rows["reuse"]["hit_rate"] <= 0.8 * 14 / 16  # each prefix is computed at least once
@@ -62,13 +44,6 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
         assert row["prompt_tokens"] == 16 * 640
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
     assert page.read_text().count("<svg") == 2
-
-
-def test_two_generators_share_a_trace(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(3, 3))
-    rows = report("--trace", trace, "--speed", 0.5, "--scale", 16, "--local", 2, "--only-reuse")
-    assert rows["reuse"]["answered"] == 9
-    assert 0 < rows["reuse"]["hit_rate"] <= (3 + 6) / (3 + 6 + 9)
 
 
 # --- other servers ---------------------------------------------------------------------------------------------------
@@ -120,23 +95,6 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
     assert past_prefill(url) == 0
     assert looked_up([url]) is None
     assert looked_up([]) is None
-
-
-def test_a_generator_whose_coordinator_is_gone_ends_at_once() -> None:
-    _Server.answer_completions.clear()
-    site = ServeSite(Location("here", "127.0.0.1", ClusterConfig(nodes=(MasterNode(name="master"),))))
-    with other_server() as url:
-        target = Destination(url, "m", 100, deadline_s=1000, most=10)
-        arrivals = [Arrival(due, (Part(1, 8),), 1) for due in (0.0, 500.0)]
-        sending = threading.Thread(target=site.send, args=(Send("test", target, arrivals),))
-        sending.start()
-        try:
-            wait_for(lambda: site._cancel is not None, 10, "it has begun")
-        finally:
-            site.shut()
-            sending.join(60)
-            _Server.answer_completions.set()
-    assert not sending.is_alive()
 
 
 @pytest.mark.parametrize(

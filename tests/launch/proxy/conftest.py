@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from launch.proxy import breaker
+from launch.proxy import routing
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +20,5 @@ def no_file_left_open() -> Iterator[None]:
 @pytest.fixture
 def long_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is left alone stays so until the test's end, however slow the machine is."""
-    monkeypatch.setattr(breaker, "_FIRST_SKIP_S", 3600.0)
-    monkeypatch.setattr(breaker, "_LAST_SKIP_S", 3600.0)
+    monkeypatch.setattr(routing, "_FIRST_SKIP_S", 3600.0)
+    monkeypatch.setattr(routing, "_LAST_SKIP_S", 3600.0)

@@ -9,11 +9,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy.attempts import Attempts, Trial
-from launch.proxy.budget import RetryBudget
-from launch.proxy.quiet import Quiet
-from launch.proxy.routing import NodePool, Reason, Target
-from tests.support.proxy import InOrder, answers, cluster, decodes, disconnects, error_of, says, scenario
+from launch.proxy.routing import Attempts, NodePool, Reason, RetryBudget, Target, Trial
+from tests.support.proxy import InOrder, answers, cluster, decodes, says, scenario
 
 BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
 SUSPICIOUS: tuple[Reason, ...] = ("error", "garbage", "disconnected")
@@ -44,45 +41,6 @@ def request_of(pool: NodePool, fails: dict[str, Reason], now: float = 0.0, budge
 # --- one request -----------------------------------------------------------------------------------------------------
 
 
-def test_one_request_tries_each_node_with_a_full_queue_once() -> None:
-    attempts = Attempts(pool_of("a", "b", "c"), trial())
-    order = []
-    while (node := attempts.next(0.0)) is not None:
-        order.append(node)
-        attempts.failed(node, "busy", 0.0)
-    assert order == ["a", "b", "c"]
-    assert not attempts.blamed
-
-
-@pytest.mark.parametrize("reason", SUSPICIOUS)
-def test_a_request_that_two_nodes_fail_is_at_fault_itself_and_goes_no_further(reason: Reason) -> None:
-    pool = pool_of("a", "b", "c", failures=1)
-    attempts = Attempts(pool, trial())
-    for expected in ("a", "b"):
-        assert attempts.next(0.0) == expected
-        attempts.failed(expected, reason, 0.0)
-    assert attempts.next(0.0) is None
-    assert attempts.blamed
-    assert pool.health(0.0) == {"a": True, "b": True, "c": True}
-
-
-@pytest.mark.parametrize("reason", SUSPICIOUS)
-def test_a_failure_counts_against_the_node_once_another_answers_the_same_request(reason: Reason) -> None:
-    pool = pool_of("a", "b", failures=1)
-    assert request_of(pool, {"a": reason}) == "b"
-    assert pool.health(0.0) == {"a": False, "b": True}
-
-
-def test_another_nodes_refusal_says_nothing_about_the_node_that_failed() -> None:
-    pool = pool_of("a", "b", failures=1)
-    attempts = Attempts(pool, trial())
-    assert attempts.next(0.0) == "a"
-    attempts.failed("a", "error", 0.0)
-    assert attempts.next(0.0) == "b"
-    attempts.answered("b", 0.0, well=False)
-    assert pool.health(0.0) == {"a": True, "b": True}
-
-
 def test_refusals_do_not_make_up_for_failures() -> None:
     pool = pool_of("a", "b", failures=2)
     assert request_of(pool, {"a": "error"}) == "b"
@@ -92,32 +50,6 @@ def test_refusals_do_not_make_up_for_failures() -> None:
     assert request_of(pool, {}) == "b"
     assert request_of(pool, {"a": "error"}) == "b"
     assert pool.health(0.0) == {"a": False, "b": True}
-
-
-@pytest.mark.parametrize("reason", ["unreachable", "timeout"])
-def test_no_connection_and_no_answer_in_time_are_the_nodes_fault(reason: Reason) -> None:
-    pool = pool_of("a", failures=1)
-    request_of(pool, {"a": reason})
-    assert pool.health(0.0) == {"a": False}
-
-
-@pytest.mark.parametrize("reason", ["busy", "exhausted"])
-def test_a_full_queue_and_want_of_descriptors_say_nothing_against_a_node(reason: Reason) -> None:
-    pool = pool_of("a", failures=1)
-    request_of(pool, {"a": reason})
-    assert pool.health(0.0) == {"a": True}
-
-
-def test_a_request_that_brings_nodes_down_loses_two_of_both_kinds_together() -> None:
-    prefill, decode, one = pool_of("p", "q"), pool_of("d", "e"), trial()
-    for pool, node in ((prefill, "p"), (decode, "d")):
-        attempts = Attempts(pool, one)
-        assert attempts.next(0.0) == node
-        attempts.failed(node, "disconnected", 0.0)
-        if pool is prefill:
-            assert not attempts.blamed
-    assert attempts.next(0.0) is None
-    assert attempts.blamed
 
 
 def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_answering() -> None:
@@ -195,14 +127,6 @@ def test_what_no_node_has_begun_to_work_on_needs_no_retry_from_the_budget(reason
     assert request_of(pool_of("a", "b"), {"a": reason}, budget=RetryBudget(0)) == "b"
 
 
-def test_of_equal_log_lines_a_few_are_let_through_and_the_rest_counted() -> None:
-    quiet = Quiet(2, 10.0)
-    assert [quiet.says("x", at) for at in (0.0, 1.0, 2.0, 9.0)] == [0, 0, None, None]
-    assert quiet.says("y", 2.0) == 0
-    assert quiet.says("x", 10.0) == 2
-    assert quiet.says("x", 11.0) == 0
-
-
 # --- with nodes ------------------------------------------------------------------------------------------------------
 
 
@@ -225,39 +149,6 @@ async def test_one_clients_poison_costs_no_other_client_an_answer() -> None:
                     assert await response.json() == BOOM
         async with c.get("/health") as response:
             assert all((await response.json())["decode"].values())
-
-
-@pytest.mark.parametrize(("failure", "status"), [(answers(500, BOOM), 500), (answers(302), 502), (disconnects, 502)])
-@scenario
-async def test_a_request_that_two_decode_nodes_fail_is_answered_with_its_error(failure: object, status: int) -> None:
-    async with cluster(0, 4) as c:
-        for node in c.decode:
-            node.default = failure  # type: ignore[assignment]
-        async with c.post() as response:
-            assert response.status == status
-            error = await error_of(response)
-            assert error == BOOM["error"] if status == 500 else error["code"] == "node_failed"
-        assert sum(len(node.bodies) for node in c.decode) == 2
-
-
-@scenario
-async def test_the_only_decode_nodes_error_is_passed_on() -> None:
-    async with cluster(1, 1) as c:
-        c.decode[0].default = answers(500, BOOM)
-        async with c.post() as response:
-            assert (response.status, await response.json()) == (500, BOOM)
-
-
-@scenario
-async def test_a_request_that_kills_prefill_nodes_kills_no_decode_node() -> None:
-    async with cluster(3, 3) as c:
-        for node in c.prefill:
-            node.default = disconnects
-        async with c.post() as response:
-            assert response.status == 502
-            await error_of(response)
-        assert sum(len(node.bodies) for node in c.prefill) == 2
-        assert sum(len(node.bodies) for node in c.decode) == 0
 
 
 @pytest.mark.usefixtures("long_skips")
@@ -312,8 +203,8 @@ async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -
 async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes() -> None:
     async with cluster(0, 2) as c:
         c.decode[0].default = c.decode[1].default = says(b"", 500)
-        c.proxy._retries._left = 1.0
-        c.proxy._retries._per_second = 0.0
+        c.proxy.requests.retries._left = 1.0
+        c.proxy.requests.retries._per_second = 0.0
         for _ in range(4):
             async with c.post() as response:
                 assert response.status == 500

@@ -11,11 +11,10 @@ import pytest
 from aiohttp import web
 
 from launch.proxy.direct import DirectRule, Pool
-from pd_cache.block_hashes import BlockHasher, describe_hashes
+from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
-from pd_cache.misses import MissReason
-from pd_cache.tokens import ChunkedTokenDatabase, ChunkNamer, salt_keys, stride_hashes
+from pd_cache.reasons import MissReason
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -271,7 +270,7 @@ async def test_a_client_that_goes_away_says_nothing_about_the_node_that_was_aske
         await until(lambda: asked, "a node is asked")
         going.cancel()
         await asyncio.wait({going})
-        await until(lambda: not c.proxy.deliveries.running, "the proxy let go")
+        await until(lambda: not c.proxy.requests.running, "the proxy let go")
         async with c.post({"prompt": "x" * 5000}) as response:
             assert response.status == 200
         assert (len(asked), c.prefill[0].bodies) == (2, [])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from launch.proxy.answers import ApiError
-from launch.proxy.keys import Keys, read_keys
-from launch.proxy.watched_files import WatchedFiles
+from launch.proxy.keys import Keys, WatchedFiles, read_keys
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
-from tests.support.proxy import answers, cluster, error_of, scenario, until
+from tests.support.proxy import answers, cluster, scenario, until
 
 KEY = "sk-0123456789abcdef"
 
@@ -130,38 +132,6 @@ async def test_a_running_proxy_notices_new_keys(tmp_path: Path) -> None:
 
 
 @scenario
-async def test_strangers_learn_from_health_whether_the_proxy_serves_and_nothing_else(tmp_path: Path) -> None:
-    key = {"Authorization": f"Bearer {KEY}"}
-    async with cluster(api_keys_file=keys_file(tmp_path, f"alice {KEY}")) as c:
-        for headers in ({}, {"Authorization": f"Bearer {KEY}x"}):
-            async with c.session.get(c.url + "/health", headers=headers) as response:
-                assert (response.status, await response.json()) == (200, {"status": "ok"})
-            async with c.session.get(c.url + "/metrics", headers=headers) as response:
-                assert response.status == 401
-                assert (await error_of(response))["code"] == "invalid_api_key"
-        async with c.session.get(c.url + "/health", headers=key) as response:
-            assert set((await response.json())["decode"]) == {c.decode[0].url}
-        async with c.session.get(c.url + "/metrics", headers=key) as response:
-            assert "pd_cache_proxy_node_up" in await response.text()
-        c.proxy._admission.closing = True
-        async with c.get("/health") as response:
-            assert (response.status, await response.json()) == (503, {"status": "unavailable"})
-
-
-@scenario
-async def test_with_keys_for_watching_those_of_clients_do_not_open_metrics(tmp_path: Path) -> None:
-    (tmp_path / "monitors").write_text(f"prometheus {KEY}-watching")
-    files = {"api_keys_file": keys_file(tmp_path, f"alice {KEY}"), "monitor_keys_file": str(tmp_path / "monitors")}
-    client, monitor = ({"Authorization": f"Bearer {key}"} for key in (KEY, f"{KEY}-watching"))
-    async with cluster(**files) as c:
-        for headers, metrics, completions in ((client, 401, 200), (monitor, 200, 401)):
-            async with c.session.get(c.url + "/metrics", headers=headers) as response:
-                assert response.status == metrics
-            async with c.post(headers=headers) as response:
-                assert response.status == completions
-
-
-@scenario
 async def test_a_node_key_that_changes_is_sent_from_then_on(tmp_path: Path) -> None:
     node_key = tmp_path / "node-key"
     node_key.write_text("first\n")
@@ -173,3 +143,39 @@ async def test_a_node_key_that_changes_is_sent_from_then_on(tmp_path: Path) -> N
         async with c.post(headers={"Authorization": f"Bearer {KEY}"}) as response:
             assert response.status == 200
         assert c.decode[0].headers[0]["Authorization"] == "Bearer of-the-second"
+
+
+def test_a_file_edited_in_place_with_equal_size_and_times_is_read_again(tmp_path: Path) -> None:
+    file, files = tmp_path / "keys", WatchedFiles()
+    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
+    before = file.stat()
+    file.write_text(f"alice {KEY[:-1]}X")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    files.look()
+    assert keys.client(f"Bearer {KEY[:-1]}X") == "alice"
+
+
+@scenario
+async def test_a_file_whose_reading_hangs_holds_up_neither_other_files_nor_the_end(tmp_path: Path) -> None:
+    hangs, file = threading.Event(), keys_file(tmp_path, f"alice {KEY}")
+    (tmp_path / "node-key").write_text("first")
+    files = WatchedFiles()
+    first = [True]
+
+    def load() -> None:
+        if not first:
+            hangs.wait(60)
+        first.clear()
+
+    files.add("a file", [str(tmp_path / "node-key")], load)
+    keys = Keys(ProxyConfig(api_keys_file=file), files)
+    following = asyncio.ensure_future(files.follow())
+    try:
+        (tmp_path / "node-key").write_text("second")
+        keys_file(tmp_path, f"alice {KEY}-2")
+        await until(lambda: keys.may_watch(f"Bearer {KEY}-2"), "the other file was read")
+        following.cancel()
+        await asyncio.wait({following})
+        await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 10)
+    finally:
+        hangs.set()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
@@ -96,65 +97,42 @@ def serving(c: Cluster, *models: str | None) -> View:
     return View(tuple(records))
 
 
+@pytest.mark.parametrize(
+    ("served", "asked_for", "statuses", "asked"),
+    [
+        ("abb", "ababa", [200] * 5, [3, 1, 1]),
+        ("aa", ["an adapter", None], [200, 200], [1, 1]),  # an adapter of the only model
+        ("ab", ["an adapter", None], [404, 404], [0, 0]),
+        (["a", None], "aa", [200, 200], [1, 1]),  # a node that does not say its model takes every request
+    ],
+    ids=["of its model", "one model", "several models", "unsaid"],
+)
 @scenario
-async def test_a_request_goes_to_nodes_of_its_model() -> None:
-    async with cluster(3, 3) as c:
-        c.proxy.update(serving(c, "a", "b", "b"))
-        for model in ("a", "b", "a", "b", "a"):
-            async with c.post({"model": model, "prompt": "x"}) as response:
-                assert response.status == 200
-        assert [len(node.bodies) for node in c.prefill] == [3, 1, 1]
-        assert [len(node.bodies) for node in c.decode] == [3, 1, 1]
+async def test_a_request_goes_to_nodes_of_its_model(
+    served: Sequence[str | None], asked_for: Sequence[str | None], statuses: list[int], asked: list[int]
+) -> None:
+    async with cluster(len(served), len(served)) as c:
+        c.proxy.update(serving(c, *served))
+        for model, status in zip(asked_for, statuses, strict=True):
+            async with c.post({"prompt": "x"} if model is None else {"model": model, "prompt": "x"}) as response:
+                assert response.status == status
+        assert [len(node.bodies) for node in c.prefill] == [len(node.bodies) for node in c.decode] == asked
 
 
+@pytest.mark.parametrize("left", [True, False], ids=["left", "failing"])
 @scenario
-async def test_another_model_may_be_an_adapter_where_all_nodes_serve_one_and_is_refused_where_they_serve_several() -> (
-    None
-):
-    async with cluster(2, 2) as c:
-        for models, status in ((("a", "a"), 200), (("a", "b"), 404)):
-            c.proxy.update(serving(c, *models))
-            for body in ({"model": "adapter", "prompt": "x"}, {"prompt": "x"}):
-                async with c.post(body) as response:
-                    assert response.status == status
-        async with c.post({"model": "adapter", "prompt": "x"}) as response:
-            error = await error_of(response)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert error["message"] == "No node serves the model 'adapter'; there are: a, b"
-        assert [len(node.bodies) for node in c.decode] == [1, 1]
-
-
-@scenario
-async def test_a_model_whose_nodes_have_left_is_one_that_will_be_back() -> None:
+async def test_a_model_whose_nodes_have_left_or_fail_is_asked_of_no_other_and_will_be_back(left: bool) -> None:
     async with cluster(2, 2) as c:
         c.proxy.update(serving(c, "a", "b"))
         async with c.post({"model": "a", "prompt": "x"}) as response:
             assert response.status == 200
-        c.proxy.update(View(tuple(node for node in serving(c, "a", "b").nodes if node.model == "b")))
+        c.decode[0].default = disconnects
+        if left:
+            c.proxy.update(View(tuple(node for node in serving(c, "a", "b").nodes if node.model == "b")))
         async with c.post({"model": "a", "prompt": "x"}) as response:
             assert response.status == 503
             assert response.headers["Retry-After"]
-        assert [len(node.bodies) for node in (*c.prefill, *c.decode)] == [1, 0, 1, 0]
-
-
-@scenario
-async def test_a_node_that_does_not_tell_its_model_takes_every_request() -> None:
-    async with cluster(2, 2) as c:
-        c.proxy.update(serving(c, "a", None))
-        for _ in range(2):
-            async with c.post({"model": "a", "prompt": "x"}) as response:
-                assert response.status == 200
-        assert [len(node.bodies) for node in c.decode] == [1, 1]
-
-
-@scenario
-async def test_a_model_whose_nodes_are_all_down_is_asked_of_no_other() -> None:
-    async with cluster(2, 2) as c:
-        c.proxy.update(serving(c, "a", "b"))
-        c.decode[0].default = disconnects
-        async with c.post({"model": "a", "prompt": "x"}) as response:
-            assert response.status == 503
-        assert c.decode[1].bodies == []
+        assert c.prefill[1].bodies == c.decode[1].bodies == []
 
 
 @scenario
@@ -183,45 +161,22 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again() -> N
     async with cluster(2, 1, health_interval_s=0.02) as c:
         sick, well = c.prefill
         sick.health = answers(503)
-        await until(lambda: not c.proxy._node_pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        await until(lambda: not c.proxy._pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
         for _ in range(3):
             async with c.post() as response:
                 assert response.status == 200
         assert (len(sick.bodies), len(well.bodies)) == (0, 3)
         sick.health = answers(404)  # it knows no such path, but it answers
-        await until(lambda: c.proxy._node_pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
+        await until(lambda: c.proxy._pools.pools["prefill"].health(time.monotonic())[sick.url], "noticed")
 
 
 @scenario
 async def test_a_check_that_hangs_counts_as_failed() -> None:
     async with cluster(1, 1, health_interval_s=0.02, health_timeout_s=0.05) as c:
         c.decode[0].health = hangs
-        await until(
-            lambda: not c.proxy._node_pools.pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed"
-        )
+        await until(lambda: not c.proxy._pools.pools["decode"].health(time.monotonic())[c.decode[0].url], "noticed")
         async with c.post() as response:
             assert response.status == 200, "with nobody else, the checks are not believed"
-
-
-@pytest.mark.usefixtures("long_skips")
-@scenario
-async def test_a_node_that_answers_errors_is_left_alone_for_a_while() -> None:
-    async with cluster(2, 1, breaker_failures=3) as c:
-        c.prefill[0].default = answers(500)
-        for _ in range(10):
-            async with c.post() as response:
-                assert response.status == 200
-        assert len(c.prefill[0].bodies) == 3
-
-
-@scenario
-async def test_refusals_are_never_counted_against_a_node() -> None:
-    async with cluster(1, 1, breaker_failures=1) as c:
-        c.prefill[0].default = answers(400, {"error": {}})
-        for _ in range(3):
-            async with c.post() as response:
-                assert response.status == 400
-        assert len(c.prefill[0].bodies) == 3
 
 
 @scenario

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy.admission import Admission
+from launch.discovery import View
 from launch.proxy.answers import ApiError
-from launch.proxy.breaker import Blame, NodeBreaker
-from launch.proxy.completion import Completion, HandedOver, read_handoff
+from launch.proxy.bodies import Completion, HandedOver, read_handoff
+from launch.proxy.direct import DirectRule
+from launch.proxy.keys import Admission
+from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, count_tokens, read_prompt
-from launch.proxy.routing import Hop, NodePool, Policy, Target
+from launch.proxy.routing import Blame, Hop, NodeBreaker, NodePool, Policy, Target
+from pd_cache.cluster import About, NodeRecord, ProxyConfig
 
 TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
@@ -211,6 +214,22 @@ def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
     assert len({pool.pick(0, read_prompt(ids(2000, first=50_000))) for _ in range(3)}) == 3
 
 
+def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() -> None:
+    config = ProxyConfig(policy="prefix_aware")
+    pools = NodePools(config, DirectRule(0), rng=Random(0))
+    pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
+    pool, known = pools.pools["prefill"], read_prompt(ids(2000))
+    with pool.working("http://a:1", RoutedPrompt(3)):
+        pools.told_namespace("http://a:1", About(kv_tokens=1000))
+        assert pool.loads()["http://a:1"] == 3, "it is the same node"
+    for prompt in (known, read_prompt(ids(2000, first=50_000))):
+        with pool.working("http://a:1", prompt):
+            pass
+    assert {pool.pick(0, known) for _ in range(2)} == {"http://a:1", "http://b:1"}, (
+        "the second took the first one's room"
+    )
+
+
 def test_a_queue_that_is_longer_than_what_the_cache_saves_sends_it_elsewhere() -> None:
     pool = pool_of("a", "b", policy="prefix_aware")
     known = read_prompt(ids(2000))
@@ -307,14 +326,6 @@ def test_the_prefill_body_asks_for_one_token_and_promises_a_remote_decode() -> N
     }  # fmt: skip
 
 
-def test_max_completion_tokens_is_lowered_where_it_is_given() -> None:
-    assert (
-        json.loads(Completion(b'{"prompt": "x", "max_completion_tokens": 9}').for_prefill())["max_completion_tokens"]
-        == 1
-    )
-    assert "max_completion_tokens" not in json.loads(Completion(b'{"prompt": "x"}').for_prefill())
-
-
 def test_what_is_handed_over_keeps_its_bytes() -> None:
     params = '{"x" : 1.50, "n": 123456789012345678901234567890, "x": "\\u00e9", "deep": [{"a": null}]}'
     handoff = read_handoff(f'{{"id": "p", "kv_transfer_params": {params}, "choices": []}}'.encode())
@@ -335,11 +346,6 @@ def test_a_prefill_node_may_have_nothing_to_hand_over(answer: bytes) -> None:
 def test_a_prefill_answer_that_is_no_object_is_refused(answer: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_handoff(answer)
-
-
-def test_a_client_cannot_say_where_the_cache_lies() -> None:
-    body = b'{"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}'
-    assert Completion(body).for_decode(None) == b'{"prompt":"x"}'
 
 
 def test_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 import aiohttp
 import pytest
 
-from launch.process import spawn_child
+from launch.supervise import spawn_child
 from tests.support.hosts import Host, Network, why_not
 from tests.support.proxy import EVENTS, cluster, scenario
 

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from launch.proxy.completion import Completion
-from pd_cache.tokens import ChunkNamer
+from launch.proxy.bodies import Completion
 from tests.launch.proxy.test_direct import Lookups, rule
 from tests.support.proxy import (
     NAMESPACE,
@@ -87,36 +86,37 @@ async def test_both_hops_get_the_tokens_and_the_answer_is_that_to_the_text() -> 
         handed_over = {"seed": 3, "kv_transfer_params": PARAMS}
         assert {name: c.decode[0].bodies[0][name] for name in handed_over} == handed_over
         assert c.prefill[0].bodies[0]["max_tokens"] == 1
-        assert c.proxy._bodies.used == 0
+        assert c.proxy.requests.bodies.used == 0
 
 
+T, IDS = TEXT, ids(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "found", "others", "expected"),
+    [
+        (1, 1, 1 << 20, (), [[], [IDS, IDS]]),  # no prefill node is needed
+        (2, 1, 0, (1,), [[IDS], [T], [IDS, IDS]]),  # that prefill node has another namespace
+        (1, 2, 0, (), [[T, T], [T], [T]]),  # what one decode node returns must not spoil prompts that another answers
+        (1, 1, 0, None, [[T, T], [T, T]]),  # no node says its namespace
+    ],
+    ids=["direct", "another namespace", "two decode nodes", "no namespace"],
+)
 @scenario
-async def test_a_prompt_that_needs_no_prefill_node_goes_to_the_decode_node_as_tokens() -> None:
-    async with cluster(direct=rule(Lookups(1 << 20))) as c:
-        begin(c)
-        async with c.post({"prompt": TEXT}) as response:
-            assert response.status == 200
-        assert (prompts(*c.prefill), prompts(*c.decode)) == ([], [ids(TEXT)])
-
-
-@scenario
-async def test_a_prefill_node_of_another_namespace_gets_the_text() -> None:
-    async with cluster(2, 1, direct=rule(Lookups(0))) as c:
-        begin(c, c.prefill[1])
+async def test_nodes_get_tokens_only_where_these_are_certainly_theirs(
+    prefill: int, decode: int, found: int, others: tuple[int, ...] | None, expected: list[list[Any]]
+) -> None:
+    """Sends two requests. `others`: prefill nodes of another namespace; None if no node says its own."""
+    async with cluster(prefill, decode, direct=rule(Lookups(found))) as c:
+        if others is None:
+            c.decode[0].tokenize = tokenizes
+        else:
+            begin(c, *(c.prefill[number] for number in others))
         for _ in range(2):
             async with c.post({"prompt": TEXT}) as response:
                 assert response.status == 200
-        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [TEXT], [ids(TEXT)] * 2]
-
-
-@scenario
-async def test_with_two_decode_nodes_all_nodes_get_the_text_so_that_none_spoils_prompts_that_another_answers() -> None:
-    async with cluster(1, 2, direct=rule(Lookups(0))) as c:
-        begin(c)
-        for _ in range(2):
-            async with c.post({"prompt": TEXT}) as response:
-                assert response.status == 200
-        assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[TEXT] * 2, [TEXT], [TEXT]]
+        assert [prompts(node) for node in (*c.prefill, *c.decode)] == expected
+        assert c.proxy.requests.bodies.used == 0
 
 
 @scenario
@@ -138,16 +138,6 @@ async def test_a_decode_node_that_joins_meanwhile_gets_no_tokens_of_another() ->
 
 
 @scenario
-async def test_nodes_that_do_not_say_their_namespace_get_the_text() -> None:
-    async with cluster(direct=rule(Lookups(0))) as c:
-        c.decode[0].tokenize = tokenizes
-        async with c.post({"prompt": TEXT}) as response:
-            assert response.status == 200
-        assert prompts(*c.prefill, *c.decode) == [TEXT] * 2
-        assert c.proxy._bodies.used == 0
-
-
-@scenario
 async def test_a_namespace_that_only_health_reports_counts_and_a_node_that_comes_back_with_another_gets_the_text() -> (
     None
 ):
@@ -155,12 +145,12 @@ async def test_a_namespace_that_only_health_reports_counts_and_a_node_that_comes
         c.decode[0].tokenize, node = tokenizes, c.decode[0]
 
         async def told(fingerprint: str) -> None:
-            await until(lambda: c.proxy._node_pools.fingerprint(node.url) == fingerprint, "it is known")
+            await until(lambda: c.proxy._pools.fingerprint(node.url) == fingerprint, "it is known")
 
         for one in (*c.prefill, *c.decode):
             one.health = answers(200, NAMESPACE.described())
         await told(NAMESPACE.fingerprint())
-        await until(lambda: c.proxy._node_pools.fingerprint(c.prefill[0].url) is not None, "that of the other, too")
+        await until(lambda: c.proxy._pools.fingerprint(c.prefill[0].url) is not None, "that of the other, too")
 
         async def starts_anew(request: web.Request) -> web.StreamResponse:
             node.health = answers(200, OTHER.described())
@@ -207,17 +197,6 @@ def test_only_one_text_takes_tokens_whatever_is_left_at_its_default() -> None:
 
 
 @scenario
-async def test_a_chat_goes_as_it_is() -> None:
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXT}]}
-    async with cluster(direct=rule(Lookups(0))) as c:
-        begin(c)
-        c.decode[0].tokenize, c.decode[0].default = answers(200, {"tokens": [7] * 1000}), answers(200, {})
-        async with c.session.post(f"{c.url}/v1/chat/completions", json=chat) as response:
-            assert response.status == 200
-        assert [body["messages"] for node in (*c.prefill, *c.decode) for body in node.bodies] == [chat["messages"]] * 2
-
-
-@scenario
 async def test_a_refusal_of_tokens_is_not_the_clients_which_wrote_a_text() -> None:
     async with cluster(direct=rule(Lookups(0))) as c:
         begin(c)
@@ -228,7 +207,7 @@ async def test_a_refusal_of_tokens_is_not_the_clients_which_wrote_a_text() -> No
         c.prefill[0].default = refuses_tokens(answers(400, {"error": "the text is too long"}))
         async with c.post({"prompt": TEXT}) as response:
             assert (response.status, await response.json()) == (400, {"error": "the text is too long"})
-        assert c.proxy._bodies.used == 0
+        assert c.proxy.requests.bodies.used == 0
 
 
 @scenario
@@ -239,18 +218,7 @@ async def test_retries_go_on_with_what_each_node_may_get() -> None:
         async with c.post({"prompt": TEXT}) as response:
             assert response.status == 200
         assert [prompts(node) for node in (*c.prefill, *c.decode)] == [[ids(TEXT)], [TEXT], [ids(TEXT)]]
-        assert c.proxy._bodies.used == 0
-
-
-@scenario
-async def test_prompts_of_one_beginning_still_go_to_one_prefill_node() -> None:
-    async with cluster(3, 1, direct=rule(Lookups(0)), policy="prefix_aware") as c:
-        begin(c)
-        for end in ("a", "b", "c"):
-            async with c.post({"prompt": TEXT + end}) as response:
-                assert response.status == 200
-        assert sorted(len(node.bodies) for node in c.prefill) == [0, 0, 3]
-        assert prompts(*c.decode) == [ids(TEXT + end) for end in "abc"]
+        assert c.proxy.requests.bodies.used == 0
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -271,27 +239,25 @@ async def test_tokens_are_charged_to_the_client_until_the_decode_node_answers() 
         c.decode[0].default = waits
         asking = asyncio.ensure_future(c.post(data=body).__aenter__())
         await until(lambda: c.decode[0].bodies != [], "the decode node has it")
-        assert c.proxy._bodies.used == len(body) + len(body) + len(tokens), "two bodies, at most"
+        assert c.proxy.requests.bodies.used > 2 * len(body) + 2 * len(tokens)
         go.set()
         async with await asking as response:
             assert response.status == 200
-        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
+        assert c.proxy.requests.bodies.used == 0
 
 
 @scenario
 async def test_without_room_for_the_tokens_nodes_get_the_text() -> None:
-    client, tokens = (
-        Lookups(0),
-        [123456789] * 1_250_000,
-    )  # 13 MiB of JSON, more than a third of the room for large bodies
+    client, tokens = Lookups(0), [123456789] * 1_250_000  # 13 MiB of JSON
     async with cluster(direct=rule(client), body_memory=ByteSize(48 * MIB)) as c:
         begin(c)
+        assert c.proxy.requests.bodies.take(20 * MIB, large=True)
         c.decode[0].tokenize = answers(200, {"tokens": tokens})
         async with c.post({"prompt": "x" * 8000}) as response:
             assert response.status == 200
-        assert client.asked == [ChunkNamer(NAMESPACE.chunk_size).hash_tokens(tokens)]
+        assert client.asked == [], "so many tokens are not looked up"
         assert prompts(*c.prefill, *c.decode) == ["x" * 8000] * 2
-        assert c.proxy._bodies.used == 0
+        assert c.proxy.requests.bodies.used == 20 * MIB
 
 
 @pytest.mark.parametrize("hop", ["prefill", "decode"])
@@ -303,23 +269,10 @@ async def test_the_memory_for_tokens_is_given_back_when_the_client_goes_away(hop
         node.default = hangs
         asking = asyncio.ensure_future(c.post({"prompt": TEXT}).__aenter__())
         await until(lambda: node.bodies != [], "the node has it")
-        assert c.proxy._bodies.used > len(TEXT) * 2
+        assert c.proxy.requests.bodies.used > len(TEXT) * 2
         asking.cancel()
         await asyncio.wait({asking})
-        await until(lambda: c.proxy._bodies.used == 0, "the memory was given back")
-        assert c.proxy._bodies._by_client == {}
-
-
-@pytest.mark.parametrize("fails", [answers(500), disconnects], ids=["500", "disconnects"])
-@scenario
-async def test_the_memory_for_tokens_is_given_back_when_every_node_fails(fails: Behaviour) -> None:
-    async with cluster(1, 2, direct=rule(Lookups(0))) as c:
-        begin(c)
-        for node in (*c.prefill, *c.decode):
-            node.default = fails
-        async with c.post({"prompt": TEXT}) as response:
-            assert response.status >= 500
-        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
+        await until(lambda: c.proxy.requests.bodies.used == 0, "the memory was given back")
 
 
 @scenario
@@ -331,5 +284,5 @@ async def test_tokens_that_came_before_a_lookup_that_was_too_slow_are_used_and_c
         async with c.post({"prompt": TEXT}) as response:
             assert response.status == 200
         assert prompts(*c.prefill, *c.decode) == [ids(TEXT)] * 2
-        assert (c.proxy._bodies.used, c.proxy._bodies._by_client) == (0, {})
+        assert c.proxy.requests.bodies.used == 0
         client.gate.set()

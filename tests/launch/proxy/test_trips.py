@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.proxy.trips import AnswerEnd, read_report
-from pd_cache.reports import RequestReport
+from launch.proxy.metrics import AnswerEnd, read_report
+from pd_cache.reasons import RequestReport
 from tests.support.proxy import PARAMS, answers, cluster, scenario, streams_then
 
 PREFILL = RequestReport.of(600, 256, reason="never_stored")
@@ -85,15 +85,6 @@ async def test_a_stream_is_remembered_with_the_report_of_its_last_event() -> Non
         async with c.get("/requests/mine") as response:
             (hop,) = (await response.json())["hops"]
             assert hop["report"] == msgspec.to_builtins(DECODE)
-
-
-@scenario
-async def test_a_node_without_reports_is_remembered_without_one() -> None:
-    async with cluster(prefill=0) as c:
-        async with c.post(headers={"X-Request-Id": "mine"}) as response:
-            assert response.status == 200
-        async with c.get("/requests/mine") as response:
-            assert (await response.json())["hops"] == [{"hop": "decode", "node": c.decode[0].url, "report": None}]
 
 
 @pytest.mark.parametrize("monitors", [False, True])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pd_cache.adapters.lmcache import LMCacheOptions
-from pd_cache.adapters.options import AdapterOptions, read_options, settings_of
+from pd_cache.adapters.options import AdapterOptions, LMCacheOptions, read_options, settings_of
 from pd_cache.config import LocalTier, MooncakeTier
 from pd_cache.errors import ConfigError
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from pd_cache.adapters.sglang_hicache import namespace_of
+from pd_cache.adapters.sglang_pages import bytes_of, namespace_of
 from pd_cache.errors import ConfigError
 
 SERVER = {"model_path": "org/llama", "revision": "main", "kv_cache_dtype": "fp8_e4m3", "quantization": None}
@@ -52,3 +53,10 @@ def test_without_a_revision_the_files_decide_wherever_they_lie(tmp_path: Path) -
     assert named(with_draft, revision="") != names[0]
     with pytest.raises(ConfigError, match=r"org/eagle: cannot tell its weights.*put a `revision`"):
         named({**with_draft, "speculative_draft_model_path": "org/eagle"}, revision="")
+
+
+def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides() -> None:
+    tensor = torch.arange(6, dtype=torch.int32)[::7]
+    assert tensor.is_contiguous()
+    assert tensor.stride() == (7,)
+    assert bytes_of(tensor) == tensor.clone().numpy().tobytes()

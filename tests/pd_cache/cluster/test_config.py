@@ -90,13 +90,6 @@ def test_with_etcd_the_address_of_a_cache_server_needs_no_master(tmp_path: Path)
     assert all(url.startswith("ipc:///") and url.endswith("-c.sock") for url in urls)
 
 
-def test_with_a_client_a_host_the_cache_server_needs_one_too(tmp_path: Path) -> None:
-    text = GOOD.replace("segment_size: 1GiB", "client: host").replace(", segment_size: 512MiB", ", cache_server: c")
-    text = text.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
-    with pytest.raises(ConfigError, match=r"nodes\[3\].host: .*no store node has this host"):
-        load(tmp_path, text)
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_files_that_ship_are_good(file: Path) -> None:
     assert load_config(file).nodes
@@ -141,11 +134,6 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
             "must have at most 100 bytes",
         ),
-        (
-            "{segment_size: 1GiB}",
-            "{client: host, client_address: '127.0.0.1:1'}",
-            "nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
-        ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
         (
@@ -179,7 +167,11 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ),
         ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
         ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
-        ("name: tiny, random: {seed: 1}", "name: tiny", "engine.model: give exactly one of `path`"),
+        (
+            "name: tiny, random: {seed: 1}",
+            "name: tiny, path: /m",
+            "engine.model.path: '/m': went in 0.2.0: the reference",
+        ),
         ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
@@ -305,14 +297,6 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
             "  kind: reference\n  num_blocks: 4\n",
             "cannot hold one request of max_model_len 8192",
         ),
-        ("segment_size: 1GiB", "client: shared", "transfer.client: 'shared': must be one of embedded, host"),
-        ("segment_size: 1GiB", "client_address: 'h:1'", "only client: host uses it"),
-        ("segment_size: 1GiB", "client: host, segment_size: 1GiB", "with client: host only store nodes give memory"),
-        (
-            "segment_size: 1GiB",
-            "client: host",
-            "c.yaml:9: nodes[1].segment_size: '512MiB': with transfer.client: host only store nodes give memory",
-        ),
         (
             "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
             "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
@@ -403,7 +387,6 @@ def test_nodes_know_their_role() -> None:
 
 
 HOST = """\
-transfer: {client: host}
 engine: {kind: reference, model: {name: tiny, random: {seed: 1}}}
 nodes:
   - {name: master, role: master}
@@ -412,28 +395,39 @@ nodes:
 """
 
 
-def test_engines_share_memory_with_the_store_node_of_their_host(tmp_path: Path) -> None:
-    config = load(tmp_path, HOST)
-    engine, store = config.node("p0"), config.node("s0")
-    assert engine is not None
-    assert store is not None
-    assert config.settings_of(engine).transfer.client_address == "127.0.0.1:50052"
-    assert config.settings_of(engine).segment_size == 0
-    elsewhere = HOST.replace("client: host", "client: host, client_address: '127.0.0.1:7'")
-    assert load(tmp_path, elsewhere).settings_of(engine).transfer.client_address == "127.0.0.1:7"
-
-
-def test_a_host_client_needs_exactly_one_store_node_beside_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nodes\[2\].host: '10.0.0.9': no store node has this host"):
-        load(tmp_path, HOST.replace("role: prefill", "role: prefill, host: 10.0.0.9"))
-    second = "  - {name: s1, role: store, segment_size: 1GiB, port: 50053}\n"
-    with pytest.raises(ConfigError, match=r"nodes\[2\].host: 2 store nodes have this host"):
-        load(tmp_path, HOST + second)
-
-
 def test_segments_that_the_file_does_not_name_may_have_registered(tmp_path: Path) -> None:
     tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
     with pytest.raises(ConfigError, match="only 1 nodes give memory"):
         load(tmp_path, tiers + HOST)
     config = load(tmp_path, "discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + HOST)
     assert isinstance(config.cache.tiers[0], MooncakeTier)
+
+
+def test_a_key_or_value_of_an_earlier_version_says_what_to_do_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = {"nodes.prefill.speed": "went: buy a GPU", "cache.hash_mode: words": "went: use tokens"}
+    monkeypatch.setattr("pd_cache.cluster.reader.REMOVED", gone)
+    for old, new, message in (
+        ("role: prefill", "role: prefill, speed: 3", r"nodes\[1\]\.speed: 3: went: buy a GPU"),
+        ("chunk_size: 256", "hash_mode: words", r"cache\.hash_mode: 'words': went: use tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, GOOD.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ("connector: {load: layerwise}", r"connector\.load: 'layerwise': went in 0\.2\.0, .*: use async"),
+        ("transfer: {client: host}", r"transfer\.client: 'host': went in 0\.2\.0: .*`cache_server: NAME`"),
+        (
+            "transfer: {client_address: 'h:1'}",
+            r"transfer\.client_address: 'h:1': went in 0\.2\.0: .*`cache_server: NAME`",
+        ),
+        ("connector: {load: auto}", r"connector\.load: 'auto': went in 0\.2\.0, .*: use async"),
+    ],
+)
+def test_what_went_says_what_to_use_instead(tmp_path: Path, old: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, old + "\n")

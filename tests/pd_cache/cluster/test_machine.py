@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from launch.doctor import Verdict
-from launch.doctor.files import file_findings
-from launch.doctor.memory import memory_findings
+from launch.doctor.checks import memory_findings
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -134,10 +133,6 @@ def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Pa
         "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
     ]  # fmt: skip
     assert all("does not exist on this machine, or cannot be read" in message for message in told)
-    config = cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd)
-    assert [finding.about for finding in file_findings(config, config.nodes)] == [
-        message.split(": ")[1] for message in told
-    ], "the doctor names the same"
     elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)
     assert messages(elsewhere) == [], "they are needed where the nodes are"
 

@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.misses import MissReason
-from pd_cache.reports import RequestReport
-from pd_cache.tokens import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from pd_cache.reasons import MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
-from pd_cache.vllm.adapters import Adapters
 from pd_cache.vllm.layers import KeptLayers
+from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 
@@ -177,7 +176,7 @@ class Lookups(LookupClient):
         self.epoch: str | None = ""
         self.begun = 0
         self.resets = True
-        """Whether the pool takes a new epoch."""
+        """Whether a reset is taken."""
 
     @property
     def available(self) -> bool:
@@ -196,8 +195,9 @@ class Lookups(LookupClient):
     def stored(self, names: Any) -> None:
         self.noted |= set(names)
 
-    def reset(self) -> str | None:
+    def reset(self, version: str | None = None) -> str | None:
         if not self.resets:
+            self.epoch = None
             return None
         self.there.clear()
         self.begun += 1
@@ -262,7 +262,7 @@ class Scene:
         )
         self.lookups.ahead = max(one.ahead for one in layers)
         opened = [METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers]
-        self.side.open(opened, self.lookups, by_layers=True)
+        self.side.open(opened, self.lookups)
         self.side.bind(self.manager)  # type: ignore[arg-type]
 
     def names(self, request: Request) -> list[bytes]:

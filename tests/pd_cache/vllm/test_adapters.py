@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pd_cache.vllm import adapters as module
-from pd_cache.vllm.adapters import Adapter, Adapters
+from pd_cache.vllm import lora as module
+from pd_cache.vllm.lora import Adapter, Adapters
 from tests.pd_cache.vllm.histories import CHUNK, Request, Scene
 from tests.support.waiting import wait_for
 

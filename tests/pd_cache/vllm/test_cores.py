@@ -13,7 +13,7 @@ from tests.support.pool import ROOT
 
 PROGRAM = """
 import os, threading
-from pd_cache.vllm.cores import on_all_cores
+from pd_cache.vllm.cache import on_all_cores
 
 cores = sorted(os.sched_getaffinity(0))
 bound, done = threading.Barrier(3), threading.Event()
@@ -43,7 +43,7 @@ WORKER = """
 import multiprocessing, os, threading
 
 def work(ours):
-    from pd_cache.vllm.cores import on_all_cores
+    from pd_cache.vllm.cache import on_all_cores
 
     for thread in os.listdir("/proc/self/task"):  # one core for each thread that was there before
         os.sched_setaffinity(int(thread), {min(ours)})

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pd_cache.reports import RequestReport
-from pd_cache.vllm.namespace_file import NAMESPACE_FILE
-from pd_cache.vllm.report_file import ReportWriter, TellRequests, find_reports, report_file
+from pd_cache.reasons import RequestReport
+from pd_cache.vllm.files import NAMESPACE_FILE, ReportWriter, TellRequests, find_reports, report_file
 
 REPORT = RequestReport.of(20, 8, reason="evicted")
 

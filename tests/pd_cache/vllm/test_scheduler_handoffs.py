@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pd_cache.blocks import Restored, StoreOutcome, TierChunks
-from pd_cache.reports import RequestReport
+from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.reasons import RequestReport, TierChunks
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import (
     CHUNK,

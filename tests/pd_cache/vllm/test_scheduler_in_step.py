@@ -18,9 +18,8 @@ from tests.pd_cache.vllm.histories import (
 NEW, NOT = StoreOutcome.NEW, StoreOutcome.NOT
 
 
-@pytest.mark.parametrize("load", ["sync", "layerwise"])
-def test_what_is_computed_behind_a_load_of_the_same_step_is_stored_when_the_load_is_known_to_be_good(load: str) -> None:
-    scene, request = Scene(load=load), Request("a", PROMPT)
+def test_what_is_computed_behind_a_load_of_the_same_step_is_stored_when_the_load_is_known_to_be_good() -> None:
+    scene, request = Scene(load="sync"), Request("a", PROMPT)
     assert hit(scene, request, 1) == (CHUNK, False)
     request.num_computed_tokens = CHUNK
     step = scene.step(a=2 * CHUNK + 3)
@@ -33,7 +32,7 @@ def test_what_is_computed_behind_a_load_of_the_same_step_is_stored_when_the_load
 
 
 def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_one() -> None:
-    scene, request = Scene(load="layerwise"), Request("a", PROMPT)
+    scene, request = Scene(load="sync"), Request("a", PROMPT)
     hit(scene, request, 1)
     request.num_computed_tokens = CHUNK
     scene.step(a=2 * CHUNK + 3)
@@ -43,13 +42,12 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_o
     assert late.chunks.names == scene.names(request)[1:]
 
 
-@pytest.mark.parametrize("load", ["sync", "layerwise"])
 @pytest.mark.parametrize("aborted", [False, True])
 def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is_known_to_be_good(
-    load: str, aborted: bool
+    aborted: bool,
 ) -> None:
     """Such a store would put whatever a failed load left in the blocks into the pool, under the names of the chunks that it lacks."""
-    scene, request = Scene(load=load), Request("a", PROMPT)
+    scene, request = Scene(load="sync"), Request("a", PROMPT)
     scene.lookups.there = set(scene.names(request)[:2])
     assert scene.side.matched_tokens(request, CHUNK) == (CHUNK, False)  # type: ignore[arg-type]
     scene.side.allocated(request, scene.manager.allocate(request, 10), CHUNK)  # type: ignore[arg-type]
@@ -71,7 +69,7 @@ class Sharing:
     """A request that loads its first chunk in the step that computes the others. vLLM has put all of its blocks into its own cache."""
 
     def __init__(self) -> None:
-        self.scene, self.request = Scene(load="layerwise"), Request("a", PROMPT)
+        self.scene, self.request = Scene(load="sync"), Request("a", PROMPT)
         pool = self.scene.manager.block_pool
         self.scene.lookups.there = set(self.scene.names(self.request)[:1])
         external, _ = self.scene.side.matched_tokens(self.request, 0)  # type: ignore[arg-type]
@@ -151,59 +149,9 @@ def test_a_new_epoch_leaves_no_block_of_the_old_one_in_vllms_own_cache() -> None
     assert one.cached == []
 
 
-@pytest.mark.parametrize(
-    ("load", "length", "in_step"),
-    [
-        ("layerwise", 3 * CHUNK + 3, True),
-        ("layerwise", 3 * CHUNK, False),
-        ("async", 3 * CHUNK + 3, False),
-        ("auto", 3 * CHUNK + 3, False),
-    ],
-    ids=["whole blocks", "the last block is loaded and computed", "not wanted", "nothing measured yet"],
-)
-def test_a_load_runs_in_the_step_that_needs_it_only_if_no_block_is_both_loaded_and_computed(
-    load: str, length: int, in_step: bool
-) -> None:
-    scene, request = Scene(load=load), Request("a", PROMPT[:length])
+@pytest.mark.parametrize(("load", "in_step"), [("sync", True), ("async", False)])
+def test_only_a_sync_load_runs_in_the_step_that_needs_it(load: str, in_step: bool) -> None:
+    scene, request = Scene(load=load), Request("a", PROMPT)
     _, later = hit(scene, request, 3)
     assert later is not in_step
     assert [op.in_step for op in scene.step().loads] == [in_step]
-
-
-def test_auto_loads_in_the_step_when_loading_takes_long_beside_computing_and_nothing_else_computes() -> None:
-    scene = Scene(load="auto")
-    tokens = list(range(1000, 1000 + 20 * CHUNK))
-
-    def loads_in_step(number: int, found: int = 10) -> bool:
-        request = Request(f"r{number}", [number, *tokens])
-        _, later = hit(scene, request, found)
-        scene.step()
-        scene.side.finished(request)  # type: ignore[arg-type]
-        scene.manager.free(request)
-        return not later
-
-    def computed(seconds: float) -> None:
-        scene.step(other=10 * CHUNK)
-        scene.clock.now += seconds
-        scene.side.end_step()
-        scene.step()
-
-    def loaded(seconds: float) -> None:
-        request = Request("measured", [0, *tokens])
-        hit(scene, request, 10)
-        scene.side.take_report(StepReport(loads={"measured": Restored(10)}, load_seconds={"measured": seconds}))
-        scene.side.finished(request)  # type: ignore[arg-type]
-        scene.manager.free(request)
-
-    assert not loads_in_step(1), "nothing is known yet"
-    computed(1.0)
-    loaded(0.5)
-    assert loads_in_step(2), "half a second of 1.5 can be saved"
-    scene.step(other=1)
-    assert not loads_in_step(3), "another request would wait for it"
-    scene.step(other=1)
-    scene.side.finished(Request("other", tokens))  # type: ignore[arg-type]
-    assert loads_in_step(4), "it has ended, and the engine has made no step since"
-    for _ in range(8):
-        loaded(0.02)
-    assert not loads_in_step(5), "the link is fast"

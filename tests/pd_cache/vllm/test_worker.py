@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -66,12 +66,11 @@ def cache() -> Cache:
 def make(cache: Cache, clock: Clock) -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
-    def worker(*, stores: bool = True, layers: tuple[str, ...] = ()) -> WorkerSide:
+    def worker(*, stores: bool = True) -> WorkerSide:
         side = WorkerSide(
             [cache],  # type: ignore[list-item]
             stores=[stores],
             load_timeout_s=5.0,
-            layers=layers,
             clock=clock,
         )
         made.append(side)
@@ -223,143 +222,10 @@ def test_a_sync_load_has_ended_when_start_returns(make: Any, cache: Cache) -> No
     assert reported(side).failed_loads == {"a"}
 
 
-LAYERS = ("model.0", "model.1", "model.2")
-
-
-class LayeredCache(Cache):
-    """Brings a layer each time that `more` is released. `loads` is what comes of it in the end."""
-
-    restores_by_layers = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = threading.Semaphore(0)
-
-    def restore_by_layers(
-        self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float
-    ) -> Generator[int, None, Restored]:
-        self.calls.append((session, timeout))
-        for layer in range(len(LAYERS)):
-            assert self.more.acquire(timeout=PATIENCE_S)
-            yield layer + 1
-        if isinstance(self.loads, Exception):
-            raise self.loads
-        return Restored(self.loads, "none" if self.loads == len(names) else "damaged")
-
-
-@pytest.fixture
-def layered(clock: Clock) -> Iterator[tuple[WorkerSide, LayeredCache]]:
-    cache = LayeredCache()
-    caches: Any = [cache]
-    side = WorkerSide(caches, stores=[True], load_timeout_s=5.0, layers=LAYERS, clock=clock)
-    yield side, cache
-    cache.more.release(100)
-    assert side.close(PATIENCE_S)
-
-
-def waiting(side: WorkerSide, layer: str) -> threading.Thread:
-    """A model's thread that waits for a layer."""
-    thread = threading.Thread(target=side.wait_for_layer, args=(layer,), daemon=True)
-    thread.start()
-    return thread
-
-
-def test_a_layer_is_waited_for_until_all_loads_of_the_step_have_brought_it(layered: Any) -> None:
-    side, cache = layered
-    step = Step(loads=[load("a", in_step=True), load("b", in_step=True)])
-    side.start(step)
-    first = waiting(side, LAYERS[0])
-    cache.more.release()
-    wait_for(lambda: len(cache.calls) == 2)
-    assert first.is_alive(), "only one of them has brought it"
-    cache.more.release()
-    first.join(PATIENCE_S)
-    assert not first.is_alive()
-    second = waiting(side, LAYERS[1])
-    assert second.is_alive()
-    cache.more.release(4)
-    for layer in LAYERS[1:]:
-        side.wait_for_layer(layer)
-    second.join(PATIENCE_S)
-    assert side.take_loads(step, set()) == EndedLoads(set(), set(), set())
-    assert reported(side) == StepReport(loads={"a": Restored(3), "b": Restored(3)})
-
-
-@pytest.mark.parametrize(
-    ("outcome", "bad", "reason"), [(1, set(BLOCKS[2:]), "damaged"), (RuntimeError("no"), set(BLOCKS), "error")]
-)
-def test_damage_that_is_found_when_the_model_has_computed_is_reported_with_the_same_step(
-    layered: Any, outcome: int | Exception, bad: set[int], reason: str
-) -> None:
-    side, cache = layered
-    cache.loads = outcome
-    step = Step(loads=[load("a", in_step=True)])
-    side.start(step)
-    cache.more.release(3)
-    for layer in LAYERS:
-        side.wait_for_layer(layer)
-    assert side.take_loads(step, set()).bad_blocks == bad
-    report = reported(side)
-    assert report.failed_loads == {"a"}
-    assert report.loads["a"].reason == reason
-
-
-def test_if_the_model_reads_a_layer_without_waiting_for_it_the_load_fails_and_later_ones_come_before_their_step(
-    layered: Any,
-) -> None:
-    """As in a CUDA graph, which does not call the connector."""
-    side, cache = layered
-    cache.more.release(3)
-    step = Step(loads=[load("a", in_step=True)])
-    side.start(step)
-    side.wait_for_layer(LAYERS[0])
-    side.wait_for_layer(LAYERS[2])
-    assert side.take_loads(step, set()).bad_blocks == set(BLOCKS)
-    assert cache.metrics.totals()["troubles", "retrieve", "not_awaited"] == 3
-    side.start(step)
-    assert side.take_loads(step, set()).bad_blocks == set()
-
-
-def test_a_step_after_that_of_a_load_waits_for_no_layer(layered: Any) -> None:
-    side, cache = layered
-    cache.more.release(3)
-    step = Step(loads=[load("a", in_step=True)])
-    side.start(step)
-    for layer in LAYERS:
-        side.wait_for_layer(layer)
-    side.take_loads(step, set())
-    side.start(Step())
-    side.wait_for_layer(LAYERS[0])
-    assert side.take_loads(Step(), set()) == EndedLoads(set(), set(), set())
-
-
-def test_a_layer_of_unknown_name_waits_for_all_layers(layered: Any) -> None:
-    side, cache = layered
-    step = Step(loads=[load("a", in_step=True)])
-    side.start(step)
-    cache.more.release(2)
-    thread = waiting(side, "a draft model's")
-    side.wait_for_layer(LAYERS[1])
-    assert thread.is_alive()
-    cache.more.release()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-
-
-def test_a_load_within_a_step_that_never_began_has_failed(layered: Any) -> None:
+def test_a_load_within_a_step_that_never_began_has_failed(make: Any) -> None:
     """For whatever reason: what the step has computed must not count."""
-    side, _ = layered
+    side = make()
     assert side.take_loads(Step(loads=[load("a", in_step=True)]), set()).bad_blocks == set(BLOCKS)
-
-
-def test_a_load_layer_by_layer_without_names_or_time_fails_without_asking_the_cache(layered: Any, clock: Clock) -> None:
-    side, cache = layered
-    step = Step(loads=[LoadOp("a", [], BLOCKS, in_step=True)])
-    side.start(step)
-    for layer in LAYERS:
-        side.wait_for_layer(layer)
-    assert side.take_loads(step, set()).bad_blocks == set(BLOCKS)
-    assert not cache.calls
 
 
 def test_a_store_comes_after_the_step_that_computes_it(make: Any, cache: Cache) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.chunks import ChunkNamer
 from pd_cache.groups import Surveyed
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tokens import ChunkNamer
 from tests.support.waiting import PATIENCE_S
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.engines.reference.blocks import BlockPool
+from launch.engines.reference.cache import BlockPool
 
 
 def test_blocks_return_only_when_the_last_holder_lets_go():

@@ -18,9 +18,9 @@ from launch.engines.reference import (
     ReferenceEngine,
     SamplingParams,
 )
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import HandoffConfig
 from pd_cache.layout import KVLayout
-from pd_cache.tokens import CacheMetadata
 from tests.support.waiting import wait_for
 
 from .conftest import SlowModel, prompt_of, request_of, tiny_config, tokens_of
@@ -446,21 +446,6 @@ def test_the_longest_request_fits(make_engine):
 def test_a_pool_too_small_for_one_request_is_refused():
     with pytest.raises(ValueError, match="31 blocks"):
         ReferenceEngine.open(tiny_config(num_blocks=31))
-
-
-def test_the_models_end_of_text_ends_the_answer_unless_ignored(make_engine, expected):
-    truth = expected(request_of(20, max_tokens=10))
-
-    def ends(model):
-        model.eos_token_ids = frozenset({truth[3]})
-        return model
-
-    engine = make_engine(wrap=ends)
-    events = list(engine.submit(request_of(20, max_tokens=10)))
-    stop = truth.index(truth[3]) + 1
-    assert [event.token for event in events] == truth[:stop]
-    assert [event.finish_reason for event in events] == [None] * (stop - 1) + ["stop"]
-    assert tokens_of(engine.submit(request_of(20, max_tokens=10, ignore_eos=True))) == truth
 
 
 def test_closing_lets_requests_finish_within_the_grace(make_engine):

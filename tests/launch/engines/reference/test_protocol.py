@@ -8,9 +8,8 @@ import pytest
 
 from launch.engines.reference import GenerationStats
 from launch.engines.reference.protocol import AnswerBuilder, BadRequest, parse_completion
-from pd_cache.blocks import TierChunks
 from pd_cache.handoff import PrefillWork
-from pd_cache.reports import RequestReport
+from pd_cache.reasons import RequestReport, TierChunks
 
 BASE = {"model": "m", "prompt": [1, 2]}
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.engines.reference.sampling import Sampler, SamplingParams
+from launch.engines.reference.model import Sampler, SamplingParams
 
 LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from launch.engines.reference.workers import Workers
+from launch.engines.reference.scheduler import Workers
 
 
 @pytest.fixture

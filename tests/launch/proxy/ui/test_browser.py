@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launch.discovery import View
-from launch.proxy.ui import node_watch, pages
+from launch.proxy.ui import pages
 from pd_cache.cluster import NodeRecord
 from tests.launch.proxy.ui.test_pages import WATCHING, counting, keys
 from tests.support.browser import Browser, chromium, needs_chromium
@@ -22,8 +22,7 @@ EVIL = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_PUBLISH_S", 0.2)
-    monkeypatch.setattr(node_watch, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(pages, "_INTERVAL_S", 0.2)
 
 
 def text_of(part: str) -> str:

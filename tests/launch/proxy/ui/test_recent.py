@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launch.proxy.trips import HopReport, Trip
+from launch.proxy.metrics import HopReport, Trip
 from launch.proxy.ui.recent import MINUTES, SLOWEST, RecentRequests
-from pd_cache.reports import RequestReport
+from pd_cache.reasons import RequestReport
 
 
 class Clock:

@@ -1,0 +1,400 @@
+"""Benches on one machine or two: one serves, the other connects, leads and prints the report.
+
+    pd-cache bench bandwidth --serve 10.0.0.1:50070        on one machine: until Ctrl-C, one bench after the other
+    pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
+
+A bench is a `Site`, which each machine has one of and whose methods marked `@step` do the work, and a function that leads: it runs at the
+machine that connects, and has the sites do steps at the same time (`Machines.run`). A site that needs more processes than its own, such as
+many clients, has a `Crew`, whose processes have sites, too. Every wait has a deadline. Nothing is authenticated.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+import zmq
+
+import pd_cache
+from pd_cache.cluster import ClusterConfig, MasterNode, decode_custom, dump_config, load_config, read_config
+from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.errors import ConfigError, PdCacheError
+from transfer.settings import ByteSize
+
+J = TypeVar("J", bound=msgspec.Struct)
+R = TypeVar("R", bound=msgspec.Struct)
+S = TypeVar("S", bound="Site")
+T = TypeVar("T")
+MOST = 1024
+"""Processes of a crew."""
+_STEP = "_bench_step"
+_OPEN, _LEAVE = b"+", b"-"
+"""In place of a step's name."""
+_IDLE_S = 60.0
+"""After so long without a word a site is closed: the machine that leads is gone."""
+_HELLO_S, _START_S = 30.0, 300.0
+"""For the other machine to answer, and for the processes of a crew, which import what the bench does."""
+_LARGEST = 256 << 20
+
+
+class PeerError(PdCacheError):
+    """The other machine, or a process of a crew, failed or did not answer in time."""
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """The job, or the result, of a step that has none."""
+
+
+def step(method: Callable[[S, J], R]) -> Callable[[S, J], R]:
+    """Marks a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
+    setattr(method, _STEP, True)
+    return method
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a site is: its machine's name, its address as the other machine reaches it, and the cluster's file of that machine."""
+
+    node: str
+    host: str
+    config: ClusterConfig
+
+    @classmethod
+    def here(cls) -> Location:
+        """This machine, for a bench that has no cluster's file."""
+        return cls("node-0", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),)))
+
+
+class Site:
+    """Base of a bench's own class. A site is made when a bench begins, and closed at its end, whatever happened."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+
+    def close(self) -> None:
+        """Releases everything, in a bounded time. Called once."""
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """As given on the command line. Without `serve` and `connect` the bench runs on this machine alone."""
+
+    file: Path | None = None
+    serve: str | None = None
+    connect: str | None = None
+
+
+def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a click command the options, as a `MachineOptions` named `where`; errors are one line and an exit code."""
+
+    @click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file: its transfer settings count here.")  # fmt: skip
+    @click.option("--serve", metavar="HOST:PORT", help="Take part in what another machine leads that connects to this address.")  # fmt: skip
+    @click.option("--connect", metavar="HOST:PORT", help="Lead, with the machine that serves at this address.")
+    @functools.wraps(command)
+    def with_machines(file: Path | None, serve: str | None, connect: str | None, **others: Any) -> Any:
+        try:
+            return command(where=MachineOptions(file, serve, connect), **others)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+        except PdCacheError as error:
+            raise click.ClickException(str(error)) from error
+
+    return with_machines
+
+
+def conduct(options: MachineOptions, site: type[Site], lead: Callable[[Machines], T], *, local: int = 1) -> T | None:
+    """Takes part in a bench. The machine that leads returns what `lead` returned; one that serves returns None after Ctrl-C.
+
+    On this machine alone there are `local` sites, each but the first in a process of its own. `site` is a class that can be imported.
+    """
+    config = Location.here().config if options.file is None else read_config(options.file)[0]
+    if options.serve is not None:
+        host, _ = _address(options.serve)
+        try:
+            serve(site, f"tcp://{options.serve}", Location("node-1", host, config))
+        except KeyboardInterrupt:
+            pass
+        return None
+    with ExitStack() as stack:
+        own, peers = Location("node-0", "127.0.0.1", config), {}
+        if options.connect is not None:
+            host, port = _address(options.connect)
+            own = Location("node-0", _towards(host, port), config)
+            peers["node-1"] = stack.enter_context(closing(Peer(f"tcp://{options.connect}", host)))
+            peers["node-1"].begin(*_hello(site))
+            peers["node-1"].end(time.monotonic() + _HELLO_S)
+        elif options.file is not None and config.master_address:
+            own = Location("node-0", _towards(*_address(config.master_address)), config)
+        if options.connect is None and local > 1:
+            crew = stack.enter_context(closing(Crew(site, own)))
+            crew.grow(local - 1)
+            peers |= {f"node-{number}": peer for number, peer in enumerate(crew.peers, start=1)}
+        machines = Machines(own, site(own), peers)
+        with machines.closing_sites():
+            return lead(machines)
+
+
+class Machines:
+    """The sites of a bench, as the machine that leads has them."""
+
+    def __init__(self, location: Location, site: Site, peers: Mapping[str, Peer]) -> None:
+        self.location, self.own = location, location.node
+        self._site, self._peers, self._closed = site, dict(peers), False
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return (self.own, *self._peers)
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The machines' addresses, by name."""
+        return {self.own: self.location.host, **{node: peer.host for node, peer in self._peers.items()}}
+
+    def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
+        """Has machines, by name, do their jobs at the same time. Returns their results. Raises PeerError, and what a step here raises."""
+        deadline, kind = time.monotonic() + timeout_s, _result(method)
+        for node in jobs.keys() - {self.own}:
+            self._peers[node].begin(method.__name__.encode(), _encode(jobs[node]))
+        results = {node: method(self._site, job) for node, job in jobs.items() if node == self.own}
+        return {
+            **results,
+            **{node: _decode(self._peers[node].end(deadline), kind) for node in jobs.keys() - {self.own}},
+        }
+
+    def everywhere(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
+        """Has all machines do the same job."""
+        return self.run(method, dict.fromkeys(self.nodes, job), timeout_s=timeout_s)
+
+    @contextmanager
+    def closing_sites(self) -> Iterator[None]:
+        """Closes all sites at its end: before something that they use, and that the caller runs, ends."""
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._closed = True
+                self._site.close()
+                for peer in self._peers.values():
+                    peer.leave()
+
+
+class Peer:
+    """A site in another process. For one thread."""
+
+    def __init__(self, address: str, host: str) -> None:
+        self.host, self._address = host, address
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+        # the site can be closed although an answer is still to come
+        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
+        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._socket.connect(address)
+
+    def begin(self, *parts: bytes) -> None:
+        """Sends a request, whose answer `end` waits for."""
+        self._socket.send_multipart(parts)
+
+    def has_answer(self, seconds: float) -> bool:
+        """Returns whether the answer comes within this time."""
+        return bool(self._socket.poll(max(0, int(seconds * 1000))))
+
+    def end(self, deadline: float) -> bytes:
+        """Returns the answer. Raises PeerError if it is an error, or does not come by the deadline (`time.monotonic()`)."""
+        if not self.has_answer(deadline - time.monotonic()):
+            raise PeerError(f"{self._address} does not answer; does it run, with --serve?")
+        outcome, answer = self._socket.recv_multipart()
+        if outcome != b"ok":
+            raise PeerError(f"{self._address}: {answer.decode(errors='replace')}")
+        return answer
+
+    def leave(self) -> None:
+        """Has the site closed, if it answers."""
+        try:
+            self.begin(_LEAVE)
+            self.end(time.monotonic() + _HELLO_S)
+        except PeerError:
+            pass  # it is gone, or closes its site by itself
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def serve(site: type[Site], address: str, location: Location) -> None:
+    """Does what comes to this address, for one bench after the other, until an exception ends it."""
+    listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+    listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    listener.setsockopt(zmq.LINGER, 1000)
+    current: Site | None = None
+    with closing(listener):
+        try:
+            listener.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--serve {address}: {error}") from None
+        try:
+            while True:
+                asked = listener.recv_multipart() if listener.poll(int(_IDLE_S * 1000)) else []
+                if current is not None and (not asked or asked[0] in (_OPEN, _LEAVE)):
+                    current.close()
+                    current = None
+                if not asked:
+                    continue
+                answer = [b"ok", b""]
+                try:
+                    if asked[0] == _OPEN:
+                        if asked != _hello(site):
+                            raise ValueError(f"here is {site.__name__} of pd-cache {pd_cache.__version__}, not {asked}")
+                        current = site(location)
+                    elif asked[0] != _LEAVE:
+                        answer[1] = _do(current, asked)
+                except Exception as error:  # noqa: BLE001 - the machine that leads reports it
+                    answer = [b"error", f"{type(error).__name__}: {error}".encode()]
+                listener.send_multipart(answer)
+        finally:
+            if current is not None:
+                current.close()
+
+
+def _hello(site: type[Site]) -> list[bytes]:
+    return [_OPEN, site.__name__.encode(), pd_cache.__version__.encode()]
+
+
+def _do(site: Site | None, asked: list[bytes]) -> bytes:
+    method = getattr(type(site), asked[0].decode(), None)
+    if len(asked) != 2 or not hasattr(method, _STEP):
+        raise ValueError(f"no step {asked[0]!r} here")
+    job: type[msgspec.Struct] = typing.get_type_hints(method)["job"]
+    return _encode(method(site, _decode(asked[1], job)))  # type: ignore[misc]
+
+
+class Crew:
+    """Processes of this machine with a site each. They end with this process."""
+
+    def __init__(self, site: type[Site], location: Location) -> None:
+        """No process yet. `site` is a class that can be imported."""
+        self._site, self._location = site, location
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
+        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.peers: list[Peer] = []
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    def grow(self, count: int) -> None:
+        """Starts processes until there are `count`."""
+        module = self._site.__module__
+        if module == "__main__":
+            module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+        before = len(self)
+        for number in range(before, count):
+            address = f"ipc://{self._folder.name}/{self._location.node}-{number}"
+            command = [sys.executable, "-m", "bench.lib.two_machines", f"{module}:{self._site.__name__}", address, self._location.host, self._folder.name]  # fmt: skip
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            self.peers.append(Peer(address, self._location.host))
+        for peer in self.peers[before:]:
+            peer.begin(*_hello(self._site))
+        deadline = time.monotonic() + _START_S + 5 * count
+        for process, peer in list(zip(self._processes, self.peers, strict=True))[before:]:
+            while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
+                pass
+            peer.end(time.monotonic())
+
+    def run(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float, of: range | None = None) -> list[R]:
+        """Has the processes `of` this range, by default all, do the job, beginning together. Raises PeerError."""
+        chosen = self.peers if of is None else self.peers[of.start : of.stop]
+        deadline, kind = time.monotonic() + timeout_s, _result(method)
+        for peer in chosen:
+            peer.begin(method.__name__.encode(), _encode(job))
+        return [_decode(peer.end(deadline), kind) for peer in chosen]
+
+    def close(self) -> None:
+        """Ends all of them; kills those that do not end."""
+        for process, peer in zip(self._processes, self.peers, strict=True):
+            if process.poll() is None:
+                peer.leave()
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for peer in self.peers:
+            peer.close()
+        self._processes, self.peers = [], []
+        self._folder.cleanup()
+
+
+def _encode(struct: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(struct, enc_hook=_plain)
+
+
+def _plain(value: object) -> int:
+    if isinstance(value, ByteSize):
+        return int(value)
+    raise NotImplementedError(type(value))  # how msgspec learns that a type is not ours
+
+
+def _decode(raw: bytes, kind: type[R]) -> R:
+    try:
+        decoded: R = msgpack_decoder(kind, decode_custom)(raw)
+    except UndecodableError as error:
+        raise ValueError(f"{error}; do both machines run the same version?") from None
+    return decoded
+
+
+def _result(method: Callable[..., R]) -> type[R]:
+    kind: type[R] = typing.get_type_hints(method)["return"]
+    return kind
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text}: expected HOST:PORT")
+    return host, int(port)
+
+
+def _towards(host: str, port: int) -> str:
+    """Returns this machine's address as `host` sees it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{host}:{port}: {error}") from None
+
+
+def main(site: str, address: str, host: str, folder: str) -> None:
+    """A process of a crew; it ends with its stdin."""
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    module, _, name = site.partition(":")
+    kind: type[Site] = getattr(importlib.import_module(module), name)
+    location = Location(Path(address).name, host, load_config(Path(folder) / "cluster.yaml"))
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    serve(kind, address, location)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

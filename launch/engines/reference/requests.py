@@ -1,0 +1,200 @@
+"""A request to the engine and its answer: what a caller asks, why it ends early, and the iterator over its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from launch.engines.reference.model import SamplingParams
+from pd_cache.errors import PdCacheError
+from pd_cache.reasons import RequestReport
+
+FinishReason = Literal["stop", "length"]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_tokens: int = 16
+    sampling: SamplingParams = SamplingParams()
+    ignore_eos: bool = False
+    """Whether to go on to `max_tokens` even if the model ends its text."""
+    cache_salt: str | None = None
+    """Keeps this request's chunks apart from those of other salts."""
+    announced_prefix: int = 0
+    """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth waiting for."""
+    trace: Mapping[str, str] | None = None
+    """The trace context under which the request's spans are."""
+    arrival: float | None = None
+    """`time.monotonic()` when the request reached this node; None means when it is submitted."""
+
+
+class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's prompt came from. `cached_tokens + computed_tokens == prompt_tokens`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was loaded from the pool."""
+    computed_tokens: int
+    prefix_tokens: int
+    """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
+    ttft_ms: float
+    """From arrival to the first token."""
+    report: RequestReport
+    """Where the prompt's KV came from, and why not more of it came from the cache."""
+
+
+class TokenEvent(msgspec.Struct, frozen=True):
+    """One token of the answer."""
+
+    token: int
+    finish_reason: FinishReason | None
+    """Set on the last token: the model's end of text, or `max_tokens` reached."""
+
+
+class QueueFullError(PdCacheError):
+    """The queue is full; try again later."""
+
+
+class EngineClosedError(PdCacheError):
+    """The engine is closing or closed and accepts no more requests."""
+
+
+class GenerationError(PdCacheError):
+    """A request that ended without all of its tokens."""
+
+    def __init__(self, kind: Literal["timeout", "aborted", "closed", "failed"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+_GRACE_S = 5.0
+"""How much later than the engine a consumer gives up by itself. This happens only if the engine hangs."""
+
+
+class Generation:
+    """A request's tokens as they come. Iterate once, with `for` or `async for`. To leave early, call `cancel()`.
+
+    Iterating raises GenerationError if the request ends early; its `kind` says why. Memory is bounded by the request's `max_tokens`.
+    """
+
+    def __init__(self, request: GenerationRequest, deadline: float, on_cancel: Callable[[Generation], None]) -> None:
+        self.request = request
+        self.deadline = deadline
+        """The `time.monotonic()` at which the engine gives up the request."""
+        self._stats: GenerationStats | None = None
+        self._on_cancel = on_cancel
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._events: deque[TokenEvent] = deque()
+        self._failure: GenerationError | None = None
+        self._ended = False
+        self._over = False
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Known from the first token on; raises RuntimeError before."""
+        if self._stats is None:
+            raise RuntimeError("a request's statistics are known with its first token")
+        return self._stats
+
+    @property
+    def described(self) -> bool:
+        """Whether `stats` are known."""
+        return self._stats is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has nothing more to do for this request."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """Stops the engine's work on the request. For any thread; harmless after the end."""
+        if not self._ended:
+            self._on_cancel(self)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        while not self._over:
+            with self._changed:
+                remaining = self.deadline + _GRACE_S - time.monotonic()
+                ready = self._changed.wait_for(lambda: self._events or self._ended, timeout=max(0.0, remaining))
+                event = self._take() if ready else None
+            yield event or self._hung()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        loop = asyncio.get_running_loop()
+        while not self._over:
+            event = None
+            with self._lock:
+                if self._events or self._ended:
+                    event = self._take()
+                else:
+                    waiter = loop.create_future()
+                    self._waiter = (loop, waiter)
+            if event is None:
+                remaining = self.deadline + _GRACE_S - time.monotonic()
+                try:
+                    await asyncio.wait_for(waiter, max(0.0, remaining))
+                except TimeoutError:
+                    self._hung()
+                continue
+            yield event
+
+    def _take(self) -> TokenEvent:
+        """Returns the next event, or raises the failure if that comes next. Call with the lock."""
+        if self._events:
+            event = self._events.popleft()
+            self._over = event.finish_reason is not None
+            return event
+        self._over = True
+        assert self._failure is not None, "a request ended without a last token and without a reason"
+        raise self._failure
+
+    def _hung(self) -> TokenEvent:
+        self._over = True
+        self.cancel()
+        raise GenerationError("timeout", "the engine has not answered in time")
+
+    # --- the engine's side ---------------------------------------------------------------------------------------
+
+    def push(self, event: TokenEvent) -> None:
+        """Adds the next token; the last one has a finish reason. Called by the engine."""
+        with self._lock:
+            self._events.append(event)
+            self._ended = event.finish_reason is not None
+            self._wake()
+
+    def fail(self, failure: GenerationError) -> None:
+        """Ends the request here, unless it has ended already. Called by the engine."""
+        with self._lock:
+            if not self._ended:
+                self._failure = failure
+                self._ended = True
+                self._wake()
+
+    def describe(self, stats: GenerationStats) -> None:
+        """Sets the statistics, before the first token. Called by the engine."""
+        self._stats = stats
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._waiter is not None:
+            (loop, waiter), self._waiter = self._waiter, None
+            try:
+                loop.call_soon_threadsafe(_resolve, waiter)
+            except RuntimeError:
+                pass  # the consumer's loop is closed: nothing waits any more
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

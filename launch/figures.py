@@ -1,0 +1,380 @@
+"""What the nodes' metrics say of the cache, at one moment and over time; for `status`, `top` and `/ui` alike. Pure.
+
+`read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead of names of metrics. A
+`NodeHistory` makes rates, shares and quantiles of one reading after another: a counter that is lower than before, or whose process was
+started anew, has begun at zero again, and all that it shows now is new.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_cache.decoding import one_line
+
+SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
+"""Where the KV of a prompt's tokens came from: the engine's own cache, one of the tiers, a tier that the node does not name, or nowhere."""
+TIMINGS = ("lookup", "retrieve", "store", "first token", "first byte")
+LONGEST_WINDOW_S = 60.0
+"""The window of shares and quantiles."""
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+"""The labels and the value of each sample, by the sample's name without vLLM's prefix."""
+Key = tuple[str, str]
+K = TypeVar("K")
+
+_VLLM = "vllm:"
+"""The prefix of all metrics, ours included, that vLLM exports."""
+_OURS = (
+    "pd_cache_", "vllm:pd_cache_", "vllm:num_requests_", "vllm:time_to_first_token_seconds_bucket", "process_start_time_seconds", "master_"
+)  # fmt: skip
+_MOST_SAMPLES = 20_000
+_LONGEST_LINE = 8192
+_LONGEST_LABEL = 40
+_MOST = 2.0**62
+"""More than any node can have counted; seconds and bytes are below it, too."""
+_TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
+_FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
+_QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
+_RUNNING = ("pd_cache_reference_running", "num_requests_running", "pd_cache_proxy_requests_running")
+_MOST_STEPS = 120
+_MOST_TREND = 240
+"""How many points of a trend are kept."""
+_SAME_START_S = 1.0
+
+
+def read_samples(text: str) -> Samples:
+    """Returns the samples of the families that pd-cache, vLLM and Mooncake's master export, as far as they are used here.
+
+    Leaves out values that are negative, infinite or no numbers: they are none of our counts. Labels are printable. Raises ValueError for
+    text that Prometheus could not read, or with more than 20,000 such samples.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        # one line of others is read, too: a page of another kind has none like it
+        if line.startswith(_OURS) or (not lines and line.strip() and line[0] != "#"):
+            lines.append(line.rstrip("\r"))
+    if len(lines) > _MOST_SAMPLES:
+        raise ValueError(f"more than {_MOST_SAMPLES} samples")
+    if any(len(line) > _LONGEST_LINE for line in lines):
+        raise ValueError("not a line of Prometheus' metrics: too long")
+    found: Samples = {}
+    try:
+        for family in text_string_to_metric_families("\n".join(lines)):
+            for sample in family.samples:
+                if sample.name.startswith(_OURS) and 0 <= sample.value < _MOST:
+                    labels = {name: one_line(value) for name, value in sample.labels.items()}
+                    found.setdefault(sample.name.removeprefix(_VLLM), []).append((labels, float(sample.value)))
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"not a line of Prometheus' metrics: {one_line(str(error))}") from None
+    return found
+
+
+def total(samples: Samples, name: str) -> float:
+    """Returns the sum of all samples of a name; 0 if there are none."""
+    return sum(value for _, value in samples.get(name, ()))
+
+
+# --- one moment ------------------------------------------------------------------------------------------------------
+
+
+class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's metrics at one moment. Gauges are None if the node does not export them."""
+
+    at: float
+    """When they were read, by a monotonic clock."""
+    started: float | None = None
+    """When the process started, in seconds since 1970. Counters of another start have begun at zero again."""
+    counts: dict[Key, float] = {}
+    """What only grows, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
+    `evictions` (by tier), `missed` (tokens by reason)."""
+    buckets: dict[str, dict[float, float]] = {}
+    """For each of `TIMINGS` that the node exports, how many took up to so many seconds."""
+    queued: float | None = None
+    running: float | None = None
+    staging: float | None = None
+    staging_used: float | None = None
+    pool_up: bool | None = None
+    tiers_off: tuple[str, ...] = ()
+    nodes_down: int = 0
+    """For a proxy: how many nodes it leaves alone."""
+    tier_bytes: dict[str, float] = {}
+    segments: tuple[str, ...] = ()
+    """The names of the segments that it gives to the pool."""
+
+
+def read_node(samples: Samples, at: float) -> NodeReading:
+    """Returns what the samples of one node say."""
+    started = samples.get("process_start_time_seconds")
+    up = samples.get("pd_cache_pool_up")
+    operations = _by(samples, "pd_cache_ops_total", "op") | _by(samples, "pd_cache_op_seconds_count", "op")
+    tokens = _by(samples, "pd_cache_prompt_tokens_total", "source")
+    evictions = _by(samples, "pd_cache_tier_evictions_total", "tier")
+    if "master_evicted_key_count" in samples:
+        evictions["pool"] = total(samples, "master_evicted_key_count")
+    families = {
+        "lookups": {"": operations.get("lookup", 0.0)},
+        "requests": _by(samples, "pd_cache_proxy_requests_total", "status"),
+        "bytes": _by(samples, "pd_cache_bytes_total", "op"),
+        "tokens": {"engine" if source == "at_hand" else source: value for source, value in tokens.items()},
+        "hits": _by(samples, "pd_cache_tier_hits_total", "tier"),
+        "evictions": evictions,
+        "missed": _by(samples, "pd_cache_missed_tokens_total", "reason"),
+    }
+    return NodeReading(
+        at=at,
+        started=started[0][1] if started else None,
+        counts={(kind, label): value for kind, found in families.items() for label, value in found.items()},
+        buckets={name: found for name in TIMINGS if (found := _buckets(samples, name))},
+        queued=_gauge(samples, *_QUEUED),
+        running=_gauge(samples, *_RUNNING),
+        staging=_gauge(samples, "pd_cache_staging_bytes"),
+        staging_used=_gauge(samples, "pd_cache_staging_used_bytes"),
+        pool_up=all(value > 0 for _, value in up) if up else None,
+        tiers_off=tuple(tier for tier, off in _by(samples, "pd_cache_tier_off", "tier").items() if off),
+        nodes_down=sum(value == 0 for _, value in samples.get("pd_cache_proxy_node_up", ())),
+        tier_bytes=_by(samples, "pd_cache_tier_bytes", "tier"),
+        segments=tuple(_by(samples, "pd_cache_segment_bytes", "segment")),
+    )
+
+
+def _by(samples: Samples, name: str, label: str) -> dict[str, float]:
+    """Adds up the samples of a name by one of their labels."""
+    found: dict[str, float] = {}
+    for labels, value in samples.get(name, ()):
+        if label in labels:
+            text = labels[label][:_LONGEST_LABEL]
+            if label == "tier":
+                text = _TIERS.get(text.partition("-")[0], text)  # a second tier of a kind is called `disk-1`
+            found[text] = found.get(text, 0.0) + value
+    return found
+
+
+def _gauge(samples: Samples, *names: str) -> float | None:
+    present = [name for name in names if name in samples]
+    return sum(total(samples, name) for name in present) if present else None
+
+
+def _buckets(samples: Samples, timing: str) -> dict[float, float]:
+    names = {"first token": _FIRST_TOKEN, "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",)}.get(timing)
+    found: dict[float, float] = {}
+    for name in names or ("pd_cache_op_seconds_bucket",):
+        for labels, value in samples.get(name, ()):
+            if names is not None or labels.get("op") == timing:
+                try:
+                    bound = float(labels.get("le", ""))
+                except ValueError:
+                    continue
+                if not math.isnan(bound):
+                    found[bound] = found.get(bound, 0.0) + value
+    return found
+
+
+# --- over time -------------------------------------------------------------------------------------------------------
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has done of late. A second's worth of the last interval, unless stated otherwise; None if that is unknown."""
+
+    load: float = 0.0
+    """Bytes that it loaded."""
+    store: float = 0.0
+    """Bytes that it stored."""
+    lookups: float = 0.0
+    requests: float = 0.0
+    evictions: dict[str, float] = {}
+    """Chunks, by tier."""
+    sources: dict[str, float] | None = None
+    """The parts of the last minute's prompt tokens that came from each of `SOURCES`; None without prompts."""
+    quantiles: dict[str, tuple[float, float]] = {}
+    """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last bucket."""
+    missed: tuple[tuple[str, float, float], ...] = ()
+    """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago it last occurred. The most recent
+    comes first, then the one with most tokens."""
+
+    @property
+    def hit(self) -> float | None:
+        """The hit rate: tokens that were loaded of tokens that were asked for."""
+        return None if self.sources is None else hit_rate(self.sources)
+
+
+def hit_rate(sources: Mapping[str, float]) -> float:
+    """Returns the hit rate of the shares of `SOURCES`. What the engine's own cache held was not loaded."""
+    return sum(part for source, part in sources.items() if source not in ("engine", "computed"))
+
+
+class _Increment(msgspec.Struct, frozen=True):
+    """What was counted between two readings."""
+
+    at: float
+    seconds: float
+    counts: dict[Key, float]
+    buckets: dict[str, dict[float, float]]
+
+    def rate(self, kind: str, label: str) -> float:
+        return self.counts.get((kind, label), 0.0) / self.seconds
+
+
+class NodeHistory:
+    """The readings of one node over the last minute, as increments."""
+
+    def __init__(self, since_start: bool = False) -> None:
+        """`since_start`: what a node counted before its first reading belongs to the last minute, too, if the node says when it started."""
+        self.last: NodeReading | None = None
+        self.readings = 0
+        """How many readings there were."""
+        self.loads: deque[float] = deque(maxlen=_MOST_TREND)
+        """Bytes a second of each interval, the latest last."""
+        self.stores: deque[float] = deque(maxlen=_MOST_TREND)
+        self.lookups: deque[float] = deque(maxlen=_MOST_TREND)
+        self._since_start = since_start
+        self._steps: deque[_Increment] = deque(maxlen=_MOST_STEPS)
+
+    def add(self, reading: NodeReading) -> None:
+        """Takes in the next reading. Ignores one that is not later than the last."""
+        before = self.last
+        if before is not None and reading.at <= before.at:
+            return
+        self.last = reading
+        self.readings += 1
+        if before is None:
+            if self._since_start and reading.started is not None:
+                seconds = max(1.0, time.time() - reading.started)
+                self._steps.append(_Increment(reading.at, seconds, reading.counts, reading.buckets))
+            return
+        if (
+            before.started is not None
+            and reading.started is not None
+            and abs(reading.started - before.started) > _SAME_START_S
+        ):
+            before = NodeReading(at=before.at)
+        buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}
+        step = _Increment(reading.at, reading.at - before.at, _increase(before.counts, reading.counts), buckets)
+        self._steps.append(step)
+        self.loads.append(step.rate("bytes", "retrieve"))
+        self.stores.append(step.rate("bytes", "store"))
+        self.lookups.append(step.rate("lookups", ""))
+
+    def silent(self) -> None:
+        """Notes that the node did not answer: its trends go on at zero."""
+        for trend in (self.loads, self.stores, self.lookups):
+            trend.append(0.0)
+
+    def recent(self, now: float) -> list[_Increment]:
+        """Returns the increments of the last minute."""
+        return [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
+
+    def rates(self, now: float) -> Rates | None:
+        """Returns what the node has done of late; None before its second reading."""
+        if not self._steps:
+            return None
+        recent, latest = self.recent(now), self._steps[-1]
+        return Rates(
+            load=latest.rate("bytes", "retrieve"),
+            store=latest.rate("bytes", "store"),
+            lookups=latest.rate("lookups", ""),
+            requests=sum(_sums([latest], "requests").values()) / latest.seconds,
+            evictions={tier: count / latest.seconds for tier, count in _sums([latest], "evictions").items()},
+            sources=_shares(_tokens(recent, self.last)),
+            quantiles=_quantiles(recent),
+            missed=_missed(recent, now),
+        )
+
+
+def merged_sources(nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float) -> dict[str, float] | None:
+    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know the tiers of what their engines
+    loaded."""
+    tokens = dict.fromkeys(SOURCES, 0.0)
+    for history in nodes:
+        for source, count in _tokens(history.recent(now), history.last).items():
+            tokens[source] += count
+    parts = _parts([step for history in servers for step in history.recent(now)])
+    for tier, part in parts.items():
+        tokens[tier] += tokens["loaded"] * part
+    if parts:
+        tokens["loaded"] = 0.0
+    return _shares(tokens)
+
+
+def _increase(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
+    known = {key: before.get(key, 0.0) for key in after}
+    return {key: value - known[key] if value >= known[key] else value for key, value in after.items()}
+
+
+def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for step in steps:
+        for (of, label), value in step.counts.items():
+            if of == kind:
+                found[label] = found.get(label, 0.0) + value
+    return found
+
+
+def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, float]:
+    """Returns how many tokens came from each source. Loaded ones are split as the chunks that were read from each tier."""
+    tokens = _sums(steps, "tokens")
+    found = {source: tokens.get(source, 0.0) for source in ("engine", "loaded", "computed")}
+    parts = _parts(steps)
+    if not parts and last is not None and len(last.tier_bytes) == 1:
+        parts = dict.fromkeys(last.tier_bytes, 1.0)  # a node with one tier does not count by tier
+    if parts and set(parts) <= set(_TIERS.values()):
+        loaded = found.pop("loaded")
+        found |= {tier: loaded * part for tier, part in parts.items()}
+    return found
+
+
+def _parts(steps: list[_Increment]) -> dict[str, float]:
+    """Returns which part of the chunks was read from each tier; empty if none was."""
+    hits = _sums(steps, "hits")
+    read = sum(hits.get(tier, 0.0) for tier in _TIERS.values())
+    return {tier: hits.get(tier, 0.0) / read for tier in _TIERS.values()} if read else {}
+
+
+def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
+    asked = sum(tokens.values())
+    return {source: tokens.get(source, 0.0) / asked for source in SOURCES} if asked else None
+
+
+def _quantiles(steps: list[_Increment]) -> dict[str, tuple[float, float]]:
+    counted: dict[str, dict[float, float]] = {}
+    for step in steps:
+        for name, buckets in step.buckets.items():
+            together = counted.setdefault(name, {})
+            for bound, value in buckets.items():
+                together[bound] = together.get(bound, 0.0) + value
+    pairs = {name: (quantile(found, 0.5), quantile(found, 0.99)) for name, found in sorted(counted.items())}
+    return {name: pair for name, pair in pairs.items() if not math.isnan(pair[0])}
+
+
+def quantile(counted: Mapping[float, float], part: float) -> float:
+    """Returns the value below which `part` of the observations lie, as Prometheus' `histogram_quantile` does: by a straight line through its
+    bucket. `counted`: how many were at most so large. Infinite in the bucket without a bound, NaN without observations."""
+    bounds = sorted(counted)
+    if not bounds or counted[bounds[-1]] <= 0:
+        return math.nan
+    wanted = part * counted[bounds[-1]]
+    below, start = 0.0, 0.0
+    for bound in bounds:
+        upto = max(below, counted[bound])  # a node can send buckets that do not rise
+        if upto >= wanted and upto > below:
+            return bound if math.isinf(bound) else start + (bound - start) * (wanted - below) / (upto - below)
+        below, start = upto, bound
+    return bounds[-1]
+
+
+def _missed(steps: list[_Increment], now: float) -> tuple[tuple[str, float, float], ...]:
+    tokens: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    for step in steps:
+        for (kind, reason), value in step.counts.items():
+            if kind == "missed" and reason != "none" and value > 0:
+                tokens[reason] = tokens.get(reason, 0.0) + value
+                seen[reason] = step.at
+    reasons = sorted(tokens, key=lambda reason: (-seen[reason], -tokens[reason]))
+    return tuple((reason, tokens[reason], max(0.0, now - seen[reason])) for reason in reasons)

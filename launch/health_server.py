@@ -1,0 +1,129 @@
+"""Small HTTP servers of roles: `/health` and `/metrics` of stores and cache servers, and the master's authority of versions."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+import pd_cache
+from launch.supervise import RoleError
+
+_CONNECTIONS = 16
+"""How many connections may be open at a time. One more is closed at once."""
+_PATIENCE_S = 10.0
+"""How long a connection may take to send a request, and to take the answer."""
+
+
+class RoleHealth(msgspec.Struct, frozen=True):
+    """What `/health` says. The status is `ok`, `degraded` (the node serves, but the pool does not answer) or `starting`."""
+
+    status: str
+    version: str = pd_cache.__version__
+
+
+def health_of(available: bool) -> RoleHealth:
+    """Returns `ok`, or `degraded` if the pool does not answer."""
+    return RoleHealth("ok" if available else "degraded")
+
+
+@contextlib.contextmanager
+def exposed(
+    host: str, port: int, registry: CollectorRegistry, health: Callable[[], RoleHealth]
+) -> Iterator[tuple[str, int]]:
+    """Serves `/metrics` and `/health` while the block runs. Yields the address. Port 0 means any.
+
+    `/health` answers 503 while the status is `starting`, and otherwise 200: a pool that does not answer is no reason to restart the node.
+    Raises RoleError if the address cannot be bound.
+    """
+    with serving(host, port, _handler(registry, health), _CONNECTIONS) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(host: str, port: int, handler: type[BaseHTTPRequestHandler], connections: int) -> Iterator[tuple[str, int]]:
+    """Serves HTTP while the block runs, over at most so many connections at a time. Yields the address.
+
+    Raises RoleError for the same reason as `exposed`.
+    """
+    try:
+        server = _Server((host, port), handler, connections)
+    except OSError as error:
+        raise RoleError(f"port {port} of {host}: {error.strerror}") from None
+    thread = threading.Thread(target=server.serve_forever, name="pd-cache-http", daemon=True)
+    thread.start()
+    try:
+        yield str(server.server_address[0]), server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    address_family = socket.AF_INET
+
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], connections: int) -> None:
+        self._room = threading.BoundedSemaphore(connections)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # without the look-up of the host's name, which may wait for a name server
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing: a client that goes away in the middle is no event."""
+
+
+def _handler(registry: CollectorRegistry, health: Callable[[], RoleHealth]) -> type[BaseHTTPRequestHandler]:
+    class ExpositionHandler(BaseHTTPRequestHandler):
+        timeout = _PATIENCE_S
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif path == "/health":
+                found = health()
+                code = 503 if found.status == "starting" else 200
+                self._answer(code, msgspec.json.encode(found), "application/json")
+            else:
+                self._answer(404, b"/metrics and /health are here\n", "text/plain; charset=utf-8")
+
+        def _answer(self, code: int, body: bytes, kind: str) -> None:
+            self.send_response(code)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Logs nothing: a scrape is no event."""
+
+    return ExpositionHandler

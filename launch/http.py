@@ -1,0 +1,179 @@
+"""How our own commands ask a node over HTTP, and with which key and certificates they ask a proxy that requires them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import socket
+import ssl
+import threading
+import urllib.error
+import urllib.parse
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_cache.cluster import ClusterConfig
+
+_ANSWER_S = 2.0
+LARGEST_ANSWER = 16 << 20
+_END = "-----END CERTIFICATE-----"
+
+
+class Access(NamedTuple):
+    """What a request to a node needs besides its address."""
+
+    key: str = ""
+    context: ssl.SSLContext | None = None
+    """Which certificates to trust, if the node speaks TLS."""
+    guarded: bool = False
+    """Whether the node asks for a key, even if this machine has none."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+NOBODY = Access()
+"""For nodes that need nothing. Keys are sent to proxies only."""
+
+
+def proxy_access(config: ClusterConfig) -> Access:
+    """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
+
+    A file that does not exist, or that this user may not read, is left out. The proxy then answers as it answers clients without a key,
+    and its certificate must be signed by an authority that this machine trusts.
+    """
+    file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
+    context = None if config.proxy.tls is None else trusting(proxy_certificate(config))
+    return Access("" if file is None else _first_key(file), context, file is not None)
+
+
+def client_key(config: ClusterConfig) -> str:
+    """Returns the first key of `api_keys_file`; empty if no key can be read."""
+    file = config.proxy.api_keys_file
+    return "" if file is None else _first_key(file)
+
+
+def proxy_certificate(config: ClusterConfig) -> str:
+    """Returns the proxy's certificate in PEM format; empty if it cannot be read."""
+    tls = config.proxy.tls
+    try:
+        return "" if tls is None else Path(tls.cert_file).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """Returns a context that trusts only the first certificate of this text in PEM format. It checks no names, because nodes are
+    addressed by IP.
+
+    If the text is empty or cannot be read, it trusts this machine's authorities, with names checked.
+    """
+    first = "".join(certificate.partition(_END)[:2])  # those that follow are authorities, which sign for others, too
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=first)
+    except (OSError, ValueError):  # ssl.SSLError is an OSError
+        return ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
+
+
+def _first_key(file: str) -> str:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return ""
+    found = (line.partition("#")[0].split() for line in lines)
+    return next((fields[1] for fields in found if len(fields) == 2), "")
+
+
+class Answer(NamedTuple):
+    """What came back, whatever its status."""
+
+    status: int
+    reason: str
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, *, most: int | None = None) -> bytes:
+    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is
+    none, or if it has more than `most` bytes."""
+    answer = ask(url, timeout, access, most=LARGEST_ANSWER if most is None else most + 1)
+    if most is not None and len(answer.body) > most:
+        raise ValueError(f"its answer has more than {most} bytes")
+    if not 200 <= answer.status < 300:
+        raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
+    return answer.body
+
+
+def healthy(host: str, port: int) -> bool:
+    """Returns whether the node at that address answers that it is well."""
+    try:
+        fetch(f"http://{host}:{port}/health")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def ask(
+    url: str,
+    timeout: float = _ANSWER_S,
+    access: Access = NOBODY,
+    body: bytes | None = None,
+    *,
+    most: int = LARGEST_ANSWER,
+) -> Answer:
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `most` bytes.
+
+    `access`: key and certificates for the node.
+
+    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
+    `http_proxy` is ignored: a key goes to the node alone.
+
+    Raises OSError if there is no answer, ValueError if it is not HTTP.
+    """
+    parts = urllib.parse.urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.ExitStack() as stack:
+        connected = stack.enter_context(socket.create_connection((host, port), timeout))
+        late = threading.Event()
+        timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.join)
+        stack.callback(timer.cancel)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        stack.callback(connection.close)
+        try:
+            if parts.scheme == "https":
+                context = access.context or ssl.create_default_context()
+                connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
+            connection.sock = connected
+            path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+            headers = {**access.headers, "Connection": "close"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            connection.request("GET" if body is None else "POST", path, body, headers)
+            answer = connection.getresponse()
+            answered = answer.read(most)
+        except http.client.HTTPException as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+        except OSError as error:
+            if late.is_set():
+                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
+            raise error
+        if late.is_set():
+            raise TimeoutError(f"no whole answer within {timeout:g} s")
+        return Answer(answer.status, answer.reason, answer.headers, answered)
+
+
+def _hang_up(connected: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,164 @@
+"""The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, and the outermost handler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+
+from aiohttp import web
+
+from launch.discovery import View
+from launch.openai import ServerLog
+from launch.proxy.answers import ApiError
+from launch.proxy.completions import Completions
+from launch.proxy.direct import DirectRule
+from launch.proxy.events import CacheQuery
+from launch.proxy.exchange import ID_HEADER, REQUEST_ID, NodeClient
+from launch.proxy.keys import Keys, WatchedFiles
+from launch.proxy.metrics import Overview, Peers, ProxyMetrics
+from launch.proxy.nodes import HealthChecks, NodePools, new_session
+from launch.proxy.requests import ModelList, Requests
+from launch.proxy.ui import RecentRequests, UiPages
+from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.tracing import UNTRACED, Tracing
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_KEEPALIVE_S = 75.0
+"""How long a client's connection may stay open without a request."""
+_LINGER_S = 2.0
+"""How long the rest of an unwanted body is read. A client may not read its answer before it has sent the body."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_VIA = web.AppKey("via", str)
+"""Marks what this proxy sends to nodes, so that it knows its own requests if a record leads back to it."""
+
+
+class Proxy:
+    """Routes completions through prefill to decode nodes."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        direct: DirectRule | None = None,
+        *,
+        master: Callable[[View], str | None] | None = None,
+        files: WatchedFiles | None = None,
+        peers: Peers | None = None,
+        tracing: Tracing = UNTRACED,
+        rng: Random | None = None,
+    ) -> None:
+        """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
+
+        `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
+        `/peers`. `rng` orders nodes that were never taken. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        """
+        self.metrics = ProxyMetrics()
+        self._config = config
+        self._files = files or WatchedFiles()
+        self._direct = direct or DirectRule(0)
+        self._pools = NodePools(config, self._direct, master, rng)
+        self._keys = keys = Keys(config, self._files)
+        recent = RecentRequests(time.monotonic)
+        self._nodes = NodeClient(self._pools.pools, self.metrics, keys)
+        completions = Completions(self._nodes, self._pools, self._direct, self.metrics, config.prefill_timeout_s)
+        models = ModelList(self._nodes)
+        self.requests = Requests(config, keys, completions, models, self.metrics, recent, tracing)
+        self._ui = UiPages(config.ui_followers, keys, recent, self.metrics)
+        self._pages = (
+            self.requests,
+            Overview(self._pools, keys, self.requests.admission, self.metrics, completions.trips, peers),
+            CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies),
+            self._ui,
+        )
+
+    def update(self, view: View) -> None:
+        """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
+        self._pools.update(view)
+        self._ui.update(view)
+
+    def app(self) -> web.Application:
+        """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost])
+        app[_VIA] = f"1.1 pd-cache-{uuid.uuid4().hex}"
+        for pages in self._pages:
+            pages.add_to(app)
+        app.cleanup_ctx.append(self._beside_requests)
+        app.on_shutdown.append(self._drain)
+        return app
+
+    async def setup(self) -> None:
+        """Starts the application. It accepts no connections yet."""
+        self._runner = web.AppRunner(
+            self.app(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=ServerLog(),
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=2.0,
+            lingering_time=_LINGER_S,
+        )
+        await self._runner.setup()
+
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
+        """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
+        await web.TCPSite(self._runner, host, port, ssl_context=tls, backlog=_BACKLOG).start()
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'http' if tls is None else 'https'}://{shown}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Accepts no more connections, drains, and ends all connections."""
+        await self._runner.cleanup()
+
+    async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
+        config = self._config
+        # a request holds one connection at a time; the rest is for health checks and connections that are being closed
+        session = new_session(config.max_requests + 128, config.connect_timeout_s, app[_VIA])
+        self._nodes.session = session
+        checks = HealthChecks(self._pools, config.health_interval_s, config.health_timeout_s)
+        beside = {asyncio.create_task(checks.run(session)), asyncio.create_task(self._files.follow())}
+        try:
+            yield
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+            await session.close()
+            await asyncio.to_thread(self._direct.close)
+            await asyncio.to_thread(self._pools.caches.close)
+
+    async def _drain(self, app: web.Application) -> None:
+        await self.requests.drain(self._config.drain_s)
+
+
+@web.middleware
+async def _outermost(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
+    given = request.headers.get(ID_HEADER, "")
+    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    response: web.StreamResponse
+    try:
+        if request.app[_VIA] in request.headers.getall("Via", ()):
+            raise ApiError(508, "This proxy was asked by itself: a node's record has its address", code="loop_detected")
+        response = await handler(request)
+    except ApiError as error:
+        response = error.response()
+    except web.HTTPException as error:
+        what = f"{request.method} {request.path[:200]}: {error.reason}"
+        response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+    except Exception:  # the client gets an error in OpenAI's shape for every failure
+        log.exception("request %s: unexpected error", request[REQUEST_ID])
+        response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
+    if not response.prepared:
+        response.headers[ID_HEADER] = request[REQUEST_ID]
+    return response

@@ -1,0 +1,377 @@
+"""What each prefill node's own cache holds, as its KV events say; and `/query`, which says it to other routers.
+
+A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node is to drop its sets. A set takes
+about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are counted and not noted, until others are
+removed. A hash is of the whole prefix, so the number of leading blocks that are in a set is how much of a prompt a node has.
+
+`KnownCache.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read while it grows gives an answer
+that was true a moment ago.
+
+The form of `/query` is that of Mooncake Conductor's indexer API. A request is `{"model": "NAME", "token_ids": [1, 2, 3], "cache_salt": "…",
+"instance_id": "NODE"}`. The answer is `{"default": {"NODE": {"longest_matched": 256, "GPU": 128, "CPU": 256, "DISK": 0, "DP": {"0":
+256}}}}`, in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from launch.proxy.answers import ApiError, overloaded
+from launch.proxy.bodies import BodyMemory, BodyShare, read_body
+from launch.proxy.direct import DirectRule
+from launch.proxy.keys import Keys
+from launch.proxy.prefixes import NamedPrompt
+from pd_cache.chunks import Namespace
+from pd_cache.cluster import NodeRecord
+from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.events import (
+    FULL_ATTENTION,
+    MEDIUM_GPU,
+    MEDIUM_STORAGE,
+    EventBatch,
+    EventEndpoints,
+    EventSubscriber,
+    Forget,
+    OnSteps,
+    RemovedEvent,
+    Step,
+    StoredEvent,
+    short_hash,
+)
+
+_MOST_MEDIA = 4
+_MOST_GROUPS = 64
+_MOST_UNDER_WAY = 1 << 20
+_LARGEST = 4 << 20
+"""The most bytes of a query: enough for a quarter of a million tokens."""
+_MOST_AT_ONCE = 8
+_READ_S = 10.0
+_TENANT = "default"
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class BlockBudget:
+    """How many blocks all caches of an index may know of together."""
+
+    def __init__(self, most_blocks: int) -> None:
+        self.most = most_blocks
+        self.refused = 0
+        """How many blocks found no room."""
+        self._spenders: dict[int, _Blocks] = {}
+
+    @property
+    def used(self) -> int:
+        """How many blocks are known."""
+        return sum(map(len, list(self._spenders.values())))
+
+    def admit(self, spender: _Blocks) -> None:
+        """Counts these blocks from now on."""
+        self._spenders[id(spender)] = spender
+
+    def dismiss(self, spender: _Blocks) -> None:
+        """Counts them no more."""
+        self._spenders.pop(id(spender), None)
+
+    def grant(self, count: int) -> int:
+        """Returns how many of `count` further blocks may be noted."""
+        granted = max(0, min(count, self.most - self.used))
+        self.refused += count - granted
+        return granted
+
+
+def leading(prefix: Sequence[int], known: Container[int]) -> int:
+    """Returns how many of the first blocks of a prompt are known."""
+    count = 0
+    for block in prefix:
+        if block not in known:
+            break
+        count += 1
+    return count
+
+
+class _Blocks:
+    """Sets of blocks within a budget."""
+
+    def __init__(self, budget: BlockBudget) -> None:
+        self._budget = budget
+        self.sets: dict[str, set[int]] = {}
+        budget.admit(self)
+
+    def add(self, label: str, blocks: list[int], most_sets: int) -> None:
+        known = self.sets.get(label)
+        if known is None:
+            if len(self.sets) >= most_sets:
+                return
+            known = self.sets[label] = set()
+        if len(blocks) > self._budget.most - self._budget.used:
+            blocks = [block for block in blocks if block not in known]
+            blocks = blocks[: self._budget.grant(len(blocks))]
+        known.update(blocks)
+
+    def discard(self, label: str, blocks: list[int]) -> None:
+        known = self.sets.get(label)
+        if known is not None:
+            known.difference_update(blocks)
+
+    def clear(self) -> None:
+        self.sets = {}
+
+    def leave(self) -> None:
+        self.sets = {}
+        self._budget.dismiss(self)
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self.sets.values())))
+
+
+class KnownCache:
+    """What one node's own cache holds, and what requests under way are about to put there."""
+
+    def __init__(self, budget: BlockBudget) -> None:
+        self._blocks = _Blocks(budget)
+        self._partial: set[int] = set()
+        """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about prefixes."""
+        self._under_way: dict[int, int] = {}
+        """Blocks of prompts that were sent to the node and are not answered yet, and of how many."""
+        self.fingerprint: str | None = None
+        """That of the namespace in which the node names its blocks, if that is known."""
+        self.ready = False
+        """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def apply(self, steps: Iterable[Step]) -> None:
+        """Takes in what the node has published, in order."""
+        for step in steps:
+            if isinstance(step, Forget):
+                self._blocks.clear()
+            else:
+                self._apply(step)
+            self.ready = not isinstance(step, Forget)
+
+    def _apply(self, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, StoredEvent):
+                if event.medium == MEDIUM_STORAGE or not self._counts(event.group_idx, event.kv_cache_spec_kind):
+                    continue
+                self._blocks.add(event.medium or MEDIUM_GPU, _short(event.block_hashes), _MOST_MEDIA)
+            elif isinstance(event, RemovedEvent):
+                if event.medium != MEDIUM_STORAGE and event.group_idx not in self._partial:
+                    self._blocks.discard(event.medium or MEDIUM_GPU, _short(event.block_hashes))
+            else:
+                self._blocks.clear()
+
+    def _counts(self, group: int | None, kind: str | None) -> bool:
+        if kind in FULL_ATTENTION or group is None:
+            return group not in self._partial
+        if len(self._partial) < _MOST_GROUPS:
+            self._partial.add(group)
+        return False
+
+    def knows(self, prompt: NamedPrompt | None) -> bool:
+        """Returns whether the node's events say how much of the prompt it has."""
+        return self.ready and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
+
+    def media(self, prompt: NamedPrompt) -> dict[str, int]:
+        """Returns how many tokens of the prompt's beginning the node has, by medium."""
+        return {
+            medium: leading(prompt.blocks, known) * prompt.block_tokens
+            for medium, known in list(self._blocks.sets.items())  # the subscriber's thread may add one
+        }
+
+    def tokens(self, prompt: NamedPrompt) -> int:
+        """Returns how many tokens of the prompt's beginning the node has, in any medium, or will have when the requests under way are
+        done."""
+        sets, under_way = list(self._blocks.sets.values()), self._under_way
+        if len(sets) == 1 and not under_way:
+            return leading(prompt.blocks, sets[0]) * prompt.block_tokens
+        count = 0
+        for block in prompt.blocks:
+            if block not in under_way and not any(block in known for known in sets):
+                break
+            count += 1
+        return count * prompt.block_tokens
+
+    def begin(self, prompt: NamedPrompt) -> Sequence[int]:
+        """Notes that the node is about to compute this prompt. Returns what `end` needs."""
+        under_way = self._under_way
+        if len(under_way) + len(prompt.blocks) > _MOST_UNDER_WAY:
+            return ()
+        for block in prompt.blocks:
+            under_way[block] = under_way.get(block, 0) + 1
+        return prompt.blocks
+
+    def end(self, begun: Sequence[int]) -> None:
+        """Notes that it has done so, or failed to. What it then has, its events say."""
+        under_way = self._under_way
+        for block in begun:
+            left = under_way[block] - 1
+            if left:
+                under_way[block] = left
+            else:
+                del under_way[block]
+
+    def forget(self) -> None:
+        """Gives back what the cache takes of the budget, for good."""
+        self._blocks.leave()
+        self.ready = False
+
+
+def _short(hashes: Sequence[int | bytes]) -> list[int]:
+    return [value if type(value) is int else short_hash(value) for value in hashes]
+
+
+class CacheView:
+    """The index of blocks, and the publishers that fill it."""
+
+    def __init__(self, most_blocks: int, load_bytes: int) -> None:
+        """`load_bytes`: how many bytes a node loads from the pool in the time in which it computes a token."""
+        self._budget = BlockBudget(most_blocks)
+        self._load_bytes = load_bytes
+        self._subscriber = EventSubscriber()
+        self._caches: dict[tuple[str, str], KnownCache] = {}
+        """By the node's URL and instance: a node that was started anew has an empty cache."""
+        self._nodes: dict[str, NodeRecord] = {}
+        """The prefill nodes, by URL."""
+
+    @property
+    def following(self) -> bool:
+        """Whether any node publishes events."""
+        return bool(self._caches)
+
+    def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
+        """Follows those of these prefill nodes that publish events, and no others. Returns what is known of the nodes' caches, by URL."""
+        wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
+        caches: dict[tuple[str, str], KnownCache] = {}
+        nodes = {}
+        for record in records:
+            url = record.address.rstrip("/")
+            nodes[url] = record
+            if record.events is None:
+                continue
+            key = (url, record.instance)
+            caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._budget)
+            cache.fingerprint = record.fingerprint
+            wanted[key] = (EventEndpoints(record.events, record.replays or ""), cache.apply)
+        self._subscriber.follow(wanted)
+        for left in self._caches.keys() - caches.keys():
+            self._caches[left].forget()
+        self._caches, self._nodes = caches, nodes
+        return {url: cache for (url, _), cache in caches.items()}
+
+    def load_cost(self, namespaces: Iterable[Namespace]) -> float:
+        """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
+        a_token = sum(one.layers * one.page_bytes * one.shards / one.block_size for one in namespaces)
+        return min(1.0, a_token / self._load_bytes)
+
+    def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:
+        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning it has in each
+        medium. What the pool holds counts as `CPU`, because it is in the memory of hosts and each of these nodes can load it."""
+        found = {}
+        for url, record in self._nodes.items():
+            if record.fingerprint != prompt.fingerprint:
+                continue
+            cache = self._caches.get((url, record.instance))
+            media = cache.media(prompt) if cache is not None and cache.knows(prompt) else {}
+            own = {"GPU": 0, "CPU": 0, "DISK": 0} | media
+            found[record.name] = own | {"CPU": max(own["CPU"], prompt.pool_tokens or 0)}
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the fields for `/health`."""
+        feeds: Mapping[Hashable, Any] = self._subscriber.describe()
+        sizes = {key: len(known) for key, known in self._caches.items()}
+        return {
+            "blocks": self._budget.used,
+            "most_blocks": self._budget.most,
+            "refused_blocks": self._budget.refused,
+            "publishers": {key[0]: {"blocks": size, **feeds.get(key, {})} for key, size in sizes.items()},
+        }
+
+    def close(self) -> None:
+        """Stops following. Waits for the subscriber's thread."""
+        self._subscriber.close()
+
+
+# --- /query ------------------------------------------------------------------------------------------------------------
+
+
+class Query(msgspec.Struct, frozen=True):
+    """Which nodes have how much of these tokens? What Mooncake Conductor calls an instance is a node here."""
+
+    token_ids: list[_Token]
+    model: str | None = None
+    lora_name: str | None = None
+    lora_id: int | None = None
+    tenant_id: str | None = None
+    instance_id: str | None = None
+    block_size: int | None = None
+    cache_salt: str | None = None
+
+
+def read_query(body: bytes) -> Query:
+    """Reads a request's body. Raises ApiError if it is no query."""
+    try:
+        return decode_json(body, Query)
+    except UndecodableError as error:
+        raise ApiError(400, f"The body is no query: {error}", code="invalid_json") from None
+
+
+class CacheQuery:
+    """Answers queries from the index."""
+
+    def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
+        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does."""
+        self._direct = direct
+        self._caches = caches
+        self._keys = keys
+        self._bodies = bodies
+        self._under_way = 0
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/query", self._answer)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        share = BodyShare(self._bodies)
+        try:
+            body = await read_body(request, share, _LARGEST, _READ_S)
+            if self._under_way >= _MOST_AT_ONCE:
+                raise overloaded("Too many queries at once")
+            self._under_way += 1
+            try:
+                return web.json_response(await self._look(read_query(body)))
+            finally:
+                self._under_way -= 1
+        finally:
+            share.give_back()
+
+    async def _look(self, query: Query) -> dict[str, dict[str, dict[str, object]]]:
+        if query.tenant_id not in (None, "", _TENANT):
+            return {}
+        model = self._direct.model
+        if (
+            query.lora_name
+            or query.lora_id not in (None, -1)
+            or (model is not None and query.model not in (None, model))
+        ):
+            return {_TENANT: {}}
+        prompt = await self._direct.look_up(query.token_ids, query.cache_salt, "query")
+        if prompt is None:
+            raise overloaded(f"Prompts cannot be named now: {self._direct.blind or 'too many, or too long'}")
+        if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):
+            sizes = f"{prompt.block_tokens} or {prompt.chunk_tokens}"
+            raise ApiError(400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size")
+        return {
+            _TENANT: {
+                name: {"longest_matched": longest, **media, "DP": {"0": longest}}
+                for name, media in self._caches.hits(prompt).items()
+                if query.instance_id in (None, name)
+                for longest in (max(media.values()),)
+            }
+        }

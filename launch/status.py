@@ -1,0 +1,417 @@
+"""`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
+
+Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not answer
+gets a row that says so. Beside the rows there is what no node knows alone: whether discovery answers, which master leads, and which nodes
+will never share a hit with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import urllib.error
+import urllib.parse
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from launch.discovery import Directory, View, open_directory
+from launch.figures import Samples, read_node, read_samples, total
+from launch.http import NOBODY, Access, fetch, proxy_access
+from launch.masters import LEADER, Segment, master_health, segments_at
+from launch.versions import known_versions
+from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
+from pd_cache.cluster.addresses import host_of, is_local
+from pd_cache.cluster.machine import shown_bytes
+from pd_cache.decoding import one_line
+from pd_cache.errors import PdCacheError
+
+_SYNC_S = 5.0
+_TIMEOUT_S = 2.0
+_AT_A_TIME = 16
+NOT_ASKED = "not asked"
+NO_ANSWER = "no answer"
+
+
+class NodeStatus(msgspec.Struct, kw_only=True):
+    """One row."""
+
+    record: NodeRecord
+    """As registered, or as the file says, completed by the node's own answers."""
+    state: str = "up"
+    """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
+    difference: str = ""
+    """How its namespace differs from that of most nodes; empty if it does not."""
+    up_since: float | None = None
+    """Seconds since 1970."""
+    hit_rate: float | None = None
+    """Tokens that were loaded of tokens that were asked for, since the start; None without prompts."""
+    bytes_by_tier: dict[str, float] = {}
+    in_flight: int | None = None
+    errors: dict[str, float] = {}
+    """Errors by operation and reason, since the start."""
+    leads: str = ""
+    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
+    mounted: int | None = None
+    """For the leading master: bytes of memory that nodes have given to the pool, as far as it knows."""
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is a way to ask it."""
+        return not self.state.startswith(NOT_ASKED)
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was asked and did not answer."""
+        return self.state.startswith(NO_ANSWER)
+
+    @property
+    def answers(self) -> bool:
+        """Whether its process runs, even if it says that not all of it works."""
+        return self.asked and not self.silent
+
+    @property
+    def up(self) -> bool:
+        """Whether it answered, and was well."""
+        return self.state.startswith("up")
+
+    @property
+    def url(self) -> str:
+        """The address at which it speaks HTTP; empty if it does not."""
+        return self.record.address if self.record.address.startswith("http") else self.record.metrics or ""
+
+    @property
+    def host(self) -> str:
+        """The address of its machine; empty if that is unknown."""
+        return host_of(self.url or self.record.address)
+
+    @property
+    def well(self) -> bool:
+        """Whether it has no known problem."""
+        return (self.state == "up" or self.state.startswith(NOT_ASKED)) and not self.difference
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """The cluster at one moment."""
+
+    source: str
+    """The source of the list of nodes, and whether it still answers."""
+    fresh: bool
+    """Whether discovery answers. If not, the list may lack nodes, and may have nodes that are gone."""
+    nodes: list[NodeStatus]
+    unreadable: dict[str, str] = {}
+    """Why a record in discovery cannot be read, by the name under which it stands."""
+    weights: list[str] = []
+    """Which version of each model's weights is current, if they have changed, and which processes have another one."""
+    segments: list[Segment] | None = None
+    """The pool's memory, as the leading master knows it; None if none says so."""
+
+    @property
+    def masters(self) -> list[NodeStatus]:
+        return [node for node in self.nodes if node.record.role == "master"]
+
+    @property
+    def leading(self) -> list[NodeStatus]:
+        """The masters that say that they lead: exactly one, if all is well."""
+        return [node for node in self.masters if node.leads == LEADER]
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems that no single row shows, and what to do about them."""
+        leading = [node.name for node in self.leading]
+        if not any(node.asked for node in self.masters):
+            return []
+        if not leading:
+            return [
+                f"none of {len(self.masters)} masters leads: there are no hits, and nothing is stored; {_NO_LEADER}"
+            ]
+        if len(leading) > 1:
+            names = ", ".join(leading)
+            return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS}"]
+        promised = sum(node.record.capacity.segment_bytes for node in self.nodes)
+        mounted = self.leading[0].mounted
+        if mounted is not None and mounted < promised:
+            return [
+                f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give; {_NO_MEMORY}"
+            ]
+        return []
+
+    @property
+    def well(self) -> bool:
+        """Whether discovery and all nodes answer, one master leads, no namespace differs, and every record can be read."""
+        return self.fresh and not self.unreadable and all(node.well for node in self.nodes) and not self.problems
+
+
+_NO_LEADER = (
+    "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd "
+    "answers (`etcdctl endpoint health`), and within a minute where it lost its data"
+)
+_NO_MEMORY = "nodes that follow another master, as after a loss of etcd's data, find this one when they are restarted"
+_TWO_LEADERS = "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)"
+
+
+# --- asking ------------------------------------------------------------------------------------------------------------
+
+
+def cluster_status(config: ClusterConfig) -> ClusterStatus:
+    """Asks discovery, then every node, all at the same time; each has a few seconds to answer."""
+    with open_directory(config) as directory:
+        directory.wait_synced(_SYNC_S)
+        return _look(config, directory)
+
+
+def watch(config: ClusterConfig, interval: float = 2.0) -> None:
+    """Shows the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
+    try:
+        with open_directory(config) as directory, Live(console=Console(), auto_refresh=False) as live:
+            directory.wait_synced(_SYNC_S)
+            while True:
+                live.update(status_table(_look(config, directory)), refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        return
+
+
+def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
+    synced, view = directory.wait_synced(0), directory.view()
+    access = proxy_access(config)
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
+        rows = list(threads.map(lambda record: _ask(record, access), view.nodes))
+    differing = differences(row.record for row in rows)
+    for row in rows:
+        row.difference = differing.get(row.name, "")
+        if row.name in view.doubted:
+            row.state += "; not registered again since discovery was away"
+    fresh = synced and view.stale_since is None
+    found = ClusterStatus(_source(config, view, synced), fresh, rows, dict(view.unreadable))
+    return msgspec.structs.replace(found, segments=_segments(found.leading), weights=_weights(rows))
+
+
+def _weights(rows: Iterable[NodeStatus]) -> list[str]:
+    lines = []
+    for model, one in known_versions(row.record.versions for row in rows if row.record.versions).items():
+        others = sorted({name for name, label in one.processes if label != one.current})
+        if one.current or others:
+            lines.append(f"weights of {one_line(model)}: version {one.current or '(first)'} is current")
+        if others:
+            lines[-1] += (
+                f"; {one_line(', '.join(others))} does not have it and loads nothing: run `pd-cache reset` when all nodes have the "
+                f"same weights{f', with --version {one.current} if it is these' if one.current else ''}"
+            )
+    return lines
+
+
+def _segments(leading: Iterable[NodeStatus]) -> list[Segment] | None:
+    """Returns the first leading master's segments, and notes in each one's row how much memory it knows of."""
+    known: list[list[Segment]] = []
+    for row in leading:
+        with contextlib.suppress(OSError, ValueError):
+            assert row.record.metrics is not None, "a master without metrics has not said that it leads"
+            known.append(segments_at(row.record.metrics))
+            row.mounted = sum(segment.size_bytes for segment in known[-1])
+    return known[0] if known else None
+
+
+def _source(config: ClusterConfig, view: View, synced: bool) -> str:
+    kind = str(config.discovery.__struct_config__.tag)
+    if not synced:
+        return f"{kind}, which does not answer: these are the nodes of the file"
+    if view.stale_since is not None:
+        silent = time.monotonic() - view.stale_since
+        return f"{kind}, which has not answered for {silent:.0f} s: these are the nodes that were there before"
+    return kind
+
+
+def _ask(record: NodeRecord, access: Access) -> NodeStatus:
+    """`access`: key and certificates for proxies."""
+    row = NodeStatus(record=record)
+    try:
+        if record.role == "store" and record.metrics is not None:
+            _ask_store(record.metrics, row)
+        elif record.role == "store":
+            row.state = f"{NOT_ASKED}: it has no metrics_port; its memory shows in the master's row"
+        elif record.role == "master":
+            _ask_master(row)
+        elif record.role == "cache-server":
+            _ask_server(row)
+        elif record.address.startswith("http"):
+            _ask_http(record.address, row, access if record.role == "proxy" else NOBODY)
+        else:
+            row.state = NOT_ASKED
+    except OSError as error:
+        row.state = f"{NO_ANSWER}: {getattr(error, 'reason', error)}"
+    except (PdCacheError, ValueError) as error:
+        row.state = f"{NO_ANSWER}: {error}"
+    return row
+
+
+def _ask_server(row: NodeStatus) -> None:
+    address, metrics = row.record.address, row.record.metrics
+    if (
+        metrics is not None
+        and address.startswith("ipc://")
+        and not is_local(urllib.parse.urlsplit(metrics).hostname or "")
+    ):
+        _read_cache(read_samples(_get(metrics, "/metrics")), row)
+        return
+    if address.endswith(":0"):
+        raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
+
+    from pd_cache.server.connection import server_status
+
+    report = server_status(address, _TIMEOUT_S)
+    _read_cache(read_samples(report.metrics), row)
+    row.up_since, row.in_flight = report.up_since, report.in_flight
+    row.record = msgspec.structs.replace(row.record, version=report.software)
+
+
+def _ask_master(row: NodeStatus) -> None:
+    if row.record.metrics is None:
+        row.state = f"{NOT_ASKED}: it does not tell where its metrics are"
+        return
+    health = master_health(_known(row.record.metrics), _TIMEOUT_S)
+    row.leads = "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
+    samples = read_samples(_get(row.record.metrics, "/metrics"))
+    row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
+    refused = total(samples, "master_put_start_alloc_failures_total")
+    row.errors = {"store.no_space": refused} if refused else {}
+
+
+def _ask_store(metrics: str, row: NodeStatus) -> None:
+    with _refusals(row, "/health", worst=500):
+        _read_health(_get(metrics, "/health"), row)
+        _read_cache(read_samples(_get(metrics, "/metrics")), row)
+
+
+def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
+    with _refusals(row, "/health", worst=500):
+        _read_health(_get(address, "/health", access), row)
+    if access.guarded and not access.key:
+        return  # this machine has no readable key for its metrics
+    with _refusals(row, "/metrics", worst=400):
+        read_metrics(_get(address, "/metrics", access), row)
+
+
+def read_metrics(text: str, row: NodeStatus) -> None:
+    """Completes a row from an engine's or a proxy's `/metrics`. Raises ValueError for text that Prometheus could not read."""
+    samples = read_samples(text)
+    _read_cache(samples, row)
+    reading = read_node(samples, 0.0)
+    if reading.queued is not None or reading.running is not None:
+        row.in_flight = int((reading.queued or 0) + (reading.running or 0))
+
+
+@contextlib.contextmanager
+def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
+    """Marks the node as up but degraded if it answers with an HTTP status of at least `worst`."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code >= worst:
+                row.state = f"degraded: {path} answers {error.code}"
+
+
+def _read_health(body: str, row: NodeStatus) -> None:
+    """Version and namespace, if the node registered without them."""
+    told = read_about(body)
+    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
+    row.record = row.record.telling(told)
+
+
+def _read_cache(samples: Samples, row: NodeStatus) -> None:
+    """Reads what `CacheMetrics` and prometheus_client's process collector export."""
+    if "pd_cache_pool_up" in samples and not total(samples, "pd_cache_pool_up"):
+        row.state = "degraded: its pool does not answer"
+    asked = total(samples, "pd_cache_prompt_tokens_total")
+    if asked:
+        sources = samples["pd_cache_prompt_tokens_total"]
+        row.hit_rate = sum(value for labels, value in sources if labels.get("source") == "loaded") / asked
+    row.bytes_by_tier = {
+        labels["tier"]: value for labels, value in samples.get("pd_cache_tier_bytes", ()) if "tier" in labels
+    }
+    row.errors = {
+        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
+        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
+        for labels, value in samples.get(name, ())
+        if value and labels.get("reason") != "missing"
+    }
+    started = samples.get("process_start_time_seconds")
+    row.up_since = started[0][1] if started else None
+
+
+def _get(address: str, path: str, access: Access = NOBODY) -> str:
+    return fetch(f"{_known(address)}{path}", _TIMEOUT_S, access).decode(errors="replace")
+
+
+def _known(address: str) -> str:
+    """Returns the address. Raises ValueError if only `up` knows its port."""
+    if address.endswith(":0"):
+        raise ValueError("its port is 0 in this file, chosen by `up`")
+    return address
+
+
+# --- showing -----------------------------------------------------------------------------------------------------------
+
+
+def status_table(status: ClusterStatus) -> Group:
+    """Returns the cluster's state as text for people."""
+    table = Table()
+    for column in ("node", "role"):
+        table.add_column(column, no_wrap=True)
+    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason"):
+        table.add_column(column)
+    for row in status.nodes:
+        table.add_row(
+            row.name,
+            row.record.role,
+            escape(f"{row.state}, {row.leads}" if row.leads else row.state),
+            _shown_time(row.up_since),
+            "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
+            escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
+            "" if row.in_flight is None else str(row.in_flight),
+            escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
+        )
+    differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
+    unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
+    problems = [Text(problem, "red") for problem in status.problems]
+    weights = [Text(line) for line in status.weights]
+    return Group(Text(f"discovery: {status.source}"), table, *weights, *problems, *differing, *unreadable)
+
+
+def _shown_time(at: float | None) -> str:
+    if at is None:
+        return ""
+    try:
+        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # a node can send any number
+        return f"{at:g}"
+
+
+def as_json(status: ClusterStatus) -> str:
+    """Returns the cluster's state for scripts: one JSON object, in which a node's record and its row are one."""
+    nodes = []
+    for row in status.nodes:
+        shown = msgspec.to_builtins(row)
+        nodes.append({**shown.pop("record"), **shown})
+    return msgspec.json.encode(
+        {
+            "discovery": status.source,
+            "well": status.well,
+            "problems": status.problems,
+            "weights": status.weights,
+            "nodes": nodes,
+            "unreadable": status.unreadable,
+        }
+    ).decode()

@@ -1,0 +1,674 @@
+"""Runs programs as children: starts them in order, watches them, and leaves nothing behind, however this process ends.
+
+    with Supervisor(settings) as supervisor, stop_on_signals() as stop:
+        supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
+        supervisor.wait(stop, restart=True)
+
+A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints is passed on as `NAME |
+line`. Three layers make sure that no process is left, whichever is killed:
+
+1. The kernel signals a child when its parent dies (`_tethered`; Linux).
+2. Each supervised program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore
+   reaches the supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group,
+   its own children, is killed.
+3. A guardian process (`_guardian`) holds the other end of a pipe and does the same for a supervisor that was killed.
+
+The only process that escapes is a descendant that was started by other means *and* moved into a session of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Literal, NoReturn, Protocol, TypeVar
+
+from launch import _guardian, _tethered
+from pd_cache.cluster import SupervisorConfig
+from pd_cache.cluster.machine import find_program
+from pd_cache.errors import PdCacheError
+
+log = logging.getLogger(__name__)
+
+Stream = Literal["stdout", "stderr"]
+OnLine = Callable[[Stream, str], None]
+"""Called on a thread of the child's own with each line, without its end."""
+
+_POLL_S = 0.05
+_LOOK_S = 0.1
+"""Between two looks at whether a stop was asked for."""
+_KILLED_S = 5.0
+"""How long a killed process may take to disappear. It takes longer only if the kernel itself hangs on it."""
+_LONGEST_LINE = 64 << 10
+"""In bytes; longer lines are passed on in pieces."""
+_TAIL = 20
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 30.0
+_STEADY_S = 60.0
+
+
+class RoleError(PdCacheError):
+    """A role cannot do its work."""
+
+
+class SupervisorError(PdCacheError):
+    """A program that could not be started, was not ready in time, or ended. The message shows its last lines."""
+
+    def __init__(self, name: str, what: str, status: int | None = None, tail: Sequence[str] = ()) -> None:
+        shown = "".join(f"\n  {name} | {line}" for line in tail)
+        super().__init__(f"{name}: {what}" + (f"; its last output:{shown}" if tail else "; it printed nothing"))
+        self.name = name
+        self.status = status
+        """The exit status, negative for a signal's number; None if it did not end by itself."""
+        self.tail = tuple(tail)
+
+
+# --- requests to stop ---------------------------------------------------------------------------------------------
+
+
+class StopFlag:
+    """An event that a signal handler may set. It takes no lock: the handler may have interrupted the thread that holds it."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits up to `timeout` seconds, for ever by default. Returns True if it is set."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._set and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
+        return self._set
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask a process to stop. SIGHUP is left out if it is ignored: that is how `nohup` works."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere."""
+    flag = StopFlag()
+    with _handling(lambda number: flag.set()):
+        yield flag
+
+
+class StoppedError(BaseException):
+    """A signal asked the process to stop, while `signals_as_exceptions` was in force."""
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
+
+    def stop(number: int) -> NoReturn:
+        raise StoppedError(number)
+
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _handling(handle: Callable[[int], None]) -> Iterator[None]:
+    """Has signals that ask to stop go to `handle` while the block runs, and to their earlier handlers after that."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- children ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to run. `argv[0]` is a path or is looked up in PATH.
+
+    `env` is added to this process's environment; PYTHONUNBUFFERED and PYTHONSAFEPATH are set unless they already were.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] | None = None
+
+
+class Process(Protocol):
+    """A started program. A `subprocess.Popen` is one, too."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Returns the exit status (negative: the signal's number) once the process has ended and all of its output was passed on."""
+
+    def terminate(self) -> None:
+        """Asks the process to stop. No error if it has ended already."""
+
+    def kill(self) -> None:
+        """Kills the process, and a supervised one's process group. No error if it has ended already."""
+
+
+Spawn = Callable[[Program, OnLine], Process]
+P = TypeVar("P", bound=Process)
+
+
+def end(
+    processes: Iterable[P],
+    grace_s: float,
+    *,
+    ask: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[P]:
+    """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds. Returns those.
+
+    With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On return all have ended, except
+    those that the kernel does not end within five seconds of being killed: these are logged.
+    """
+    running = [process for process in processes if process.poll() is None]
+
+    def wait(seconds: float) -> None:
+        deadline = clock() + seconds
+        while running and clock() < deadline:
+            sleep(_POLL_S)
+            running[:] = [process for process in running if process.poll() is None]
+
+    if ask:
+        for process in running:
+            process.terminate()
+    wait(grace_s)
+    killed = list(running)
+    for process in killed:
+        process.kill()
+    wait(_KILLED_S)
+    for process in running:
+        log.error("process %d does not end even when killed", process.pid)
+    return killed
+
+
+def spawn_child(
+    argv: Sequence[str],
+    *,
+    death_signal: signal.Signals = signal.SIGKILL,
+    **popen: Any,
+) -> subprocess.Popen[bytes]:
+    """Starts a foreign binary that cannot call `die_with_parent` itself. It is sent `death_signal` when this process ends.
+
+    The child stays in our process group, so that it ends with the group. It starts with SIGINT ignored: a Ctrl-C is ours to handle.
+    `popen` goes to `subprocess.Popen`; stdin
+    is /dev/null unless given. Raises FileNotFoundError if there is no such program.
+
+    Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a
+    child for the end of its parent.
+    """
+    popen.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.Popen(_tether(argv, death_signal, "ignore", popen.get("env")), **popen)
+
+
+def _tether(
+    argv: Sequence[str], death_signal: signal.Signals, interrupt: str, env: Mapping[str, str] | None
+) -> list[str]:
+    file = shutil.which(argv[0], path=(os.environ if env is None else env).get("PATH"))
+    if file is None:
+        raise FileNotFoundError(f"{argv[0]}: no such program, or not executable")
+    script = str(Path(_tethered.__file__).resolve())
+    tether = [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), interrupt]
+    return [*tether, file, *argv]
+
+
+class LocalProcesses:
+    """Starts programs on this host, guarded. Call `spawn`, like `spawn_child`, on a thread that lives long enough."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._guardian: _Guardian | None = None
+
+    def spawn(self, program: Program, on_line: OnLine) -> Process:
+        """Starts `program`, in a session of its own. Raises OSError if it cannot be started."""
+        if self._guardian is None:
+            self._guardian = _Guardian(self._grace_s)
+        child = _Child(program, on_line, self._guardian.forget)
+        # if we are killed between these two lines, the kernel's signal ends the child
+        self._guardian.watch(child.pid)
+        return child
+
+    def close(self) -> None:
+        """Ends the guardian, which ends processes that still run."""
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.close()
+
+
+class _Guardian:
+    def __init__(self, grace_s: float) -> None:
+        script = str(Path(_guardian.__file__).resolve())
+        self._grace_s = grace_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def watch(self, pid: int) -> None:
+        self._tell(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        self._tell(f"-{pid}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except OSError as error:
+            log.warning("the guardian process is gone (%s): children end with us only by the kernel's signal", error)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        end([self._process], self._grace_s + 5, ask=False)
+
+
+class _Child:
+    def __init__(self, program: Program, on_line: OnLine, on_reaped: Callable[[int], None]) -> None:
+        # unbuffered: lines come as they are printed, and a traceback stays the last of them.
+        # safe path: a `launch.py` or `transfer/` in the working directory is not our package
+        env = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **os.environ, **(program.env or {})}
+        self._popen = subprocess.Popen(
+            _tether(program.argv, signal.SIGTERM, "keep", env),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._on_reaped = on_reaped
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._output = _OutputReader(
+            program.name, {"stdout": self._popen.stdout, "stderr": self._popen.stderr}, on_line
+        )
+        self._output.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's number
+        if self._popen.returncode is None:
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+            except ChildProcessError:
+                pass  # another thread or handler reaped it
+            else:
+                self._send(os.killpg, signal.SIGKILL)
+            self._popen.wait()
+            self._output.finish()
+            self._on_reaped(self.pid)
+        return self._popen.returncode
+
+    def terminate(self) -> None:
+        if self._popen.returncode is None:
+            self._send(os.kill, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:
+            self._send(os.killpg, signal.SIGKILL)
+
+    def _send(self, send: Callable[[int, int], None], signum: int) -> None:
+        try:
+            send(self.pid, signum)
+        except ProcessLookupError:
+            pass
+
+
+class _OutputReader(threading.Thread):
+    """Reads a child's pipes as lines until they end, or until `finish`: a descendant may hold them open for ever."""
+
+    def __init__(self, name: str, pipes: Mapping[Stream, IO[bytes]], on_line: OnLine) -> None:
+        super().__init__(name=f"output-{name}", daemon=True)
+        self._pipes = pipes
+        self._on_line = on_line
+        self._partial: dict[Stream, bytes] = dict.fromkeys(pipes, b"")
+        self._finish_read, self._finish_write = os.pipe()
+
+    def finish(self) -> None:
+        """Passes on what is there already, then ends. The writers must be gone."""
+        os.write(self._finish_write, b"!")
+        self.join()
+        os.close(self._finish_write)
+        os.close(self._finish_read)
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._finish_read, selectors.EVENT_READ, None)
+            for stream, pipe in self._pipes.items():
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe, selectors.EVENT_READ, stream)
+            finishing = False
+            while not finishing and len(selector.get_map()) > 1:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        finishing = True
+                    elif not self._read(key.data):
+                        selector.unregister(key.fileobj)
+        for stream in self._pipes:
+            # bounded: an escaped descendant may write faster than we read
+            for _ in range(64):
+                if not self._read(stream):
+                    break
+            if rest := self._partial[stream]:
+                self._pass_on(stream, rest)
+
+    def _read(self, stream: Stream) -> bool:
+        try:
+            data = os.read(self._pipes[stream].fileno(), _LONGEST_LINE)
+        except BlockingIOError:
+            return False
+        *lines, rest = (self._partial[stream] + data).split(b"\n")
+        for line in lines:
+            self._pass_on(stream, line)
+        if len(rest) >= _LONGEST_LINE:
+            self._pass_on(stream, rest)
+            rest = b""
+        self._partial[stream] = rest
+        return bool(data)
+
+    def _pass_on(self, stream: Stream, line: bytes) -> None:
+        try:
+            self._on_line(stream, line.decode("utf-8", "replace").rstrip("\r"))
+        except Exception:  # a sink that fails must not leave the child blocked on a full pipe
+            log.debug("a line of output was lost", exc_info=True)
+
+
+# --- one program of others, as the child of a role ------------------------------------------------------------------
+
+
+class ForeignProgram:
+    """A program that is not ours and that a role runs: Mooncake's master, or vLLM. Entering the context starts it, leaving ends it."""
+
+    def __init__(self, name: str, spawn: Callable[[], Process], grace_s: float) -> None:
+        """`spawn` starts the program. The program has `grace_s` seconds to end by itself before it is killed."""
+        self._name = name
+        self._spawn = spawn
+        self._grace_s = grace_s
+
+    def __enter__(self) -> ForeignProgram:
+        self._child = self._spawn()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end([self._child], self._grace_s)
+
+    def wait_serving(
+        self, stop: StopFlag, *, serving: Callable[[], bool], deadline: float, hint: Callable[[], str]
+    ) -> None:
+        """Returns when `serving()` is true, or `stop` is set.
+
+        Raises RoleError if the program ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely cause.
+        """
+        while not stop.is_set() and not serving():
+            late = time.monotonic() > deadline
+            self._check(f" before it served; {hint()}")
+            if late:
+                raise RoleError(f"{self._name} not serving in time; {hint()}")
+            stop.wait(_POLL_S)
+
+    def watch(self, stop: StopFlag, *, hint: Callable[[], str], anew: Callable[[], bool] = lambda: False) -> None:
+        """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again whenever `anew()` is true."""
+        while not stop.wait(_LOOK_S):
+            self._check(f"; {hint()}")
+            if anew():
+                end([self._child], self._grace_s)
+                self._child = self._spawn()
+
+    def _check(self, where: str) -> None:
+        if (status := self._child.poll()) is not None:
+            raise RoleError(f"{self._name} ended with {status}{where}")
+
+
+def wheel_program(name: str) -> str:
+    """Returns the path of one of the programs of Mooncake's wheel. Raises RoleError if the wheel is not installed."""
+    path = find_program(name)
+    if path is None:
+        raise RoleError(f"{name} is not installed; run `pd-cache doctor`, which says what to install")
+    return path
+
+
+# --- several programs as one ----------------------------------------------------------------------------------------
+
+
+def backoff_s(failures: int) -> float:
+    """Returns the seconds to wait before the restart after this many failures in a row: 1, 2, 4 … 30."""
+    return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
+
+
+def to_stderr(line: str) -> None:
+    """Writes a line to stderr: a supervisor's sink when a person watches."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+class _Watched:
+    """A program and its state. `process` is None while the program waits for its restart."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.process: Process | None = None
+        self.url: str | None = None
+        """None until the program is ready, empty if it has no URL."""
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self.started = 0.0
+        self.failures = 0
+        self.retry_at = 0.0
+
+
+class Supervisor:
+    """Starts, watches and stops programs. Use it on one thread, which must live as long as the programs.
+
+    `sink` is called with whole lines, one at a time, from other threads. Tests replace `clock` (seconds), `sleep` and `spawn`.
+    """
+
+    def __init__(
+        self,
+        settings: SupervisorConfig,
+        *,
+        sink: Callable[[str], None] = to_stderr,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        spawn: Spawn | None = None,
+    ) -> None:
+        self._settings = settings
+        self._sink = sink
+        self._clock = clock
+        self._sleep = sleep
+        self._local = LocalProcesses(settings.stop_grace_s)
+        self._spawn: Spawn = spawn or self._local.spawn
+        self._lines = threading.Lock()
+        self._groups: list[list[_Watched]] = []
+        self._stopped = False
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def ready_urls(self) -> dict[str, str]:
+        """The URL that each ready program announced; empty if it has none."""
+        return {w.program.name: w.url for w in self._all() if w.process is not None and w.url is not None}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The pids of the programs' processes, by name. A process that was found dead is left out."""
+        return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
+
+    def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopFlag | None = None) -> bool:
+        """Starts programs one after the other, each when the one before is ready. Starts those of an inner list together.
+
+        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if a program
+        cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start.
+        """
+        if self._stopped:
+            raise ValueError("this supervisor was stopped; make a new one")
+        groups = [[entry] if isinstance(entry, Program) else list(entry) for entry in programs]
+        names = [program.name for group in groups for program in group] + [w.program.name for w in self._all()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two programs have the same name: {', '.join(sorted(twice))}")
+        try:
+            for group in groups:
+                batch = [_Watched(program) for program in group]
+                self._groups.append(batch)
+                for watched in batch:
+                    self._launch(watched)
+                if not self._await_ready(batch, stop_event):
+                    return False
+        except BaseException:
+            self.stop()
+            raise
+        return True
+
+    def wait(self, stop_event: StopFlag, *, restart: bool = False) -> None:
+        """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
+
+        With `restart`, a program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s). Without it,
+        everything is stopped, and SupervisorError is raised.
+        """
+        try:
+            while not stop_event.wait(_POLL_S):
+                for watched in self._all():
+                    self._tend(watched, restart)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
+
+        When it returns, no process and no thread of the supervisor is left.
+        """
+        self._stopped = True
+        while self._groups:
+            self._stop_group(self._groups[-1])
+            self._groups.pop()  # only now, so that the next call continues a stop that was interrupted
+        self._local.close()
+
+    def _all(self) -> Iterator[_Watched]:
+        return (watched for group in self._groups for watched in group)
+
+    def _launch(self, watched: _Watched) -> None:
+        watched.url = None
+        watched.tail.clear()
+        watched.started = self._clock()
+        program = watched.program
+
+        def on_line(stream: Stream, line: str) -> None:
+            if stream == "stdout" and watched.url is None:
+                words = line.split()
+                if words[:2] == ["ready", program.name] and len(words) <= 3:
+                    watched.url = words[2] if len(words) == 3 else ""
+                    return
+            with self._lines:
+                watched.tail.append(line)
+                self._sink(f"{program.name} | {line}")
+
+        try:
+            watched.process = self._spawn(program, on_line)
+        except OSError as error:
+            raise SupervisorError(program.name, f"cannot be started: {error}") from error
+
+    def _await_ready(self, batch: list[_Watched], stop_event: StopFlag | None) -> bool:
+        limit = self._settings.ready_timeout_s
+        while True:
+            for watched in self._all():
+                if watched.process is not None and (status := watched.process.poll()) is not None:
+                    when = "ended" if watched.url is not None else "ended before it was ready"
+                    raise self._error(watched, f"{when}: {_told(status)}", status)
+            waiting = [watched for watched in batch if watched.url is None]
+            if not waiting:
+                return True
+            if stop_event is not None and stop_event.is_set():
+                return False
+            for watched in waiting:
+                if self._clock() - watched.started >= limit:
+                    raise self._error(watched, f"was not ready within {limit:g} s")
+            self._sleep(_POLL_S)
+
+    def _tend(self, watched: _Watched, restart: bool) -> None:
+        now = self._clock()
+        if watched.process is None:
+            if now >= watched.retry_at:
+                try:
+                    self._launch(watched)
+                except SupervisorError as error:
+                    self._retry_later(watched, str(error))
+            return
+        status = watched.process.poll()
+        if status is not None:
+            if not restart:
+                raise self._error(watched, f"ended: {_told(status)}", status)
+            self._retry_later(watched, f"ended: {_told(status)}")
+        elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
+            # no grace, because it never became ready and the others must be watched meanwhile
+            end([watched.process], 0, ask=False, clock=self._clock, sleep=self._sleep)
+            self._retry_later(watched, f"was not ready within {self._settings.ready_timeout_s:g} s")
+
+    def _retry_later(self, watched: _Watched, what: str) -> None:
+        now = self._clock()
+        watched.process = None
+        watched.failures = 1 if now - watched.started >= _STEADY_S else watched.failures + 1
+        delay = backoff_s(watched.failures)
+        watched.retry_at = now + delay
+        log.warning("%s %s; starting it again in %g s", watched.program.name, what, delay)
+
+    def _stop_group(self, group: list[_Watched]) -> None:
+        named = {w.process: w.program.name for w in group if w.process is not None}
+        killed = end(named, self._settings.stop_grace_s, clock=self._clock, sleep=self._sleep)
+        if killed:
+            names = ", ".join(sorted(named[process] for process in killed))
+            log.warning("%s did not stop within %g s and was killed", names, self._settings.stop_grace_s)
+
+    def _error(self, watched: _Watched, what: str, status: int | None = None) -> SupervisorError:
+        with self._lines:
+            return SupervisorError(watched.program.name, what, status, tuple(watched.tail))
+
+
+def _told(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

@@ -1,0 +1,223 @@
+"""What the HiCache backend of SGLang (`sglang_hicache`) needs no SGLang for: its options, what a page's name is made of, and where a page
+lies in a host pool.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pd_cache.adapters.options import AdapterOptions
+from pd_cache.config import LineOrEmpty, Seconds
+from pd_cache.errors import ConfigError, LayoutError
+from pd_cache.objects.values import Scattered, memory_of
+from pd_cache.weights import WeightsError, weights_digest
+
+
+class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
+    """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
+
+    revision: LineOrEmpty = ""
+    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    timeout_s: Seconds = 5.0
+    """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its cache, and then raises in its scheduler."""
+    token_only_keys: bool = False
+    """Accepts an SGLang whose hashes of pages leave out LoRA adapters and cache salts."""
+
+
+FORMAT = 1
+"""The version of what is stored under a name. Backends of other versions never find it."""
+
+SGLANGS_OWN = frozenset(
+    (
+        *("backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag", "tp_lcm_size"),
+        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+        "hicache_storage_pass_prefix_keys",
+    )
+)
+"""Keys of the extra config that are SGLang's own."""
+
+_SHAPE = (
+    "layout",
+    "dtype",
+    "page_size",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "num_mamba_layers",
+    "conv_dtype",
+    "temporal_dtype",
+    "conv_state_shapes",
+    "temporal_state_shape",
+    "storage_format_tag",
+    "dcp_size",
+    "dcp_rank",
+)
+"""What, of a host pool, changes the meaning of a page's bytes."""
+_OF_THE_SERVER = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantization_param_path",
+    "json_model_override_args",
+    "speculative_draft_kv_cache_dtype",
+)
+"""What, of the arguments of SGLang's server, changes the KV that it computes, besides the weights."""
+_REPLICATED = ("indexer", "draft_indexer", "deepseek_v4_")
+"""Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks (MLA)."""
+_LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
+
+
+class PoolPages:
+    """The pages of one host pool, as views of its own memory."""
+
+    def __init__(self, pool: Any) -> None:
+        """Raises LayoutError if the pool's memory cannot be addressed page by page."""
+        self.pool = pool
+        self.page_size = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
+        """How many indices name a page."""
+        self._size = int(getattr(pool, "logical_size", 0) or getattr(pool, "size", 0))
+        tensors = _flattened(
+            pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer
+        )
+        self._memory = sorted((tensor.data_ptr(), memory_of(tensor.detach())) for tensor in tensors if tensor.numel())
+        self._starts = [start for start, _ in self._memory]
+        import torch
+
+        self.bytes = len(self.values(torch.arange(self.page_size))[0])
+        """The bytes of a page."""
+
+    def values(self, indices: Any) -> list[Scattered]:
+        """Returns the page at each `page_size` of these indices (int64), as one value. Raises ValueError for indices that are not of
+        whole pages of the pool, and LayoutError for a layout that the pool itself cannot address."""
+        pages = self._pages_at(indices)
+        if not pages:
+            return []
+        try:
+            addresses, sizes = self.pool.get_page_buffer_meta(indices)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            raise LayoutError(f"{type(self.pool).__name__} of layout {self.pool.layout}: {error}") from error
+        pieces, rest = divmod(len(addresses), pages)
+        if rest or not pieces or len(sizes) != len(addresses):
+            raise LayoutError(f"{type(self.pool).__name__} gave {len(addresses)} addresses for {pages} pages")
+        views = [self._view(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+        return [Scattered(views[page * pieces : (page + 1) * pieces]) for page in range(pages)]
+
+    def _pages_at(self, indices: Any) -> int:
+        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive, from a multiple of its size."""
+        import torch
+
+        pages, rest = divmod(len(indices), self.page_size)
+        if not pages and not rest:
+            return 0
+        indices = indices.to(torch.int64)
+        firsts = indices[:: self.page_size]
+        if (
+            rest
+            or bool((firsts % self.page_size != 0).any())
+            or not torch.equal(indices.reshape(pages, -1), firsts[:, None] + torch.arange(self.page_size))
+            or not 0 <= int(firsts.min()) <= int(firsts.max()) <= self._size - self.page_size
+        ):
+            raise ValueError(
+                f"expected the indices of whole pages of {self.page_size} below {self._size}, got {len(indices)} others"
+            )
+        return pages
+
+    def _view(self, address: int, size: int) -> memoryview:
+        """Returns memory of the pool. Raises LayoutError if it is not the pool's."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index >= 0:
+            start, memory = self._memory[index]
+            if address - start + size <= len(memory):
+                return memory[address - start : address - start + size]
+        raise LayoutError(f"{type(self.pool).__name__} gave an address outside its buffers")
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the CPU. Raises ValueError for any other."""
+    if getattr(tensor, "device", None) is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("expected a contiguous tensor on the CPU")
+    return memory_of(tensor.detach())
+
+
+def _flattened(buffers: Any) -> list[Any]:
+    if isinstance(buffers, list | tuple):
+        return [tensor for buffer in buffers for tensor in _flattened(buffer)]
+    return [] if buffers is None else [buffers]
+
+
+def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
+    """Returns a text that two backends share exactly if their pages of one pool may be exchanged, apart from what `prefix_of` says.
+
+    `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any. Raises ConfigError if the weights of
+    the model or of its draft model cannot be told from others' and there is no `revision`.
+    """
+    model = str(server.get("model_path") or config.model_name or "")
+    draft = str(server.get("speculative_draft_model_path") or "")
+    said = {
+        "format": FORMAT,
+        "engine": "sglang-hicache",
+        "weights": _weights(model, revision, server.get("revision")),
+        # some host pools keep the KV of a draft model in the pages of the main one
+        "draft": _weights(draft, revision, server.get("speculative_draft_model_revision"))
+        if draft not in ("", model)
+        else "",
+        # the pool's own dtype does not distinguish two kinds of fp8
+        **{name: str(server.get(name)) for name in _OF_THE_SERVER},
+        "salts": list(salts),
+    }
+    return json.dumps(said, sort_keys=True)
+
+
+def prefix_of(config: Any, pool_name: str, pool: Any, form: str) -> bytes:
+    """Returns what the names of a pool's pages begin with: whose share of which pool, and the form of the bytes.
+
+    A rank's share has its rank in the name, unless all ranks have the same bytes.
+    """
+    classes = {one.__name__ for one in type(pool).__mro__}
+    alike = bool(config.is_mla_model) and (
+        pool_name == "kv" or pool_name.startswith(_REPLICATED) or not classes.isdisjoint(_LATENT)
+    )
+    said = {
+        "pool": pool_name,
+        "class": type(pool).__name__,
+        "form": form,
+        "shape": {name: str(getattr(pool, name, None)) for name in _SHAPE},
+        "pp": [config.pp_rank, config.pp_size],
+        "cp": [config.attn_cp_rank, config.attn_cp_size],
+        "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
+        "tp": "all" if alike else [config.tp_rank, config.tp_size],
+    }
+    return json.dumps(said, sort_keys=True).encode() + b"\0"
+
+
+def names_of(prefix: bytes, keys: Sequence[str]) -> list[bytes]:
+    """Returns the names of pages, by SGLang's hashes of their tokens."""
+    return [prefix + str(key).encode() for key in keys]
+
+
+def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options that are SGLang's own, and ours."""
+    given = dict(extra or {})
+    own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
+    return own, given
+
+
+def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
+    if revision:
+        return [model, str(of_the_server), revision]
+    try:
+        return weights_digest(Path(model))
+    except (WeightsError, OSError) as error:
+        raise ConfigError(
+            f"{model}: cannot tell its weights from those of other models ({error}); put a `revision` into "
+            "--hicache-storage-backend-extra-config, which changes whenever they do"
+        ) from error

@@ -1,0 +1,501 @@
+"""Tokens or block hashes -> names of chunks -> keys. Pure: no I/O, no clock.
+
+A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names the whole
+prefix up to its end. `h` is BLAKE2b with a digest of 16 bytes: a shared pool crosses trust boundaries, and SHA-256 takes three times as
+long on processors without instructions for it.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import os
+import pickle
+import struct
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+import msgspec
+
+from pd_cache.checksum import checksum
+from pd_cache.config import MAX_SHARDS, CacheConfig
+from pd_cache.decoding import decode_json, prepared
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+KEY_FORMAT = "pdc1"
+HASH_BYTES = 16
+TOKEN_BYTES = 4
+_TOKEN_HASH = "blake2b"
+"""Names the hash `h` in the namespace, so that a version with another one shares no chunk with this one."""
+NAME_WIDTHS = range(8, HASH_BYTES + 1)
+"""How many bytes a chunk's name may have; see `stride_hashes`."""
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+"""Checked when a namespace is read, not when it is made."""
+
+Tokens = Union["torch.Tensor", Sequence[int]]
+"""Token ids: a list, a tuple, an `array`, or a 1-D integer tensor. Each must fit an int32."""
+
+ExtraKey = str | bytes | int
+"""One part of a request's isolation: its cache_salt, digest of its LoRA adapter, multi-modal hash."""
+
+
+def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
+    """Returns the isolation of a request to the completions API that has this `cache_salt`."""
+    return () if cache_salt is None else ("salt", cache_salt)
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep their KV alike, of a model whose layers do not all do, or that is cut into pipeline stages."""
+
+    layers: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """Which layers, e.g. `0-4,6-10`."""
+    keeps: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """What they keep, e.g. `the last 256 tokens`."""
+    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    """How many chunks, the last ones, a prefix needs of them; 0 for all."""
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the chunk after it."""
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
+
+    model: str
+    """Identifies the weights: a name with a digest, or a revision."""
+    kv_dtype: str
+    layout: str
+    """The content of one page, e.g. `heads8.block16.bytes256x2`; from `KVLayout.page_format`."""
+    layers: Size
+    block_size: Size
+    page_bytes: Size
+    chunk_size: Size
+    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+    """How many objects a chunk is cut into: the tensor-parallel size for most models, or a multiple of it."""
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str = ""
+    """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
+    group: str = ""
+    """Which of the model's layers; empty for all, if they all keep the KV of every token. Each group of layers has a namespace of its own."""
+    keeps: str = ""
+    """What these layers keep, if there are groups; see `LayerGroup`."""
+    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    """How many chunks, the last ones, a prefix needs of these layers; 0 for all."""
+    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
+
+    @property
+    def layer_group(self) -> LayerGroup | None:
+        """The group of layers; None if there are no groups."""
+        if not self.group:
+            return None
+        return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail, ahead=self.ahead)
+
+    def _fields(self) -> dict[str, Any]:
+        """Returns all fields. Those that came later are left out where they say nothing, so that older objects keep their keys. If tokens
+        name the chunks, one more says by which hash."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.ahead:
+            del fields["ahead"]
+        if not self.group:
+            del fields["group"], fields["keeps"], fields["tail"]
+        if self.hash_mode == "tokens":
+            fields["token_hash"] = _TOKEN_HASH
+        return fields
+
+    def manifest(self) -> bytes:
+        """Returns the namespace as canonical JSON, with sorted keys."""
+        return msgspec.json.encode({"format": KEY_FORMAT, **self._fields()}, order="sorted")
+
+    @classmethod
+    def read(cls, manifest: bytes) -> Namespace:
+        """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
+        told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
+        if told.pop("format", None) != KEY_FORMAT:
+            raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
+        if told.pop("token_hash", None) != (_TOKEN_HASH if told.get("hash_mode") == "tokens" else None):
+            raise ValueError(f"chunks are named by another hash than {_TOKEN_HASH}: {manifest[:200]!r}")
+        return msgspec.convert(told, prepared(cls))
+
+    def described(self, further: Sequence[Namespace] = ()) -> dict[str, Any]:
+        """Returns the fields by which a node reports its namespace. `further` are those of the model's other groups of layers."""
+        others = {"further": [one._fields() for one in further]} if further else {}
+        return {"fingerprint": self.fingerprint(), "namespace": self._fields(), **others}
+
+    def fingerprint(self) -> str:
+        """Returns 16 hex digits that are equal if and only if all fields are equal."""
+        return hashlib.sha256(self.manifest()).hexdigest()[:16]
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit."""
+    if hasattr(tokens, "untyped_storage"):
+        return _tensor_bytes(tokens)
+    if isinstance(tokens, array.array) and tokens.typecode == "i" and sys.byteorder == "little":
+        return tokens.tobytes()
+    try:
+        # a third of the time of array.array; `struct.pack` copies the arguments once more
+        return struct.Struct(f"<{len(tokens)}i").pack(*tokens)
+    except (struct.error, TypeError) as error:
+        raise ValueError(f"tokens must be integers that fit an int32: {error}") from None
+
+
+def _tensor_bytes(tokens: Any) -> bytes:
+    import torch
+
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be a 1-D integer tensor, got {tuple(tokens.shape)} {tokens.dtype}")
+    values = tokens.detach().cpu().numpy()
+    # torch has no minimum of unsigned types
+    if values.dtype.itemsize >= 4 and values.dtype != "int32" and len(values):
+        low, high = int(values.min()), int(values.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"tokens must fit an int32, got values from {low} to {high}")
+    return bytes(values.astype("<i4", copy=False).tobytes())
+
+
+def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
+    """Returns `H_{-1}`, which keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that ("ab", "c")
+    and ("a", "bc") differ, and so do "1" and 1."""
+    if isinstance(extra_keys, str | bytes):
+        raise ValueError(f"extra_keys must be a sequence of keys, got one {type(extra_keys).__name__}: write (salt,)")
+    digest = hashlib.sha256(b"pd-cache root")
+    for part in extra_keys:
+        if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
+            raise ValueError(f"extra_keys must be str, bytes or int, got {type(part).__name__}")
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(f"{type(part).__name__}:{len(raw)}:".encode())
+        digest.update(raw)
+    return digest.digest()[:HASH_BYTES]
+
+
+class ChunkNamer:
+    """Names the chunks of prompts that are given as tokens. Remembers recent prompts. Thread-safe."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_bytes = chunk_size * TOKEN_BYTES
+        self._recent = RecentNames(self._chunk_bytes)
+
+    def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
+        """Returns the chained hash of each whole chunk of `tokens`. Raises ValueError for a token that does not fit an int32."""
+        raw, previous = token_bytes(tokens), root(extra_keys)
+        whole = len(raw) - len(raw) % self._chunk_bytes
+        step = self._recent.run_chunks * self._chunk_bytes
+        names: list[bytes] = []
+        for start in range(0, whole, step):
+            run = raw[start : min(start + step, whole)]
+            found = self._recent.find(previous, run) if len(run) == step else None
+            if found is None:
+                found = self._chain(previous, run)
+                if len(run) == step:
+                    self._recent.note(previous, run, found)
+            names += found
+            previous = found[-1]
+        return names
+
+    def _chain(self, previous: bytes, run: bytes) -> list[bytes]:
+        blake2b, step, names = hashlib.blake2b, self._chunk_bytes, []
+        for start in range(0, len(run), step):
+            previous = blake2b(previous + run[start : start + step], digest_size=HASH_BYTES).digest()
+            names.append(previous)
+        return names
+
+
+def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
+    """Returns, from an engine's chained block hashes, the hash of each chunk's last block; nothing is hashed twice.
+
+    Short hashes are kept whole; longer ones are truncated to 16 bytes.
+    """
+    hashes = list(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])
+    if any(not isinstance(value, bytes) or len(value) < 8 for value in hashes):
+        raise ValueError("block hashes must be bytes, at least 8 of them each")
+    return [value[:HASH_BYTES] for value in hashes]
+
+
+def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
+    """Returns names that also depend on `identity`, 1 to 64 bytes: equal if and only if both the name and the identity are."""
+    return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
+
+
+def check_names(names: Sequence[bytes]) -> None:
+    """Raises ValueError if these cannot be names of one prompt's chunks: they are bytes, all of one width in `NAME_WIDTHS`."""
+    widths = {len(name) if isinstance(name, bytes) else -1 for name in names}
+    if len(widths) > 1 or not widths <= set(NAME_WIDTHS):
+        raise ValueError(
+            f"chunk names must be bytes, all of one length from {NAME_WIDTHS[0]} to {NAME_WIDTHS[-1]}, as `name_chunks` "
+            f"returns them; got {', '.join('no bytes' if width < 0 else str(width) for width in sorted(widths))}"
+        )
+
+
+class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving engine says about its model and its place in it. Together with `CacheConfig` it determines the namespace."""
+
+    model: str
+    """Identifies the weights; a name alone is not enough: see `Namespace.model`."""
+    kv_dtype: str
+    page_format: str
+    layers: int
+    block_size: int
+    page_bytes: int
+    world_size: int = 1
+    """How many ranks hold a part of each chunk; each holds a different part."""
+    rank: int = 0
+    shards_per_rank: int = 1
+    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes describe one shard."""
+    group: LayerGroup | None = None
+    """Which of the model's layers; None if all of them are kept alike."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        layout: KVLayout,
+        *,
+        world_size: int = 1,
+        rank: int = 0,
+        shards_per_rank: int = 1,
+        group: LayerGroup | None = None,
+    ) -> CacheMetadata:
+        """Returns the metadata of an engine whose paged cache, on this rank, has this layout.
+
+        Raises LayoutError if its pages cannot be cut into `shards_per_rank` shards.
+        """
+        shard = layout.shard(shards_per_rank)
+        return cls(
+            model=model,
+            kv_dtype=shard.dtype,
+            page_format=shard.page_format,
+            layers=shard.layers,
+            block_size=shard.block_size,
+            page_bytes=shard.page_bytes,
+            world_size=world_size,
+            rank=rank,
+            shards_per_rank=shards_per_rank,
+            group=group,
+        )
+
+    @classmethod
+    def within(cls, namespace: Namespace) -> CacheMetadata:
+        """Returns metadata for `namespace`: the first of as many ranks as there are shards."""
+        return cls(
+            model=namespace.model,
+            kv_dtype=namespace.kv_dtype,
+            page_format=namespace.layout,
+            layers=namespace.layers,
+            block_size=namespace.block_size,
+            page_bytes=namespace.page_bytes,
+            world_size=namespace.shards,
+            group=namespace.layer_group,
+        )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")
+
+    @property
+    def shards(self) -> range:
+        """The numbers of this rank's shards."""
+        return range(self.rank * self.shards_per_rank, (self.rank + 1) * self.shards_per_rank)
+
+    def namespace(self, cache: CacheConfig) -> Namespace:
+        """Returns the namespace of all nodes whose KV is interchangeable with this one's."""
+        return Namespace(
+            model=self.model,
+            kv_dtype=self.kv_dtype,
+            layout=self.page_format,
+            layers=self.layers,
+            block_size=self.block_size,
+            page_bytes=self.page_bytes,
+            chunk_size=cache.chunk_tokens,
+            shards=self.world_size * self.shards_per_rank,
+            hash_mode=cache.named_by,
+            hash_seed=cache.hash_seed,
+            group="" if self.group is None else self.group.layers,
+            keeps="" if self.group is None else self.group.keeps,
+            tail=0 if self.group is None else self.group.tail,
+            ahead=0 if self.group is None else self.group.ahead,
+        )
+
+
+class ChunkedTokenDatabase:
+    """Cuts a prompt into whole chunks and names them. A tail shorter than a chunk has no name and is never stored."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        if namespace.chunk_size < 1 or namespace.chunk_size % namespace.block_size:
+            raise ValueError(
+                f"chunk_size {namespace.chunk_size} must be a multiple of block_size {namespace.block_size}"
+            )
+        self.namespace = namespace
+        self.chunk_size = namespace.chunk_size
+        self.blocks_per_chunk = namespace.chunk_size // namespace.block_size
+        self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
+        self._namer = ChunkNamer(self.chunk_size)
+
+    def prefix(self, epoch: str = "") -> str:
+        """Returns what all keys of an epoch begin with."""
+        return f"{self._prefix}.{epoch}" if epoch else self._prefix
+
+    @property
+    def manifest_key(self) -> str:
+        return f"{self._prefix}/manifest"
+
+    def root(self, extra_keys: Iterable[ExtraKey] = ()) -> bytes:
+        """Does the same as the function `root`."""
+        return root(extra_keys)
+
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        """Returns the hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
+        if hashes is not None and tokens is None:
+            if tuple(extra_keys):
+                raise ValueError(
+                    "block hashes take in the request's isolation themselves: extra_keys go with tokens only"
+                )
+            return self.stride_hashes(hashes)
+        if tokens is not None and hashes is None:
+            return self.hash_tokens(tokens, extra_keys)
+        raise ValueError("exactly one of tokens and block hashes must be given")
+
+    def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
+        """Does the same as `ChunkNamer.hash_tokens`, in token mode."""
+        self._expect("tokens")
+        return self._namer.hash_tokens(tokens, extra_keys)
+
+    def stride_hashes(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """Does the same as the function `stride_hashes`, in hash mode."""
+        self._expect("blocks")
+        return stride_hashes(block_hashes, self.blocks_per_chunk)
+
+    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), epoch: str = "") -> list[str]:
+        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `epoch` is a label of a weights version."""
+        start = self.prefix(epoch)
+        prefixes = [f"{start}/{shard}/" for shard in shards]
+        if len(prefixes) == 1:
+            only = prefixes[0]
+            return [only + name.hex() for name in hashes]  # half as long as the general form
+        return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
+
+    def all_shard_keys(self, hashes: Iterable[bytes], epoch: str = "") -> list[str]:
+        """Returns the keys of every shard, chunk by chunk."""
+        return self.keys(hashes, range(self.namespace.shards), epoch)
+
+    def _expect(self, mode: str) -> None:
+        if self.namespace.hash_mode != mode:
+            raise ValueError(
+                f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
+            )
+
+
+_RUN_BYTES = 8 << 10
+"""Prompts are remembered in runs of about as many bytes, in whole chunks."""
+_MOST_BYTES = 16 << 20
+"""Of all runs together: 4 million tokens."""
+
+
+class RecentNames:
+    """Runs of chunks, each with the name before it and the names of its chunks. Thread-safe.
+
+    It holds 16 MiB at most, and its names besides. The run that was not used for the longest time goes first. Bytes are compared, so what
+    it returns is what hashing would return.
+    """
+
+    def __init__(self, chunk_bytes: int, *, most_bytes: int = _MOST_BYTES) -> None:
+        """`chunk_bytes` is what a chunk's tokens take. Of `most_bytes`, at least one run is remembered."""
+        self.run_chunks = max(1, _RUN_BYTES // chunk_bytes)
+        """How many chunks a run has. Fewer, at a prompt's end, are not remembered."""
+        self._runs: OrderedDict[tuple[bytes, int], tuple[bytes, list[bytes]]] = OrderedDict()
+        self._most = max(1, most_bytes // (self.run_chunks * chunk_bytes))
+        self._lock = threading.Lock()
+
+    def find(self, before: bytes, run: bytes) -> list[bytes] | None:
+        """Returns the names of a run's chunks if they are remembered. `before` is the name of the chunk before the run, or the root."""
+        key = (before, checksum(run))
+        with self._lock:
+            found = self._runs.get(key)
+            if found is None or found[0] != run:
+                return None
+            self._runs.move_to_end(key)
+            return found[1]
+
+    def note(self, before: bytes, run: bytes, names: list[bytes]) -> None:
+        """Remembers the names of a run's chunks."""
+        with self._lock:
+            self._runs[before, checksum(run)] = (run, names)
+            if len(self._runs) > self._most:
+                self._runs.popitem(last=False)
+
+
+_ALGORITHM = "sha256"
+"""vLLM's default."""
+_DEFAULT_SEED = "vllm-none-hash"
+SEED_VARIABLE = "PYTHONHASHSEED"
+
+
+class UnknownHashesError(PdCacheError):
+    """Block hashes that only the engine itself can compute."""
+
+
+def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:
+    """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the `hash_seed` of the cluster's
+    file. `step`: the tokens of each hash, if those are not the tokens of a block.
+
+    The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest keeps no secret:
+    PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not be secret for sha256; for xxhash, vLLM
+    expects it to be.
+    """
+    every = "" if step is None else f"/{step}"
+    return f"{algorithm}{every}:{_digest(seed)}:{own}"
+
+
+class BlockHasher:
+    """Hashes blocks as the engines of one namespace do."""
+
+    def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
+        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are further candidates for its seed, besides this process's own and the
+        default.
+
+        Raises UnknownHashesError, which says why, if the hashes cannot be computed here.
+        """
+        named, _, rest = described.partition(":")
+        algorithm, _, step = named.partition("/")
+        if algorithm != _ALGORITHM:
+            known = algorithm or "hashes of its own"
+            raise UnknownHashesError(
+                f"the engine names its blocks by {known}, and only vLLM's {_ALGORITHM} is known here"
+            )
+        digest = rest.partition(":")[0]
+        candidates = (_DEFAULT_SEED, os.environ.get(SEED_VARIABLE), *seeds)
+        seed = next((seed for seed in candidates if seed is not None and _digest(seed) == digest), None)
+        if seed is None:
+            raise UnknownHashesError(
+                f"vLLM's block hashes start from another seed than here: set {SEED_VARIABLE} to what it is there"
+            )
+        self.block_size = int(step) if step.isdecimal() and int(step) else block_size
+        """The tokens of each hash."""
+        self._root = _hash(seed)
+
+    def hashes(self, tokens: Sequence[int], cache_salt: str | None = None) -> list[bytes]:
+        """Returns the chained hash of each whole block, 32 bytes each."""
+        step, previous = self.block_size, self._root
+        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
+        hashes = []
+        for start in range(0, len(tokens) - step + 1, step):
+            previous = _hash((previous, tuple(tokens[start : start + step]), extra))
+            hashes.append(previous)
+            extra = None
+        return hashes
+
+
+def _hash(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+def _digest(seed: str) -> str:
+    return hashlib.sha256(seed.encode()).hexdigest()[:16]

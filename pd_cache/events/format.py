@@ -1,0 +1,103 @@
+"""KV events in the format of vLLM 0.32 (`vllm/distributed/kv_events.py`), without vLLM. Pure.
+
+A batch is a msgpack array of a time, events and a rank; an event is a map with a `type`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pd_cache.decoding import UndecodableError, msgpack_decoder
+
+MEDIUM_GPU = "GPU"
+MEDIUM_STORAGE = "STORAGE"
+FULL_ATTENTION = frozenset((None, "full_attention", "mla_attention"))
+"""The kinds of layer groups that keep the KV of every token of a prefix."""
+
+BlockHash = int | bytes
+_MASK = (1 << 64) - 1
+_Words = Annotated[str, msgspec.Meta(max_length=256)] | None
+
+
+class StoredEvent(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """Blocks that are there now. The fields are some of vLLM's."""
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None = None
+    token_ids: msgspec.Raw = msgspec.Raw(b"\x90")
+    """A list of integers in msgpack, which is decoded only by those that need it."""
+    block_size: int = 0
+    """Tokens of each block."""
+    medium: _Words = None
+    lora_name: _Words = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: _Words = None
+
+
+class RemovedEvent(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    """Blocks that are not there any more."""
+
+    block_hashes: list[BlockHash]
+    medium: _Words = None
+    group_idx: int | None = None
+
+
+class ClearedEvent(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    """No block of this publisher is there any more."""
+
+
+KvEvent = StoredEvent | RemovedEvent | ClearedEvent
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The events of one number."""
+
+    ts: float
+    """When it was published: seconds of the publisher's wall clock."""
+    events: list[KvEvent]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+class _OtherEvent(msgspec.Struct, gc=False):
+    type: str
+
+
+_whole_batch = msgpack_decoder(EventBatch)
+_raw_batch = msgpack_decoder(_RawBatch)
+_one_event = msgpack_decoder(KvEvent)
+_other_event = msgpack_decoder(_OtherEvent)
+
+
+def read_batch(raw: bytes) -> tuple[EventBatch, int]:
+    """Returns the batch of a message, and how many of its events were skipped.
+
+    An event of stored blocks that cannot be read is skipped: a block that is not known to be there does no harm. Mooncake's master sends
+    such events, with a `block_size` of null. Any other event that cannot be read may say that blocks are gone, and counts as one that all
+    are. Raises UndecodableError for what is no batch.
+    """
+    try:
+        return _whole_batch(raw), 0
+    except UndecodableError:
+        batch = _raw_batch(raw)
+    events: list[KvEvent] = []
+    for one in batch.events:
+        try:
+            events.append(_one_event(one))
+        except UndecodableError:
+            if _other_event(one).type != "BlockStored":
+                events.append(ClearedEvent())
+    return EventBatch(batch.ts, events, batch.data_parallel_rank), len(batch.events) - len(events)
+
+
+def short_hash(value: BlockHash) -> int:
+    """Returns the 64 bits by which a block is known here. vLLM publishes the last 64 bits of a hash, or all of it if
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    return value & _MASK if isinstance(value, int) else int.from_bytes(value[-8:], "big")

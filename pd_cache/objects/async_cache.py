@@ -1,0 +1,146 @@
+"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Calls run on threads of its own, so that none blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import ObjectCache, ObjectOutcome
+from transfer.calls import CallThreads
+from transfer.errors import Status
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_cache.objects.values import AnyValue
+
+T = TypeVar("T")
+
+_CLOSE_S = 5.0
+
+
+class AsyncObjectCache:
+    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does what the method of its name does there.
+
+    When a call is cancelled, or its time is over, it copies nothing more of the caller's memory, which the caller may then change. A wait
+    that has begun goes on, on its thread.
+
+    There is no `read_into`: a cancelled call could still write to the caller's memory.
+    """
+
+    def __init__(
+        self, cache: ObjectCache, *, threads: int = 4, most_waiting: int = 256, usual_timeout: float = 60.0
+    ) -> None:
+        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or wait; one more is refused
+        as OVERLOADED. `usual_timeout` (s) bounds calls that name none."""
+        self.cache = cache
+        self._usual_timeout = usual_timeout
+        self._closed = False
+        self._threads = CallThreads("objects", threads, limit=most_waiting, spare=threads)
+
+    async def __aenter__(self) -> AsyncObjectCache:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def available(self) -> bool:
+        return self.cache.available
+
+    async def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
+        return (await self.put_many([name], [value], timeout=timeout))[0]
+
+    async def get(self, name: str | bytes, *, timeout: float | None = None) -> bytes | None:
+        return (await self.get_many([name], timeout=timeout))[0].value
+
+    async def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
+        return await self._call(lambda deadline: self.cache.get_tensor(name, timeout=deadline), timeout, lambda _: None)
+
+    async def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
+        return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
+
+    async def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
+        return await self._call(
+            lambda deadline: self.cache.remove(name, timeout=deadline), timeout, lambda status: status
+        )
+
+    async def put_many(
+        self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: float | None = None
+    ) -> list[Status]:
+        return await self._call(
+            lambda deadline: self.cache.put_many(names, values, timeout=deadline),
+            timeout,
+            lambda status: [status] * len(names),
+        )
+
+    async def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
+        return await self._call(
+            lambda deadline: self.cache.get_many(names, timeout=deadline),
+            timeout,
+            lambda status: [ObjectOutcome(None, status.value)] * len(names),
+        )
+
+    async def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+        return await self._call(
+            lambda deadline: self.cache.exists_many(names, timeout=deadline),
+            timeout,
+            lambda status: [status] * len(names),
+        )
+
+    async def close(self) -> None:
+        """Refuses new calls, ends those under way, and closes the cache. Idempotent."""
+        if self.cache.forked:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._close)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self.cache.close()  # first: calls under way then end at once
+        self._threads.close(_CLOSE_S)
+
+    async def _call(
+        self, function: Callable[[Deadline], T], timeout: float | None, refused: Callable[[Status], T]
+    ) -> T:
+        """Runs `function` with its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
+        if self.cache.forked:  # there are no threads here, and one of them may hold a lock
+            return refused(Status.CLOSED)
+        loop = asyncio.get_running_loop()
+        seconds = self._usual_timeout if timeout is None else timeout
+        deadline, end = Deadline(seconds), time.monotonic() + seconds
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(act: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(lambda: None if answer.done() else act())
+
+        def run() -> None:
+            try:
+                value = function(deadline)
+            except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+                settle(functools.partial(answer.set_exception, error))
+            else:
+                settle(functools.partial(answer.set_result, value))
+
+        # runs last; it is the answer only if the call was never begun
+        call = self._threads.submit(run, end, lambda: settle(lambda: answer.set_result(refused(self._refusal()))))
+        if call is None:
+            return refused(Status.CLOSED if self._closed else Status.OVERLOADED)
+        try:
+            done, _ = await asyncio.wait({answer}, timeout=seconds)
+            return answer.result() if done else refused(Status.TIMEOUT)
+        finally:
+            # from here on the caller may change its memory, and nobody waits for an error
+            deadline.cut()
+            answer.cancel()
+            call.abandon()
+
+    def _refusal(self) -> Status:
+        return Status.CLOSED if self._closed else Status.TIMEOUT

@@ -1,0 +1,563 @@
+"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no paged cache.
+
+1. A name is of bytes or text, of any length. It stands for its contents: while there is a value of a name, a put of the same name changes nothing.
+   So a program that changes a value gives it another name, or another namespace.
+2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes, on the way out and on the way in
+   (`values`, `tiers`). Damage is removed, so that the next put replaces it.
+3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The caller's mistakes are ValueErrors.
+4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
+
+A namespace of objects has no epochs: see docs/objects.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pd_cache.checksum import checksum
+from pd_cache.config import NodeSettings
+from pd_cache.deadline import Deadline
+from pd_cache.metrics import CacheMetrics
+from pd_cache.objects.values import (
+    MOST_PARTS,
+    OVERHEAD,
+    Memory,
+    PartHeader,
+    TensorForm,
+    ValueKeys,
+    bytes_of,
+    checksum_of,
+    copy_in,
+    copy_out,
+    writable_bytes_of,
+)
+from pd_cache.tiers import PutOutcome, Staged, StorageBackend, open_backend
+from pd_cache.tiers.memory import SELF_SIZED, Damage
+from transfer.errors import PoolUnavailableError, Status
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_cache.objects.values import AnyValue
+
+PART_BYTES = 4 << 20
+"""The bytes of a value in one object, unless the caller wants another size."""
+MOST_BYTES = 1 << 30
+"""The longest value, unless the caller wants another or the parts are small."""
+_BATCH_BYTES = 12 << 20
+"""About the bytes of one transfer call: few, because a peer's task is short, and what one call brings is copied while the next runs."""
+_RETRIES = 6
+"""How often a damaged object is read again: twice for each kind of tier, which removes an object that fails twice."""
+_DAMAGED = frozenset(damage.value for damage in Damage)
+INCOMPLETE = "incomplete"
+"""The reason of a miss: the head is there, but a part is gone. The head is removed."""
+OTHER_SIZE = "other_size"
+"""The reason of a miss: the value is of another length than the caller's memory, or longer than `most_bytes`."""
+OTHER_FORM = "other_form"
+"""The reason of a miss: the value was put with another form than the caller wants."""
+NOT_A_TENSOR = "not_a_tensor"
+"""The reason of a miss: the value was put as bytes, or its form is none of a tensor."""
+
+Target = Callable[[PartHeader], Memory | str]
+"""Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is known to be intact."""
+
+
+class ObjectOutcome(NamedTuple):
+    """What a get found."""
+
+    value: bytes | None
+    reason: str = ""
+    """Why there is no value; empty for a hit."""
+
+
+class _Piece(NamedTuple):
+    """One object to be put."""
+
+    key: str
+    header: PartHeader
+    value: Memory
+
+
+class _Reading:
+    """One value that is being read."""
+
+    def __init__(self, head: str, target: Target) -> None:
+        self.head = head
+        self.target = target
+        self.header: PartHeader | None = None
+        self.memory: Memory | None = None
+        self.reason = ""
+
+
+class ObjectCache:
+    """Values by name, in one namespace. Thread-safe. See the module's docstring for what it promises."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        namespace: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        most_bytes: int | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open` makes one.
+
+        `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises ValueError for sizes that do not fit.
+        """
+        if not 1 <= part_bytes <= backend.payload_bytes - OVERHEAD:
+            raise ValueError(
+                f"part_bytes must be 1 to {backend.payload_bytes - OVERHEAD} for payloads of {backend.payload_bytes} bytes, "
+                f"got {part_bytes}"
+            )
+        if most_bytes is None:
+            most_bytes = min(MOST_BYTES, part_bytes * MOST_PARTS)
+        if not 0 <= most_bytes <= part_bytes * MOST_PARTS:
+            raise ValueError(f"most_bytes must be at most {MOST_PARTS} parts of {part_bytes} bytes, got {most_bytes}")
+        self.backend = backend
+        self.namespace = namespace
+        self.part_bytes = part_bytes
+        self.most_bytes = most_bytes
+        self.metrics = metrics or CacheMetrics()
+        self._keys = ValueKeys(namespace, part_bytes)
+        self._closed = False
+        self._closing = threading.Lock()
+        self._process = os.getpid()
+
+    @classmethod
+    def open(
+        cls,
+        settings: NodeSettings,
+        namespace: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        most_bytes: int | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> ObjectCache:
+        """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a disk.
+
+        Raises ValueError if `transfer.staging_size` is too small for one part, MissingLibraryError if Mooncake cannot be loaded.
+        """
+        if part_bytes < 1:
+            raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
+        metrics = metrics or CacheMetrics()
+        backend = open_backend(settings, part_bytes + OVERHEAD, batch_bytes=_BATCH_BYTES, metrics=metrics)
+        try:
+            return cls(backend, namespace, part_bytes=part_bytes, most_bytes=most_bytes, metrics=metrics)
+        except BaseException:
+            backend.close()
+            raise
+
+    def __enter__(self) -> ObjectCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- one value ------------------------------------------------------------------------------------------------
+
+    def put(self, name: str | bytes, value: AnyValue, *, timeout: float | Deadline | None = None) -> Status:
+        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
+
+        Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer than `most_bytes`.
+        """
+        return self.put_many([name], [value], timeout=timeout)[0]
+
+    def get(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bytes | None:
+        """Returns the bytes of a value, also of a tensor; None for a miss."""
+        return self.get_many([name], timeout=timeout)[0].value
+
+    def get_tensor(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> torch.Tensor | None:
+        """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no tensor."""
+        import torch
+
+        memory: list[torch.Tensor] = []
+
+        def target(header: PartHeader) -> memoryview | str:
+            dtype = None if header.form is None else getattr(torch, header.form.dtype, None)
+            if header.form is None or not isinstance(dtype, torch.dtype):
+                return NOT_A_TENSOR
+            if math.prod(header.form.shape) * dtype.itemsize != header.value_bytes:
+                return NOT_A_TENSOR
+            raw = torch.empty(header.value_bytes, dtype=torch.uint8)
+            try:
+                memory[:] = [raw.view(dtype).reshape(header.form.shape)]
+            except (RuntimeError, TypeError):  # without elements, a shape may say anything
+                return NOT_A_TENSOR
+            return memoryview(raw.numpy().data)
+
+        (reason,) = self._read([name], [self._bounded(target)], timeout)
+        return None if reason else memory[0]
+
+    def exists(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bool:
+        """Returns whether there is a value. A get may still miss: of a long value, a part may be gone."""
+        return self.exists_many([name], timeout=timeout)[0] is Status.OK
+
+    def remove(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> Status:
+        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none."""
+        return self.remove_many([name], timeout=timeout)[0]
+
+    # --- many values ----------------------------------------------------------------------------------------------
+
+    def put_many(
+        self,
+        names: Sequence[str | bytes],
+        values: Sequence[AnyValue],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | Deadline | None = None,
+    ) -> list[Status]:
+        """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
+        timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
+
+        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. What is copied after the deadline is
+        not stored. `timeout` may be a `Deadline`, which another thread can cut.
+        """
+        heads = self._heads(names)
+        if len(values) != len(heads):
+            raise ValueError(f"got {len(heads)} names and {len(values)} values; expected one value for each name")
+        given = [bytes_of(value) for value in values]
+        if forms is not None:
+            given = [(raw, form) for (raw, _), form in zip(given, _as_many(forms, heads), strict=True)]
+        for raw, _ in given:
+            if len(raw) > self.most_bytes:
+                raise ValueError(f"a value may have up to {self.most_bytes} bytes here, got {len(raw)}")
+        if not heads:
+            return []
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        deadline = Deadline.of(timeout)
+        first = {head: index for index, head in reversed(list(enumerate(heads)))}
+        order = sorted(first.values())
+        wanted = self.backend.batched_wants([heads[index] for index in order], timeout=deadline.left())
+        statuses = dict(zip(order, wanted, strict=True))
+        lacking = [index for index in order if statuses[index] is Status.MISSING]
+        self._put_lacking(lacking, heads, given, statuses, deadline)
+        self.metrics.outages("put", list(statuses.values()))
+        return [statuses[first[head]] for head in heads]
+
+    def get_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[ObjectOutcome]:
+        """Returns the bytes of each value, or the reason why there is none. `timeout` as in `put_many`."""
+        memory: dict[int, bytearray] = {}
+
+        def target_of(index: int) -> Target:
+            def target(header: PartHeader) -> memoryview:
+                memory[index] = bytearray(header.value_bytes)
+                return memoryview(memory[index])
+
+            return self._bounded(target)
+
+        reasons = self._read(names, [target_of(index) for index in range(len(names))], timeout)
+        return [
+            ObjectOutcome(None, reason) if reason else ObjectOutcome(bytes(memory.pop(index)))
+            for index, reason in enumerate(reasons)
+        ]
+
+    def read_into(
+        self,
+        names: Sequence[str | bytes],
+        buffers: Sequence[Any],
+        *,
+        forms: Sequence[TensorForm | None] | None = None,
+        timeout: float | Deadline | None = None,
+    ) -> list[str]:
+        """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
+
+        Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything. Nothing is written to any
+        buffer after the call has returned, however late a transfer is. `timeout` as in `put_many`.
+
+        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another shape or type.
+        """
+        views = [writable_bytes_of(buffer) for buffer in buffers]
+        if len(views) != len(names):
+            raise ValueError(f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name")
+
+        wanted = None if forms is None else _as_many(forms, names)
+
+        def target_of(index: int) -> Target:
+            def target(header: PartHeader) -> Memory | str:
+                if header.value_bytes != len(views[index]):
+                    return OTHER_SIZE
+                return OTHER_FORM if wanted is not None and header.form != wanted[index] else views[index]
+
+            return target
+
+        return self._read(names, [target_of(index) for index in range(len(views))], timeout)
+
+    def exists_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
+        """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
+
+        The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
+        """
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        statuses = self.backend.batched_contains(heads, timeout=Deadline.of(timeout).left()) if heads else []
+        self.metrics.outages("exists", statuses)
+        return statuses
+
+    def remove_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
+        """Removes values. Parts of long ones stay until they are evicted; without the head they are never read."""
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED] * len(heads)
+        return self.backend.batched_remove(heads, timeout=Deadline.of(timeout).left(), force=True) if heads else []
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    @property
+    def forked(self) -> bool:
+        """Whether it was opened by a process that this one was forked from: then it is closed here, and its threads do not exist."""
+        return os.getpid() != self._process
+
+    @property
+    def available(self) -> bool:
+        """False while the cache is known to be unusable: calls then return at once."""
+        return not self._unusable and self.backend.available
+
+    def wait_available(self, timeout: float) -> None:
+        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if it is closed."""
+        if self._unusable:
+            raise PoolUnavailableError("this cache is closed")
+        self.backend.wait_available(timeout)
+
+    def close(self) -> None:
+        """Ends the calls under way, at the latest at their deadlines, and closes the tiers. Idempotent."""
+        if self.forked:  # a thread that does not exist here may hold the lock
+            return
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self.backend.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _unusable(self) -> bool:
+        return self._closed or self.forked
+
+    def _heads(self, names: Sequence[str | bytes]) -> list[str]:
+        if isinstance(names, str | bytes):
+            raise ValueError(f"expected a sequence of names, got one name: {names!r:.80}")
+        return self._keys.heads(names)
+
+    def _bounded(self, target: Target) -> Target:
+        return lambda header: OTHER_SIZE if header.value_bytes > self.most_bytes else target(header)
+
+    def _put_lacking(
+        self,
+        lacking: Sequence[int],
+        heads: Sequence[str],
+        given: Sequence[tuple[Memory, TensorForm | None]],
+        statuses: dict[int, Status],
+        deadline: Deadline,
+    ) -> None:
+        """Puts the values with these indices: first all parts but the heads, then the heads of values whose parts are there."""
+        headers = {index: self._header_of(*given[index]) for index in lacking}
+        parts = [(index, number) for index in lacking for number in range(1, headers[index].parts)]
+        pieces = [
+            _Piece(
+                self._keys.part(heads[index], headers[index], number),
+                PartHeader.of(len(given[index][0]), headers[index].checksum, number, self.part_bytes, None),
+                given[index][0],
+            )
+            for index, number in parts
+        ]
+        for (index, _), status in zip(parts, self._put(pieces, deadline), strict=True):
+            if status is not Status.OK:
+                statuses[index] = status
+        whole = [index for index in lacking if statuses[index] is Status.MISSING]
+        last = [_Piece(heads[index], headers[index], given[index][0]) for index in whole]
+        for index, status in zip(whole, self._put(last, deadline), strict=True):
+            statuses[index] = status
+            if status is Status.OK:
+                self.metrics.moved("put", len(given[index][0]))
+
+    def _header_of(self, raw: Memory, form: TensorForm | None) -> PartHeader:
+        # a value of one part needs no name for the others
+        total = checksum_of(raw) if len(raw) > self.part_bytes else 0
+        return PartHeader.of(len(raw), total, 0, self.part_bytes, form)
+
+    def _put(self, pieces: Sequence[_Piece], deadline: Deadline) -> list[Status]:
+        """Puts objects. One batch is filled while those before it are on their way."""
+        outcomes: list[PutOutcome] = []
+        begun = 0
+        while begun < len(pieces):
+            # one object first: it is on its way while the others are copied
+            batch = pieces[begun : begun + (self.backend.batch_size if begun else 1)]
+            staged = self._stage(batch, deadline)
+            if not staged:
+                break
+            keys = [piece.key for piece in batch[: len(staged)]]
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=deadline.left()))
+            begun += len(staged)
+        statuses = [status for outcome in outcomes for status in outcome.results()]
+        return statuses + [self._refusal(deadline)] * (len(pieces) - begun)
+
+    def _refusal(self, deadline: Deadline) -> Status:
+        """Returns why `_stage` lent no memory for a put."""
+        if self._unusable:
+            return Status.CLOSED
+        if not self.backend.available:
+            return Status.POOL_DOWN
+        return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
+
+    def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
+        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some.
+
+        Returns an empty list after the deadline, because the caller may change the values from then on.
+        """
+        staged: list[Staged] = []
+        try:
+            for piece in batch:
+                if deadline.passed:
+                    break
+                wait = 0.0 if staged else deadline.left()
+                memory = self.backend.stage(payload_bytes=piece.header.payload_bytes, timeout=wait)
+                if memory is None:
+                    break
+                staged.append(memory)
+                memory.seal(piece.key, copy_in(piece.header, piece.value, memory.payload))
+        except BaseException:
+            _release(staged)
+            raise
+        if deadline.passed:
+            _release(staged)
+            return []
+        return staged
+
+    def _read(
+        self, names: Sequence[str | bytes], targets: Sequence[Target], timeout: float | Deadline | None
+    ) -> list[str]:
+        """Reads values. Returns the reason of each miss; empty for a hit."""
+        heads = self._heads(names)
+        if self._unusable:
+            return [Status.CLOSED.value] * len(heads)
+        deadline = Deadline.of(timeout)
+        readings = [_Reading(head, target) for head, target in zip(heads, targets, strict=True)]
+        waiting = readings
+        while waiting:  # a name that occurs again is read in a second round: no key may occur twice in one
+            once = {reading.head: reading for reading in reversed(waiting)}
+            now = [reading for reading in waiting if once[reading.head] is reading]
+            waiting = [reading for reading in waiting if once[reading.head] is not reading]
+            self._read_heads(now, deadline)
+            self._read_parts(now, deadline)
+        for reading in readings:
+            if not reading.reason and reading.header is not None:
+                self.metrics.moved("get", reading.header.value_bytes)
+            elif reading.reason != Status.MISSING.value:
+                self.metrics.trouble("get", reading.reason or Status.CLOSED.value)
+        return [reading.reason for reading in readings]
+
+    def _read_heads(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
+        by_head = {reading.head: reading for reading in readings}
+
+        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
+            reading = by_head[key]
+            # copied before it is looked at: the slot is not believed twice
+            before = bytes(payload[:OVERHEAD])
+            header = PartHeader.parsed(before, len(payload))
+            if header is None or header.number or header.part_bytes != self.part_bytes:
+                return Damage.FOREIGN.value, None
+            memory = reading.target(header)
+            if isinstance(memory, str):
+                return memory, checksum(payload)
+            reading.header, reading.memory = header, memory
+            return "", copy_out(before, header, payload, memory)
+
+        for key, reason in self._fetch(list(by_head), take, deadline):
+            by_head[key].reason = reason
+        # intact, and of no use to anybody: a put would find it there
+        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], deadline)
+
+    def _read_parts(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
+        wanted: dict[str, tuple[_Reading, int]] = {}
+        for reading in readings:
+            if not reading.reason and reading.header is not None:
+                for number in range(1, reading.header.parts):
+                    wanted[self._keys.part(reading.head, reading.header, number)] = (reading, number)
+        if not wanted:
+            return
+
+        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
+            reading, number = wanted[key]
+            assert reading.header is not None
+            assert reading.memory is not None
+            before = bytes(payload[:OVERHEAD])
+            header = PartHeader.parsed(before, len(payload))
+            expected = PartHeader.of(reading.header.value_bytes, reading.header.checksum, number, self.part_bytes, None)
+            if header != expected:
+                return Damage.FOREIGN.value, None
+            return "", copy_out(before, header, payload, reading.memory)
+
+        broken: set[str] = set()
+        for key, reason in self._fetch(list(wanted), take, deadline):
+            reading, _ = wanted[key]
+            if reason == Status.MISSING.value or reason in _DAMAGED:
+                broken.add(reading.head)
+            if reason == Status.MISSING.value:
+                reason = INCOMPLETE
+            reading.reason = reading.reason or reason
+        self._drop(list(broken), deadline)
+
+    def _drop(self, heads: list[str], deadline: Deadline) -> None:
+        """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
+        if heads:
+            self.backend.batched_remove(heads, timeout=deadline.left(), force=True)
+
+    def _fetch(
+        self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], deadline: Deadline
+    ) -> Iterator[tuple[str, str]]:
+        """Reads objects. Yields each key with the reason of its miss, in any order.
+
+        `take` uses a payload, and returns why it is of no use, and the checksum of the bytes that it used, or None for damage. A damaged
+        object is read again, because another tier may have a good one; its tier removes it at the second reading.
+        """
+        left = keys
+        known: dict[str, str] = {}
+        for attempt in range(_RETRIES + 1):
+            damaged: list[str] = []
+            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=deadline.left())
+            with contextlib.closing(fetching) as fetches:
+                for place, key in enumerate(left):
+                    if deadline.passed:  # nobody waits for the rest: there may be thousands
+                        yield from ((late, known.get(late, Status.TIMEOUT.value)) for late in left[place:])
+                        break
+                    fetched = next(fetches)
+                    try:
+                        if fetched.payload is None:
+                            reason = fetched.reason or Status.CLOSED.value
+                            # it is gone because it was damaged
+                            yield key, known.get(key, reason) if reason == Status.MISSING.value else reason
+                            continue
+                        if deadline.passed:
+                            yield key, Status.TIMEOUT.value
+                            continue
+                        reason, used = take(key, fetched.payload)
+                        found = fetched.check() if used is None else fetched.check(used)
+                        if found and attempt < _RETRIES:
+                            damaged.append(key)
+                            known[key] = found
+                        else:
+                            yield key, found or reason
+                    finally:
+                        fetched.release()
+            left = damaged
+            if not left:
+                return
+
+
+def _release(staged: Sequence[Staged]) -> None:
+    for memory in staged:
+        memory.release()
+
+
+def _as_many(forms: Sequence[TensorForm | None], names: Sequence[object]) -> Sequence[TensorForm | None]:
+    if len(forms) != len(names):
+        raise ValueError(f"got {len(names)} names and {len(forms)} forms; expected one form for each name")
+    return forms

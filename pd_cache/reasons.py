@@ -1,0 +1,263 @@
+"""Why a chunk was not there: the reasons, a history that knows evicted chunks, and the report on a request. Pure.
+
+A pool says no more than that a key is missing. Whether the key was ever there, only a process that stored or found it can know. So each
+process that stores or looks up chunks remembers their names. A name that it remembers and that is missing now was evicted or removed.
+Any other missing name counts as never stored, although another node may have stored it, and the pool evicted it, before this process asked.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
+
+import msgspec
+
+from pd_cache.versions import FIRST
+from transfer.errors import Status
+
+MissReason = Literal[
+    "none",
+    "too_short",
+    "never_stored",
+    "evicted",
+    "reset",
+    "missing",
+    "no_tail",
+    "lease_expired",
+    "damaged",
+    "being_stored",
+    "other_namespace",
+    "pool_down",
+    "epoch_unknown",
+    "server_down",
+    "transfer_failed",
+    "tier_off",
+    "deadline",
+    "no_staging",
+    "no_blocks",
+    "not_asked",
+    "error",
+]
+"""Why the first chunk that was not there was not there. `MEANINGS` explains each."""
+
+MEANINGS: dict[MissReason, str] = {
+    "none": "every whole chunk of the prompt was there",
+    "too_short": "the prompt is shorter than a chunk, so it has nothing that the cache could hold",
+    "never_stored": "the node that looked has neither stored this chunk nor found it before",
+    "evicted": "the node that looked had stored this chunk or found it before; since then it was evicted or removed",
+    "reset": "the chunk was computed with weights that have changed since",
+    "missing": "it was never stored or it was evicted; no record says which",
+    "no_tail": "layers with a window or a state keep only the ends of prompts, and none of those that are there is behind this place",
+    "lease_expired": "the read outlived the lease that protected the chunk: raise the master's lease, or see why the read was slow",
+    "damaged": "the bytes under its key were not the chunk: damaged, truncated, foreign or of another version",
+    "being_stored": "another client was writing the chunk, or moving it, at that moment",
+    "other_namespace": "the prefill node stores in another namespace than the one that this node reads",
+    "pool_down": "the pool's master did not answer, or this node's client of the pool is not open",
+    "epoch_unknown": "it is not known whether this engine has the current weights: see `pd-cache status`",
+    "server_down": "the host's cache server did not answer, or refused",
+    "transfer_failed": "the node that has the bytes did not deliver them",
+    "tier_off": "the storage tier that has the chunk is switched off because it failed",
+    "deadline": "a deadline passed first",
+    "no_staging": "no staging memory, or no thread for the transfer, came free in time",
+    "no_blocks": "the engine had too few free blocks for the load",
+    "not_asked": "the cache was not asked: the request excludes it, its prompt cannot be named, or an earlier load of it failed",
+    "error": "an error that has no reason of its own; the node's log has it",
+}
+
+_REASONS: dict[str, MissReason] = {
+    **{reason: reason for reason in get_args(MissReason)},
+    **dict.fromkeys(
+        ("checksum", "truncated", "foreign", "other_version", "corrupt", "unreadable", "other_size"), "damaged"
+    ),
+    "busy": "being_stored",
+    "closed": "pool_down",
+    "timeout": "deadline",
+    "late": "deadline",
+    "abandoned": "deadline",
+    "overloaded": "no_staging",
+    "server_lost": "server_down",
+    "closing": "server_down",
+    "unknown_client": "server_down",
+    "read_only": "tier_off",
+}
+
+
+def miss_reason(trouble: str) -> MissReason:
+    """Returns the reason for a `Status` or `Damage` value, or for the reason of a trouble as the cache's metrics count it.
+
+    Returns `error` for any other text.
+    """
+    return _REASONS.get(trouble, "error")
+
+
+def worst_reason(statuses: Iterable[Status]) -> MissReason:
+    """Returns why a chunk whose objects have these statuses is not there; `none` if all are OK.
+
+    A status that says more than that an object is missing comes first.
+    """
+    found: MissReason = "none"
+    for status in statuses:
+        if status is Status.MISSING:
+            found = "missing"
+        elif status is not Status.OK:
+            return miss_reason(status.value)
+    return found
+
+
+_MARK = 8
+"""How many bytes of a name are remembered."""
+_PLACES = 1 << 17
+"""How many names are remembered at most: chunks of 256 tokens of 33 million tokens."""
+
+
+class ChunkHistory:
+    """Remembers the names of chunks that were there once: stored or found by this process. Thread-safe.
+
+    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset of the model as much again for the epoch before. The first 8
+    bytes of a name, which is a hash, determine its place, and a name takes the place of the one that was there before. So names are
+    forgotten after a while, and then count as never stored.
+    """
+
+    def __init__(self, places: int = _PLACES) -> None:
+        """`places` is a power of two. The memory is taken with the first name."""
+        self._mask = places - 1
+        self._table = array("Q")
+        self._before = array("Q")
+        """The table of the epoch before."""
+        self._epoch = FIRST
+
+    def note(self, names: Sequence[bytes]) -> None:
+        """Remembers that chunks of these names, of one width from 8 bytes on, were there. Takes 0.1 µs a name."""
+        if not names:
+            return
+        if not self._table:
+            self._table = array("Q", bytes(8 * (self._mask + 1)))
+        table, mask = self._table, self._mask
+        whole, rest = divmod(len(names[0]), _MARK)
+        marks = array("Q", b"".join([name[:_MARK] for name in names] if rest else names))
+        for mark in marks if rest else marks[::whole]:
+            table[mark & mask] = mark
+
+    def follow(self, epoch: str) -> None:
+        """Notes the weights version of a lookup. What was there in the one before is gone for another reason than eviction."""
+        if epoch != self._epoch:
+            self._epoch, self._before, self._table = epoch, self._table, array("Q")
+
+    def knows(self, name: bytes) -> bool:
+        """Returns whether a chunk of this name was there in this epoch, as far as it is remembered."""
+        return self._is_in(self._table, name)
+
+    def _is_in(self, table: array[int], name: bytes) -> bool:
+        mark = int.from_bytes(name[:_MARK], sys.byteorder)
+        return bool(table) and table[mark & self._mask] == mark
+
+    def explain(self, reason: MissReason, name: bytes) -> MissReason:
+        """Returns `reason`, or for `missing` whether the chunk was evicted, belongs to an earlier epoch, or was never stored."""
+        if reason != "missing":
+            return reason
+        if self.knows(name):
+            return "evicted"
+        return "reset" if self._is_in(self._before, name) else "never_stored"
+
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+T = TypeVar("T")
+
+KEY = "report"
+"""The key of a request's report in the object `pd_cache` of an answer, see docs/explain.md."""
+
+
+class TierChunks(NamedTuple):
+    """How many chunks were read from each kind of tier."""
+
+    memory: int = 0
+    """This host's memory, on the CPU or a GPU."""
+    disk: int = 0
+    pool: int = 0
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one prompt on one node, in tokens. `at_hand + loaded + computed == asked`."""
+
+    asked: Tokens
+    """The prompt's length."""
+    at_hand: Tokens = 0
+    """Tokens that the engine's own cache had."""
+    found: Tokens = 0
+    """Tokens behind those at hand that the lookup found, in whole chunks."""
+    loaded: Tokens = 0
+    """Tokens whose KV was loaded and used. At least the last token of a prompt is always computed."""
+    memory: Tokens = 0
+    """Tokens of the chunks that were read from this host's memory."""
+    disk: Tokens = 0
+    """The same for this host's disk."""
+    pool: Tokens = 0
+    """The same for the pool."""
+    computed: Tokens = 0
+    reason: MissReason = "none"
+    """Why the first chunk that was not loaded was not there."""
+
+    @classmethod
+    def of(
+        cls,
+        asked: int,
+        chunk_size: int,
+        *,
+        at_hand: int = 0,
+        found: int = 0,
+        loaded: int = 0,
+        tiers: TierChunks = TierChunks(),  # noqa: B008 - immutable
+        reason: MissReason = "none",
+    ) -> RequestReport:
+        """Returns the report on a prompt of `asked` tokens. `tiers` are chunks, all else is tokens.
+
+        A prompt without a whole chunk gets the reason `too_short`, whatever `reason` says.
+        """
+        at_hand = min(at_hand, asked)
+        loaded = min(loaded, asked - at_hand)
+        memory, disk, pool = (chunks * chunk_size for chunks in tiers)
+        return cls(
+            asked=asked,
+            at_hand=at_hand,
+            found=found,
+            loaded=loaded,
+            memory=memory,
+            disk=disk,
+            pool=pool,
+            computed=asked - at_hand - loaded,
+            reason="too_short" if asked < chunk_size else reason,
+        )
+
+    def line(self) -> str:
+        """Returns the report as part of a line of a log."""
+        return (
+            f"asked={self.asked} at_hand={self.at_hand} found={self.found} loaded={self.loaded} (memory={self.memory} "
+            f"disk={self.disk} pool={self.pool}) computed={self.computed} reason={self.reason}"
+        )
+
+
+class RecentReports(Generic[T]):
+    """What is known of the last requests, by their ids. Thread-safe."""
+
+    def __init__(self, most: int = 1000) -> None:
+        """Keeps the `most` requests that were noted last."""
+        self._most = most
+        self._known: OrderedDict[str, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, request_id: str, report: T) -> None:
+        """Remembers a report. One with the same id is replaced."""
+        with self._lock:
+            self._known.pop(request_id, None)
+            self._known[request_id] = report
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+
+    def get(self, request_id: str) -> T | None:
+        """Returns the report of this id; None if there was none, or if it was so long ago that it is forgotten."""
+        with self._lock:
+            return self._known.get(request_id)

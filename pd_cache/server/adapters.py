@@ -1,0 +1,419 @@
+"""What serving engines call: the API of LMCache's multi-process adapters in vLLM, and lookups about the engine of another process.
+
+`SchedulerAdapter` and `WorkerAdapter` are thin over a `ServerCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
+call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted and reported; a
+failed retrieve reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server
+no longer touches it.
+
+`RpcLookupServer` answers lookups about the engine of its own process, for a scheduler in another one. The client names the chunks, so that
+a lookup is a small message even for a long prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+import pd_cache
+from pd_cache.chunks import ExtraKey
+from pd_cache.layout import PageKind
+from pd_cache.lookup import LooksUp
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
+from pd_cache.server.link import Context, Incoming, ServerLink
+from pd_cache.server.protocol import (
+    Answer,
+    EngineIdentity,
+    Found,
+    Hello,
+    Lookup,
+    RefusalError,
+    Welcome,
+    failed,
+    split_names,
+)
+
+_REMEMBERED = 65_536
+"""How many finished requests are remembered so that they are not reported again, and how many failed stores that were not asked for yet."""
+_THREADS = 4
+_IN_FLIGHT = 64
+_CLIENTS = 256
+_CLOSE_S = 5.0
+
+
+class SchedulerAdapter:
+    """Lookups for one engine. Any failure is a miss, with a counter for each reason."""
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Context[Any] | None,
+        identity: EngineIdentity,
+        *,
+        connect_timeout_s: float = 10.0,
+        lookup_timeout_s: float = 1.0,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Arguments and errors are those of `ServerCache`. A lookup without an answer after `lookup_timeout_s` is a miss."""
+        self._cache = ServerCache(
+            server_url,
+            identity,
+            kind="scheduler",
+            context=context,
+            connect_timeout_s=connect_timeout_s,
+            lookup_timeout_s=lookup_timeout_s,
+            metrics=metrics,
+        )
+        self.metrics = self._cache.metrics
+        self.chunk_size = self._cache.chunk_size
+        self._lookups: dict[str, PendingLookup] = {}
+        """By request."""
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there."""
+        return self._cache.available
+
+    @property
+    def epoch(self) -> str | None:
+        """The version of the engine's weights, for `LoadStoreOp.epoch`; None while it is unknown."""
+        return self._cache.epoch
+
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        block_hashes: list[bytes] | None = None,
+        token_ids: list[int] | None = None,
+        *,
+        extra_keys: Iterable[ExtraKey] = (),
+    ) -> None:
+        """Begins a lookup for a request, unless one has already begun.
+
+        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises ValueError otherwise. What is
+        found is protected from eviction until it is retrieved, until `end_session`, or until the session's deadline at the server.
+        `extra_keys` is the request's isolation (cache salt, LoRA name, ...), in token mode.
+        """
+        if request_id not in self._lookups:
+            names = self._cache.name_chunks(token_ids, block_hashes, extra_keys)
+            self._lookups[request_id] = self._cache.begin_lookup(names, session=request_id)
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        """Returns how many tokens of the request's prefix the cache holds; None while the lookup is under way.
+
+        Raises ValueError for a request without a submitted lookup.
+        """
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            raise ValueError(f"no lookup was submitted for request {request_id!r}")
+        found = lookup.query()
+        return None if found is None else found * self.chunk_size
+
+    def num_blocks_per_chunk(self) -> int:
+        """Returns the number of the engine's blocks in a chunk."""
+        return self._cache.blocks_per_chunk
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new one."""
+        self._lookups.pop(request_id, None)
+
+    def end_session(self, request_id: str) -> None:
+        """Informs the server that a request has ended, so that it need no longer protect what its lookup found."""
+        self._cache.end(request_id)
+
+    def shutdown(self) -> None:
+        """Disconnects. Idempotent."""
+        self._cache.close()
+
+
+@dataclass
+class LoadStoreOp:
+    """Which tokens to load or store, and the blocks for their KV.
+
+    In hash mode, `block_hashes` has one hash for each of `block_ids`. In token mode, `token_ids` is the whole prompt, because a chunk's
+    name depends on everything before it, and `block_ids` are those of the tokens from `start` to `end`.
+    """
+
+    block_ids: list[int]
+    token_ids: list[int] | None = None
+    block_hashes: list[bytes] | None = None
+    start: int = 0
+    """Token mode: a whole number of chunks."""
+    end: int = 0
+    """Token mode: a last part that is not a whole chunk is left out."""
+    extra_keys: tuple[ExtraKey, ...] = ()
+    """Token mode: the request's isolation."""
+    epoch: str | None = None
+    """The version of the weights (`SchedulerAdapter.epoch`): for a store, as it was before the first of these tokens was computed."""
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+class _Retrieving(NamedTuple):
+    request_id: str
+    pending: PendingRetrieve
+    blocks: list[int]
+
+
+class _Storing(NamedTuple):
+    request_id: str
+    pending: PendingStore
+
+
+class WorkerAdapter:
+    """Stores and retrieves for one rank of an engine. For use by one thread."""
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Context[Any] | None,
+        identity: EngineIdentity,
+        *,
+        connect_timeout_s: float = 10.0,
+        move_timeout_s: float = 15.0,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Arguments and errors are those of `ServerCache`. A store or retrieve is given up after `move_timeout_s`."""
+        self._cache = ServerCache(
+            server_url,
+            identity,
+            context=context,
+            connect_timeout_s=connect_timeout_s,
+            move_timeout_s=move_timeout_s,
+            metrics=metrics,
+        )
+        self.metrics = self._cache.metrics
+        self.chunk_size = self._cache.chunk_size
+        self._blocks_per_chunk = self._cache.blocks_per_chunk
+        self._stores: list[_Storing] = []
+        self._retrieves: list[_Retrieving] = []
+        self._storing: Counter[str] = Counter()
+        """Stores under way, by request."""
+        self._waiting: set[str] = set()
+        """Requests that the engine has finished, but whose stores have not ended."""
+        self._told: OrderedDict[str, None] = OrderedDict()
+        """Requests whose stores were reported as finished, the latest last."""
+        self._bad_blocks: set[int] = set()
+        self._failed_stores: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there and has this worker's tensors."""
+        return self._cache.available
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
+        """Lends the paged KV cache to the server: layer names to tensors, in layer order.
+
+        CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds (`KVLayout`). Raises
+        RefusedError, with the server's reason, if it does not take them, and SharingError if they cannot be shared.
+        """
+        self._cache.register_kv_caches(kv_caches, layout_kind)
+
+    def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
+        """Begins to store. The blocks must stay as they are until `get_finished` reports the request.
+
+        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a CPU. Raises
+        ValueError, before anything moves, for an op that does not fit.
+        """
+        names = self._names(op)
+        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
+        pending = self._cache.begin_store(names, blocks, session=request_id, after=event, epoch=op.epoch)
+        self._stores.append(_Storing(request_id, pending))
+        self._storing[request_id] += 1
+        self._told.pop(request_id, None)
+
+    def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
+        """Begins to load. The server may write to the blocks until `get_finished` reports the request.
+
+        Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were not loaded.
+        """
+        names = self._names(op)
+        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
+        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, epoch=op.epoch)
+        self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
+
+    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
+        """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun, for an op that does not fit."""
+        self._check_batch(request_ids, ops)
+        for request_id, op in zip(request_ids, ops, strict=True):
+            self.submit_store_request(request_id, op, event)
+
+    def batched_submit_retrieve_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
+    ) -> None:
+        """Does `submit_retrieve_request` for each; each ends by itself. Raises ValueError as for stores."""
+        self._check_batch(request_ids, ops)
+        for request_id, op in zip(request_ids, ops, strict=True):
+            self.submit_retrieve_request(request_id, op, event)
+
+    def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
+
+        The first set holds only requests that the engine has reported here as finished, now or before. Each is returned once, even if the
+        engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
+        requests are included: see `get_failed_stores` and `get_block_ids_with_load_errors`.
+        """
+        if self._stores:
+            self._stores = [one for one in self._stores if not self._store_ended(one)]
+        retrieved: set[str] = set()
+        if self._retrieves:
+            under_way = [one for one in self._retrieves if not self._retrieve_ended(one)]
+            busy = {one.request_id for one in under_way}
+            retrieved = {one.request_id for one in self._retrieves} - busy
+            self._retrieves = under_way
+        stored = {one for one in self._waiting if not self._storing[one]} if self._waiting else set()
+        for request_id in finished_req_ids_from_engine:
+            if request_id in self._told:
+                continue
+            if self._storing[request_id]:
+                self._waiting.add(request_id)
+            else:
+                stored.add(request_id)
+        self._waiting -= stored
+        for request_id in stored:
+            self._storing.pop(request_id, None)
+            self._told[request_id] = None
+        while len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
+        return stored, retrieved
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned once."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def get_failed_stores(self) -> dict[str, str]:
+        """Returns the requests with chunks that could not be stored since the last call, and why."""
+        failed, self._failed_stores = self._failed_stores, OrderedDict()
+        return dict(failed)
+
+    def num_blocks_per_chunk(self) -> int:
+        """Returns the number of the engine's blocks in a chunk."""
+        return self._blocks_per_chunk
+
+    def shutdown(self) -> None:
+        """Takes the KV cache back from the server and disconnects. Idempotent."""
+        self._cache.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check_batch(self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]) -> None:
+        if len(request_ids) != len(ops):
+            raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
+        for op in ops:
+            self._names(op)
+
+    def _names(self, op: LoadStoreOp) -> list[bytes]:
+        if op.block_hashes is not None and op.token_ids is None:
+            if len(op.block_hashes) != len(op.block_ids):
+                raise ValueError(f"{len(op.block_hashes)} block hashes for {len(op.block_ids)} blocks: one each")
+            return self._cache.name_chunks(None, op.block_hashes)
+        if op.token_ids is None or op.block_hashes is not None:
+            raise ValueError("exactly one of token_ids and block_hashes must be given")
+        start, end = op.start, op.end
+        if not 0 <= start <= end <= len(op.token_ids) or start % self.chunk_size:
+            raise ValueError(
+                f"start {start} and end {end} must lie in order within the {len(op.token_ids)} tokens, and start be a "
+                f"multiple of {self.chunk_size}"
+            )
+        names = self._cache.name_chunks(op.token_ids[:end], None, op.extra_keys)[start // self.chunk_size :]
+        if len(op.block_ids) < len(names) * self._blocks_per_chunk:
+            raise ValueError(
+                f"the {len(names)} chunks from token {start} to {end} lie in {len(names) * self._blocks_per_chunk} blocks, "
+                f"got {len(op.block_ids)}"
+            )
+        return names
+
+    def _store_ended(self, one: _Storing) -> bool:
+        if not one.pending.query():
+            return False
+        self._storing[one.request_id] -= 1
+        if one.pending.failure:
+            self._failed_stores[one.request_id] = one.pending.failure
+            while len(self._failed_stores) > _REMEMBERED:
+                self._failed_stores.popitem(last=False)
+        return True
+
+    def _retrieve_ended(self, one: _Retrieving) -> bool:
+        if not one.pending.query():
+            return False
+        self._bad_blocks.update(one.blocks[one.pending.loaded * self._blocks_per_chunk :])
+        return True
+
+
+class RpcLookupServer:
+    """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
+
+    def __init__(self, engine: LooksUp, url: str, *, metrics: CacheMetrics | None = None) -> None:
+        """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
+        self._engine = engine
+        self._name = uuid.uuid4().hex
+        self._link = ServerLink(url, self._handle, metrics or CacheMetrics(), "lookup")
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._places = threading.BoundedSemaphore(_IN_FLIGHT)
+        self._threads = ThreadPoolExecutor(_THREADS, "pd-cache-rpc-lookup")
+        self._closed = False
+        self._link.start()
+
+    @property
+    def url(self) -> str:
+        """The URL at which it listens."""
+        return self._link.url
+
+    def close(self) -> None:
+        """Answers what was received, then stops listening. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._link.stop(_CLOSE_S)
+        self._threads.shutdown()
+        self._link.close()
+
+    def _handle(self, incoming: Incoming) -> Answer | None:
+        request = incoming.request
+        if isinstance(request, Hello):
+            return self._hello(incoming.client, request)
+        if not isinstance(request, Lookup):
+            raise RefusalError("invalid", f"this server answers lookups, not {type(request).__name__}")
+        if incoming.client not in self._known:
+            raise RefusalError("unknown_client", "say hello first")
+        if not self._places.acquire(blocking=False):
+            raise RefusalError("busy", f"the server runs at most {_IN_FLIGHT} lookups at a time")
+        self._threads.submit(self._answer, incoming, request)
+        return None
+
+    def _hello(self, client: bytes, hello: Hello) -> Answer:
+        namespace = self._engine.database.namespace
+        if hello.namespace != namespace.fingerprint():
+            raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
+        self._known[client] = None
+        while len(self._known) > _CLIENTS:
+            self._known.popitem(last=False)
+        return Welcome(
+            server=self._name,
+            software=pd_cache.__version__,
+            chunk_size=namespace.chunk_size,
+            hash_mode=namespace.hash_mode,
+            hash_seed=namespace.hash_seed,
+            may_choose=False,
+            may_size=False,
+            socket="",
+        )
+
+    def _answer(self, incoming: Incoming, request: Lookup) -> None:
+        answer: Answer
+        try:
+            names = split_names(request.names)
+            answer = Found(*self._engine.survey(names, at_hand=request.at_hand, epoch=request.epoch))
+        except Exception as error:  # noqa: BLE001 - the client receives and counts the error
+            answer = failed(error)
+        finally:
+            self._places.release()
+        self._link.answer(incoming, answer)

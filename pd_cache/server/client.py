@@ -1,0 +1,602 @@
+"""The cache of this host's cache server: `ServerCache`, in terms of chunk names and block ids, and lookup clients over it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from pd_cache.blocks import BlocksOrSlots, Restored, StoreOutcome
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
+from pd_cache.config import NodeSettings
+from pd_cache.deadline import Deadline
+from pd_cache.groups import Surveyed
+from pd_cache.layout import KVLayout, PageKind, layer_tensors
+from pd_cache.lookup import LookupClient
+from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import LeavingOut, leaving_out, plan_named
+from pd_cache.reasons import MissReason, TierChunks, miss_reason
+from pd_cache.server.connection import ServerConnection
+from pd_cache.server.link import Context, Future
+from pd_cache.server.memory import event_handle, record_event
+from pd_cache.server.protocol import (
+    Answer,
+    EndSession,
+    EngineIdentity,
+    Found,
+    Loaded,
+    Lookup,
+    Retrieve,
+    Store,
+    Stored,
+    join_names,
+)
+from pd_cache.versions import FIRST, WeightsVersion
+
+log = logging.getLogger(__name__)
+
+_GIVE_UP_S = 5.0
+
+
+class ServerCache:
+    """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
+
+    Each operation has a twin that only begins it and returns a pending object, for callers that must not wait; only the first one of an
+    engine waits until it is known which weights are current, for a second at most. What the server cannot do
+    is counted when the end of the operation is seen.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        identity: EngineIdentity,
+        *,
+        kind: Literal["scheduler", "worker"] = "worker",
+        context: Context[Any] | None = None,
+        connect_timeout_s: float = 10.0,
+        lookup_timeout_s: float = 1.0,
+        move_timeout_s: float = 15.0,
+        metrics: CacheMetrics | None = None,
+        version: WeightsVersion | None = None,
+    ) -> None:
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
+
+        kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity` leaves the chunk size to the
+        server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
+        `lookup_timeout_s` or `move_timeout_s`. version: that of the engine's weights, which is closed with this; by default, the server
+        says whom to ask for it. Raises the errors of `ServerConnection`.
+        """
+        self.metrics = metrics or CacheMetrics()
+        try:
+            self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
+        except BaseException:
+            if version is not None:
+                version.close()
+            raise
+        self._lookup_timeout_s = lookup_timeout_s
+        self._move_timeout_s = move_timeout_s
+        self._tensors: list[torch.Tensor] = []
+        self._layout: KVLayout | None = None
+        self._chunk_bytes = 0
+        self._version = version
+        self._making = threading.Lock()
+        self._closed = False
+
+    @property
+    def chunk_size(self) -> int:
+        return self.connection.chunk_size
+
+    @property
+    def block_size(self) -> int:
+        return self.connection.hello.block_size
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """The number of the engine's blocks in a chunk."""
+        return self.connection.blocks_per_chunk
+
+    @property
+    def epoch(self) -> str | None:
+        version = self.version
+        return None if version is None else version.own
+
+    @property
+    def version(self) -> WeightsVersion | None:
+        """The version of the engine's weights; None before the server has said whom to ask."""
+        if self._version is None and (welcome := self.connection.welcome) is not None:
+            with self._making:
+                if self._version is None and not self._closed:
+                    model = self.connection.hello.model
+                    self._version = WeightsVersion(welcome.versions, model, alone=not welcome.pooled)
+        return self._version
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there, and has the KV tensors if any were registered."""
+        return self.connection.ready
+
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], kind: PageKind | None = None
+    ) -> None:
+        """Lends the paged KV cache to the server: one tensor per layer, in layer order.
+
+        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds (`KVLayout`). Raises RefusedError, with
+        the server's reason, if it does not take them, and SharingError if they cannot be shared.
+        """
+        tensors = layer_tensors(kv_caches)
+        layout = KVLayout.from_tensors(tensors, kind, block_size=self.block_size)
+        chunk_bytes = layout.chunk_bytes(self.chunk_size)
+        self.connection.register(kv_caches, layout.kind)
+        self._tensors, self._layout, self._chunk_bytes = tensors, layout, chunk_bytes
+
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        return self.connection.name_chunks(tokens, hashes, extra_keys)
+
+    # --- operations that wait for their end ----------------------------------------------------------------------
+
+    def lookup(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> int:
+        return self.survey(names, at_hand=at_hand, session=session, timeout=timeout).chunks
+
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Surveyed:
+        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).survey()
+
+    def store(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        after: Any = None,
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> list[StoreOutcome]:
+        self._check(kv_caches)
+        pending = self.begin_store(names, blocks, after=after, epoch=epoch, timeout=timeout)
+        pending.wait()
+        return pending.outcomes
+
+    def retrieve(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        return self.restore(names, blocks, kv_caches=kv_caches, session=session, epoch=epoch, timeout=timeout).chunks
+
+    def restore(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Restored:
+        self._check(kv_caches)
+        pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
+        pending.wait()
+        return pending.restored
+
+    # --- operations that only begin ------------------------------------------------------------------------------
+
+    def begin_lookup(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> PendingLookup:
+        """Begins a lookup; arguments as for `lookup`."""
+        check_names(names)
+        at_hand = min(max(at_hand, 0), len(names))
+        asked = Surveyed(at_hand, len(names))
+        if (
+            at_hand == len(names) or not self.connection.ready
+        ):  # one that does not know us yet would answer only once it does
+            return PendingLookup(self, None, asked)
+        seconds, version = self._lookup_timeout_s if timeout is None else timeout, self.version
+        epoch = None if version is None else version.current(Deadline(seconds))
+        if epoch is None:
+            return PendingLookup(self, None, asked, "epoch_unknown")
+        future = self.connection.link.request(Lookup(session, join_names(names), at_hand, epoch), seconds)
+        return PendingLookup(self, future, asked._replace(epoch=epoch))
+
+    def begin_store(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        session: str = "",
+        after: Any = None,
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> PendingStore:
+        """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        pending = PendingStore(self, len(names))
+        self._begin(pending, Store, session, names, blocks, after, epoch, timeout)
+        self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
+        return pending
+
+    def begin_retrieve(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        session: str = "",
+        after: Any = None,
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> PendingRetrieve:
+        """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
+        pending = PendingRetrieve(self, len(names))
+        self._begin(pending, Retrieve, session, names, blocks, after, epoch, timeout)
+        self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
+        return pending
+
+    def end(self, session: str) -> None:
+        self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
+
+    def reset(self, version: str | None = None) -> str | None:
+        """Says that the engine has other weights now; see `LookupClient.reset`."""
+        own = self.version
+        if own is None:
+            log.warning(
+                "no reset: the cache server at %s has not said yet whom to ask for versions", self.connection.url
+            )
+            return None
+        return own.reset(version)
+
+    def mark(self) -> Any:
+        if not self._tensors:
+            raise ValueError("no KV tensors: call register_kv_caches first")
+        return record_event(self._tensors[0])
+
+    def close(self) -> None:
+        """Takes the KV tensors back from the server and disconnects. Idempotent."""
+        with self._making:
+            self._closed = True
+        if self._version is not None:
+            self._version.close()
+        self.connection.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _check(self, kv_caches: Any) -> None:
+        """Raises ValueError for tensors other than those registered: a server copies only what it was lent."""
+        if kv_caches is None:
+            return
+        tensors = layer_tensors(kv_caches)
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+            raise ValueError("kv_caches are not the tensors that were registered")
+
+    def _begin(
+        self,
+        pending: _PendingMove,
+        kind: type[Store] | type[Retrieve],
+        session: str,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        after: Any,
+        epoch: str | None,
+        timeout: float | None,
+    ) -> None:
+        seconds = self._move_timeout_s if timeout is None else timeout
+        layers = self.connection.hello.layers
+        may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
+        ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
+        if not self.connection.ready:
+            pending.outcome = "server_lost"
+            return
+        version = self.version
+        if version is not None and epoch is None:
+            epoch = version.current(Deadline(seconds))
+        unusable = "epoch_unknown" if version is None or epoch is None else version.why_not(epoch)
+        if unusable or epoch is None:
+            pending.outcome = unusable
+            return
+        pending.epoch = epoch
+        place = self.connection.fence.admit(loads=kind is Retrieve)
+        if place is None:
+            pending.outcome = "busy"
+            return
+        pending.place, pending.event = place, after
+        try:
+            patience, handle = max(1, int(seconds * 1000)), event_handle(after)
+            request = kind(session, join_names(names), tuple(ids), *place, patience, handle, epoch)
+            pending.future = self.connection.link.request(request, seconds)
+        except BaseException:
+            pending.give_up()
+            raise
+
+    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: LeavingOut) -> list[int]:
+        """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
+        if self._layout is None:
+            raise ValueError("no KV tensors: call register_kv_caches first")
+        chunks = plan_named(names, places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
+        found: list[int] = []
+        for chunk in chunks:
+            if chunk.blocks is None:
+                raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
+            found += [max(block, -1) for block in chunk.blocks.tolist()]
+        return found
+
+    def outdated(self, epoch: str) -> Literal["", "reset", "epoch_unknown"]:
+        """Returns why the chunks of a weights version are not to be used now; for the pending operations."""
+        return "epoch_unknown" if self.version is None else self.version.why_not(epoch)
+
+    def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
+        """Counts chunks that arrived; for the pending operations."""
+        layers = self.connection.hello.layers
+        self.metrics.moved(op, chunks * self._chunk_bytes, "" if layers is None else layers.layers)
+        self.metrics.tokens(op, outcome, chunks * self.chunk_size)
+
+
+def _server_reason(failure: str) -> MissReason:
+    """Returns why nothing was found or loaded, if the server gave no proper answer. `failure` is what `Future.outcome` returns."""
+    reason = miss_reason(failure)
+    return reason if reason in ("deadline", "reset", "epoch_unknown") else "server_down"
+
+
+class PendingLookup:
+    """A lookup that was sent. For use by one thread."""
+
+    __slots__ = ("_asked", "_cache", "_found", "_future", "_reason")
+
+    def __init__(self, cache: ServerCache, future: Future | None, asked: Surveyed, reason: str = "server_lost") -> None:
+        """`future` is None if nothing was sent: all chunks are at hand, or for this `reason`. `asked`: how many chunks are at hand, how many
+        there are in all, and the weights version in which they are looked up."""
+        self._cache = cache
+        self._future = future
+        self._asked = asked
+        self._reason = reason
+        self._found = asked if asked.chunks == asked.leading else None
+
+    def query(self) -> int | None:
+        """Looks without waiting. Returns the chunks found, or None while there is no answer."""
+        if self._found is None and self._future is not None and not self._future.query():
+            return None
+        return self.survey().chunks
+
+    def survey(self) -> Surveyed:
+        """Returns what was found, the chunks at hand included. Waits until the deadline at the latest."""
+        if self._found is not None:
+            return self._found
+        metrics, size = self._cache.metrics, self._cache.chunk_size
+        if self._future is None:
+            answer: Answer | str = self._reason
+        elif self._future.done:
+            answer = self._future.outcome()
+        else:
+            with metrics.timed("lookup"):
+                answer = self._future.outcome()
+        at_hand, chunks = self._asked.chunks, self._asked.leading
+        if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
+            reason = answer if isinstance(answer, str) else "nonsense"
+            metrics.trouble("lookup", reason)
+            self._found = Surveyed(at_hand, at_hand, _server_reason(reason))
+            return self._found
+        metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
+        metrics.tokens("lookup", "hit", (answer.chunks - at_hand) * size)
+        self._found = Surveyed(answer.chunks, answer.leading, answer.reason, self._asked.epoch)
+        return self._found
+
+
+class _PendingMove:
+    """A store or retrieve under way. The server may touch its blocks until `query` returns True. For use by one thread."""
+
+    _op: Literal["store", "retrieve"]
+
+    def __init__(self, cache: ServerCache, chunks: int) -> None:
+        self._cache = cache
+        self._chunks = chunks
+        self._counted = False
+        self.future: Future | None = None
+        self.place: tuple[int, int] | None = None
+        """Its slot and ticket of the fence, until the blocks are the engine's again."""
+        self.event: object = None  # the server opens it by its handle
+        self.epoch = FIRST
+        """The weights version of its chunks."""
+        self.outcome: Answer | str | None = None
+        """The answer, or why there is none; None while it is under way."""
+
+    def query(self) -> bool:
+        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        if self.place is not None and self.future is not None:
+            if not self.future.query():
+                return False
+            if not self._cache.connection.fence.revoke(*self.place):
+                return False  # the connection was lost while a chunk was being copied into the blocks
+            self.place = self.event = None
+            if self.outcome is None:
+                self.outcome = self.future.outcome()
+        if not self._counted:
+            self._counted = True
+            self._count(self.outcome)
+        return True
+
+    def wait(self) -> None:
+        """Waits until `query` returns True. If an exception ends the wait, the operation is given up."""
+        try:
+            with self._cache.metrics.timed(self._op):
+                if self.future is not None:
+                    self.future.outcome()
+                while not self.query():
+                    time.sleep(0.001)
+        except BaseException:  # the blocks are the engine's again when this returns
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Returns when the server touches the blocks no more, whatever has become of the move.
+
+        Waits, for a load, for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
+        """
+        end = time.monotonic() + _GIVE_UP_S
+        while self.place is not None and time.monotonic() < end:
+            if self._cache.connection.fence.revoke(*self.place):
+                self.place = None
+            else:
+                time.sleep(0.001)
+        if self.outcome is None:
+            self.outcome = "abandoned"
+
+    def _count(self, outcome: Answer | str | None) -> None:
+        """Judges the outcome and counts it, once."""
+        raise NotImplementedError
+
+
+class PendingRetrieve(_PendingMove):
+    """A retrieve under way. Its blocks may be written to until `query` returns True."""
+
+    _op = "retrieve"
+    loaded = 0
+    """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
+    restored = Restored(0)
+    """The same, with the tiers that the chunks came from, and why not more were loaded."""
+
+    def _count(self, outcome: Answer | str | None) -> None:
+        metrics = self._cache.metrics
+        if not isinstance(outcome, Loaded) or outcome.chunks > self._chunks:
+            reason = outcome if isinstance(outcome, str) else "nonsense"
+            metrics.trouble("retrieve", reason, self._chunks)
+            self.restored = Restored(0, _server_reason(reason))
+            return
+        if outdated := self._cache.outdated(self.epoch):
+            metrics.trouble("retrieve", outdated, self._chunks)
+            self.restored = Restored(0, outdated)
+            return
+        self.loaded = outcome.chunks
+        self.restored = Restored(outcome.chunks, outcome.reason, TierChunks(outcome.memory, outcome.disk, outcome.pool))
+        self._cache.count_moved("retrieve", "loaded", self.loaded)
+        if self.loaded < self._chunks:  # the server counts which chunk failed for which reason
+            metrics.trouble("retrieve", "not_loaded")
+
+
+class PendingStore(_PendingMove):
+    """A store under way. Its blocks must stay as they are until `query` returns True."""
+
+    _op = "store"
+    failure = ""
+    """Why chunks were not stored, in a word; empty if all are there."""
+
+    def __init__(self, cache: ServerCache, chunks: int) -> None:
+        super().__init__(cache, chunks)
+        self.outcomes = [StoreOutcome.NOT] * chunks
+        """The outcome of each chunk; known once the store has ended."""
+
+    def _count(self, outcome: Answer | str | None) -> None:
+        metrics = self._cache.metrics
+        if not isinstance(outcome, Stored) or len(outcome.outcomes) != len(self.outcomes):
+            self.failure = outcome if isinstance(outcome, str) else "nonsense"
+            metrics.trouble("store", self.failure, len(self.outcomes))
+            return
+        self.outcomes = [StoreOutcome(one) for one in outcome.outcomes]
+        self._cache.count_moved("store", "stored", outcome.stored)
+        if outcome.failed:  # the server counts which chunk failed for which reason
+            self.failure = "not_stored"
+            metrics.trouble("store", "not_stored", outcome.failed)
+
+
+class ServerLookupClient(LookupClient):
+    """Asks the cache server of this host, which protects what it found for the request that asked."""
+
+    def __init__(
+        self,
+        config: NodeSettings,
+        metadata: CacheMetadata,
+        url: str,
+        timeout_s: float,
+        *,
+        further: Sequence[CacheMetadata] = (),
+        context: Context[Any] | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
+
+        A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
+        """
+        super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
+        self._cache = ServerCache(
+            url,
+            self._identity(config, metadata, further),
+            kind="scheduler",
+            context=context,
+            lookup_timeout_s=timeout_s,
+            metrics=self.metrics,
+            version=self._own_version(config, metadata),
+        )
+
+    def _identity(
+        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
+    ) -> EngineIdentity:
+        return EngineIdentity.of(metadata, config.cache, further)
+
+    def _own_version(self, config: NodeSettings, metadata: CacheMetadata) -> WeightsVersion | None:
+        """Returns the version of the engine's weights; None if the server has to say whom to ask for it."""
+        return WeightsVersion.of(config, metadata.model) if config.versions else None
+
+    @property
+    def available(self) -> bool:
+        return self._cache.available
+
+    def wait_connected(self, timeout: float) -> None:
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        self._cache.connection.wait_ready(timeout)
+
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+        return self._cache.begin_lookup(names, at_hand=at_hand, session=lookup_id).survey()
+
+    def reset(self, version: str | None = None) -> str | None:
+        return self._cache.reset(version)
+
+    def end(self, lookup_id: str) -> None:
+        self._cache.end(lookup_id)
+
+    def close(self) -> None:
+        self._cache.close()
+
+
+class RpcLookupClient(ServerLookupClient):
+    """Asks an `RpcLookupServer`, which knows one engine. Waits twice as long for an answer as the engine may wait for its pool."""
+
+    def __init__(
+        self,
+        config: NodeSettings,
+        metadata: CacheMetadata,
+        url: str,
+        *,
+        context: Context[Any] | None = None,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
+        """Begins to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
+        seconds = 2 * config.transfer.timeouts.exist_ms / 1000
+        super().__init__(config, metadata, url, seconds, context=context, metrics=metrics)
+
+    def _identity(
+        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
+    ) -> EngineIdentity:
+        fingerprint = metadata.namespace(config.cache).fingerprint()
+        return msgspec.structs.replace(EngineIdentity.of(metadata, config.cache), namespace=fingerprint)
+
+    def _own_version(self, config: NodeSettings, metadata: CacheMetadata) -> WeightsVersion:
+        return WeightsVersion.of(config, metadata.model)
+
+    @property
+    def available(self) -> bool:
+        return True  # the worker lives as long as its scheduler, and knows the pool's state itself
+
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+        return self._cache.begin_lookup(names, at_hand=at_hand).survey()

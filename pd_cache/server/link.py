@@ -1,0 +1,668 @@
+"""The connections between engines and their cache server. No other module of the server uses ZMQ.
+
+Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that ZMQ cannot do. It carries file
+descriptors, so that shared memory needs no name and nothing is left over when a process is killed: a request with descriptors goes over
+this socket, and its answer over ZMQ. And the kernel closes it when the process ends, so that the server learns of that immediately.
+
+Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two thread switches, and beside a
+thread that spins, the owner would get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers
+uses it, under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock.
+That descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes
+the waiting thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq import Context as Context
+from zmq.utils.monitor import recv_monitor_message
+
+from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, ServerLostError
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.protocol import (
+    MAX_FRAME,
+    REFUSALS,
+    Answer,
+    FrameError,
+    Message,
+    RefusalError,
+    Refused,
+    Request,
+    decode_answer,
+    decode_request,
+    encode,
+    failed,
+)
+from pd_cache.server.sealed import close_all
+
+log = logging.getLogger(__name__)
+
+_EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""ZMQ's events as plain integers: enumerations cost as much as the calls."""
+_HIGH_WATER = 4096
+_OUTSTANDING = 1024
+"""The most requests of a client that wait for an answer. One more is refused as `busy`."""
+_SERVER_INCOMING = 32
+"""How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
+_ROUND = 64
+_ROUND_BYTES = 1 << 20
+"""The most messages and bytes that are decoded before the first message is handled."""
+_WAIT_SLICE_S = 0.5
+_MAX_DESCRIPTORS = 250
+"""The kernel accepts up to 253 in a message."""
+_NAME_BYTES = 32
+_BESIDE_BYTES = 1 << 20
+"""The largest message over the Unix socket, more than the kernel usually sends at once."""
+_AWAKE_S = 0.0002
+"""How long a thread that waits for an answer polls before it sleeps. A lookup takes less, and to fall asleep and wake up would take as
+long as the rest of it."""
+
+
+class _Wire:
+    """A ZMQ socket that any thread may use, and for which one thread at a time may wait."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+        self._poll.register(self._wakeup, select.POLLIN)
+        self._closed = False
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Sends without waiting. Returns False if the socket cannot take the message now. Call with the lock held."""
+        if self._closed:
+            return False
+        try:
+            self._socket.send_multipart(frames, _NOW)
+        except zmq.ZMQError:  # full, not connected, or closed
+            return False
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        """Returns the next message, or None if there is none now. Call with the lock held."""
+        if not self.readable():
+            return None
+        try:
+            return self._socket.recv_multipart(_NOW)
+        except zmq.ZMQError:
+            return None
+
+    def readable(self) -> bool:
+        """Returns whether there is a message. Call with the lock held."""
+        return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
+
+    def wait(self, timeout: float, awake: float = 0.0) -> None:
+        """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may call it, without the lock.
+
+        The thread does not sleep for the first `awake` seconds.
+        """
+        ready, asleep = self._poll.poll(0), time.monotonic() + min(awake, timeout)
+        while not ready and time.monotonic() < asleep:
+            ready = self._poll.poll(0)
+        for descriptor, _ in ready or self._poll.poll(max(0.0, timeout) * 1000):
+            if descriptor == self._wakeup:
+                try:
+                    os.eventfd_read(self._wakeup)
+                except BlockingIOError:
+                    pass
+
+    def wake(self) -> None:
+        """Makes `wait` return, now or at its next call."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Closes the socket. No thread may still be waiting."""
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self._socket.close(0)
+                os.close(self._wakeup)
+
+
+# --- a client's end --------------------------------------------------------------------------------------------------
+
+
+class Future:
+    """An answer to come. `query` is cheap, and runs on the calling thread."""
+
+    __slots__ = ("_link", "_outcome", "deadline", "number")
+
+    def __init__(self, link: ClientLink, number: int, deadline: float) -> None:
+        self._link = link
+        self._outcome: Answer | CacheServerError | None = None
+        self.number = number
+        self.deadline = deadline
+
+    @property
+    def done(self) -> bool:
+        """Whether the future is settled. Does not look for new answers."""
+        return self._outcome is not None
+
+    def query(self) -> bool:
+        """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
+        if not self.done:
+            self._link.look()
+            if not self.done and time.monotonic() >= self.deadline:
+                self._link.give_up(self)
+        return self.done
+
+    def outcome(self) -> Answer | str:
+        """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
+        if not self.done:
+            self._link.wait(self)
+        if isinstance(self._outcome, Refused | RefusedError):  # another version's server may give reasons of its own
+            return self._outcome.reason if self._outcome.reason in REFUSALS else "refused"
+        if isinstance(self._outcome, CacheServerError):
+            return self._outcome.reason
+        assert self._outcome is not None
+        return self._outcome
+
+    def result(self) -> Answer:
+        """Does the same, but raises a `CacheServerError` if there is no answer."""
+        if not self.done:
+            self._link.wait(self)
+        if isinstance(self._outcome, CacheServerError):
+            raise self._outcome
+        assert self._outcome is not None
+        if isinstance(self._outcome, Refused):
+            raise RefusedError(self._outcome.reason, self._outcome.message)
+        return self._outcome
+
+    def settle(self, outcome: Answer | CacheServerError) -> None:
+        """Sets the outcome, once; called by the link."""
+        if not self.done:
+            self._outcome = outcome
+
+
+class ClientLink:
+    """Sends requests to one server. Thread-safe; has no thread of its own, and never waits to send.
+
+    It reconnects by itself. `watch` reports connections and losses; the caller then fails all outstanding requests (`fail_all`).
+    """
+
+    def __init__(
+        self, url: str, context: Context[zmq.Socket[bytes]] | None, name: str, forgotten: Callable[[], None]
+    ) -> None:
+        """`name` identifies this client to the server. `forgotten` is called if the server does not know the client; it must be quick.
+
+        Raises ValueError if ZMQ does not understand `url`.
+        """
+        self._forgotten = forgotten
+        self.url = url
+        self._name = name
+        self._own_context = context is None
+        self._context: Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
+        requests = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),  # without a connection a request fails at once; it is not kept for later
+            (zmq.SNDHWM, _HIGH_WATER),
+            (zmq.RCVHWM, _HIGH_WATER),
+            (zmq.MAXMSGSIZE, MAX_FRAME),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 500),
+            (zmq.HEARTBEAT_IVL, 500),
+            (
+                zmq.HEARTBEAT_TIMEOUT,
+                5000,
+            ),  # matters only for a server that was stopped: one that dies closes its sockets
+        ):
+            requests.setsockopt(option, value)
+        requests.setsockopt(zmq.IDENTITY, name.encode())
+        self._monitor = requests.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            requests.connect(url)
+        except zmq.ZMQError as error:
+            self._end(requests)
+            raise ValueError(f"{url!r} is not the address of a cache server: {error}") from None
+        self._requests = requests
+        self._wire = _Wire(requests)
+        self._changed = threading.Condition(self._wire.lock)
+        self._futures: dict[int, Future] = {}
+        self._next = 1
+        self._waited_for: Future | None = None
+        """The future of the one thread that waits at the socket. Other threads wait until that thread wakes them."""
+        self._closed = False
+        self._nudged = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._unix: socket.socket | None = None
+        """The socket for descriptors. The thread that calls `watch` opens and closes it."""
+
+    def request(self, message: Message, timeout: float, descriptors: Sequence[int] | None = None) -> Future:
+        """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason why there is none.
+
+        A request with `descriptors`, be it none at all, goes over the Unix socket; the server gets duplicates of them.
+        """
+        with self._changed:
+            future = Future(self, self._next, time.monotonic() + timeout)
+            self._next += 1
+            frame = encode(future.number, message)
+            problem: CacheServerError | None = None
+            if self._closed:
+                problem = ServerLostError("the connection is closed")
+            elif len(frame) > MAX_FRAME:  # the server would end the connection
+                problem = RefusedError(
+                    "invalid", f"a request may have at most {MAX_FRAME} bytes, this one has {len(frame)}"
+                )
+            elif len(self._futures) >= _OUTSTANDING:
+                problem = RefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
+            elif descriptors is not None:
+                problem = self._send_beside(frame, descriptors)
+            else:
+                try:
+                    self._requests.send(frame, _NOW)
+                except zmq.ZMQError:  # not connected, or full
+                    problem = ServerLostError(f"no cache server answers at {self.url}")
+            if problem is not None:
+                future.settle(problem)
+            else:
+                self._futures[future.number] = future
+                if self._waited_for is not None:  # the send may have swallowed the edge of an answer
+                    self._read()
+        return future
+
+    def notify(self, message: Message) -> bool:
+        """Sends a request that needs no answer. Returns False if it could not be sent."""
+        with self._changed:
+            sent = not self._closed and self._wire.send([encode(0, message)])
+            if self._waited_for is not None:
+                self._read()
+        return sent
+
+    def look(self) -> None:
+        """Reads the answers that have arrived, without waiting."""
+        with self._changed:
+            self._read()
+
+    def give_up(self, future: Future) -> None:
+        """Settles a future as unanswered. An answer that still comes is dropped."""
+        with self._changed:
+            if self._futures.pop(future.number, None) is not None:
+                future.settle(NoAnswerError(f"no answer from {self.url} in time"))
+                self._tell()
+
+    def fail_all(self, reason: str) -> None:
+        """Settles all outstanding futures as failed."""
+        with self._changed:
+            futures, self._futures = list(self._futures.values()), {}
+            for future in futures:
+                future.settle(ServerLostError(reason))
+            self._tell()
+
+    def wait(self, future: Future) -> None:
+        """Waits until the future is settled, at most until its deadline."""
+        while not future.done:
+            remaining = future.deadline - time.monotonic()
+            if remaining <= 0:
+                self.give_up(future)
+                return
+            with self._changed:
+                self._read()
+                if future.done or self._closed:
+                    continue
+                if self._waited_for is not None:
+                    self._changed.wait(min(remaining, _WAIT_SLICE_S))
+                    continue
+                self._waited_for = future
+            try:
+                self._wire.wait(min(remaining, _WAIT_SLICE_S), _AWAKE_S)
+            finally:
+                with self._changed:
+                    self._waited_for = None
+                    self._read()
+                    self._changed.notify_all()
+
+    # --- for the one thread that keeps the connection up -----------------------------------------------------------
+
+    def watch(self, timeout: float) -> bool | None:
+        """Returns True if a connection was made, False if one was lost, None if neither happened within `timeout` seconds.
+
+        Returns early after `nudge`.
+        """
+        if not self._monitor.poll(0):
+            poll = select.poll()
+            poll.register(self._monitor.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
+            poll.register(self._nudged, select.POLLIN)
+            if self._unix is not None:
+                poll.register(self._unix, select.POLLIN)
+            poll.poll(timeout * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._nudged)
+        if self._monitor.poll(0):
+            return bool(recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        return False if self._unix is not None and self._has_ended(self._unix) else None
+
+    def nudge(self) -> None:
+        """Makes `watch` return, now or at its next call. Any thread may call it."""
+        if not self._closed:
+            os.eventfd_write(self._nudged, 1)
+
+    def attach(self, path: str) -> bool:
+        """Opens the Unix socket, unless it is open. Returns False if nothing listens at `path`, for example on another host."""
+        if self._unix is not None and not self._has_ended(self._unix):
+            return True
+        self.detach()
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            unix.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BESIDE_BYTES)
+            unix.settimeout(2.0)
+            unix.connect(path)
+            unix.sendall(self._name.encode())
+            unix.settimeout(None)  # with a timeout, Python would wait even in calls with MSG_DONTWAIT
+        except OSError:
+            unix.close()
+            return False
+        self._unix = unix
+        return True
+
+    def detach(self) -> None:
+        """Closes the Unix socket."""
+        if self._unix is not None:
+            self._unix.close()
+            self._unix = None
+
+    def close(self) -> None:
+        """Fails outstanding requests and disconnects. Idempotent. Must not be called while another thread is in `watch`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        self.fail_all("the connection was closed")
+        with self._changed:
+            self._changed.wait_for(lambda: self._waited_for is None, 2 * _WAIT_SLICE_S)
+        self._wire.close()
+        self._end(self._requests)
+        self.detach()
+        os.close(self._nudged)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _end(self, requests: zmq.Socket[bytes]) -> None:
+        if not requests.closed:
+            requests.disable_monitor()
+            requests.close(0)
+        self._monitor.close(0)
+        if self._own_context:
+            self._context.term()
+
+    def _send_beside(self, frame: bytes, descriptors: Sequence[int]) -> CacheServerError | None:
+        """Sends a frame over the Unix socket. Returns why it could not be sent, or None."""
+        if self._unix is None:
+            return RefusedError(
+                "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
+            )
+        try:
+            socket.send_fds(self._unix, [frame], list(descriptors), socket.MSG_DONTWAIT)
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                return RefusedError(
+                    "invalid", f"the kernel does not send {len(frame)} bytes over a Unix socket at once"
+                )
+            return ServerLostError(f"the cache server at {self.url} takes no file descriptors: {error}")
+        return None
+
+    def _has_ended(self, unix: socket.socket) -> bool:
+        """Returns whether the server has closed the Unix socket, over which it never sends anything."""
+        try:
+            return not unix.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _read(self) -> None:
+        """Settles the futures whose answers have arrived. Call with the lock held."""
+        settled = False
+        while self._futures and (frames := self._wire.receive()) is not None:
+            try:
+                number, answer = decode_answer(frames[-1])
+            except FrameError as error:
+                number = error.number or 0
+                answer = Refused(error.reason, str(error))
+            future = self._futures.pop(number, None)
+            if isinstance(answer, Refused) and answer.reason == "unknown_client":
+                self._forgotten()
+            if future is not None:
+                future.settle(answer)
+                settled = True
+        if settled:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wakes the threads whose futures were settled. Call with the lock held."""
+        self._changed.notify_all()
+        if self._waited_for is not None and self._waited_for.done:
+            self._wire.wake()
+
+
+# --- a server's end --------------------------------------------------------------------------------------------------
+
+
+class Incoming(NamedTuple):
+    """A request, and the client that gets its answer."""
+
+    client: bytes
+    number: int
+    request: Request
+    beside: bool = False
+    """Whether it came over the Unix socket."""
+    descriptors: Sequence[int] = ()
+    """The descriptors that came with it. They are closed when its handler returns."""
+
+
+class ServerLink:
+    """Receives requests from any number of clients, and answers them. An error of one request does not stop the others.
+
+    A thread reads ZMQ's socket. One accepts connections of the Unix socket, and each of these has a thread, which also handles the
+    requests that come over it: to map an engine's memory takes seconds, and holds up that engine only.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        handle: Callable[[Incoming], Answer | None],
+        metrics: CacheMetrics,
+        op: str,
+        *,
+        path: Path | None = None,
+        gone: Callable[[bytes], None] = lambda client: None,
+    ) -> None:
+        """Binds to `url`, and begins to receive with `start`. Raises CacheServerError if it cannot listen.
+
+        Args:
+            handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, other
+                than for requests that came over the Unix socket.
+            metrics: counts refusals and unreadable frames, as troubles of `op`.
+            path: where the Unix socket listens, in place of the socket that a dead server left there; None for no such socket.
+            gone: called when a client's Unix socket has ended. It must not wait.
+        """
+        self._handle = handle
+        self._metrics = metrics
+        self._op = op
+        self._gone = gone
+        self.path = path
+        self._listener: socket.socket | None = None
+        self._context: Context[zmq.Socket[bytes]] = zmq.Context()
+        requests = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),  # a client that comes back takes over its old name
+            (zmq.SNDHWM, _OUTSTANDING),
+            (zmq.RCVHWM, _SERVER_INCOMING),
+            (zmq.MAXMSGSIZE, MAX_FRAME),
+        ):
+            requests.setsockopt(option, value)
+        try:
+            requests.bind(url)
+            if path is not None:
+                path.unlink(missing_ok=True)
+                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._listener.bind(str(path))
+                path.chmod(0o600)
+                self._listener.listen(64)
+        except (zmq.ZMQError, OSError) as error:
+            requests.close(0)
+            self._context.term()
+            if self._listener is not None:
+                self._listener.close()
+            raise CacheServerError(f"cannot listen at {url}: {error}") from None
+        self.url = bytes(requests.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._wire = _Wire(requests)
+        self._waiting = False
+        """Whether the receiving thread found nothing to read and waits, or is about to."""
+        self._stopping = False
+        self._attached: dict[bytes, socket.socket] = {}
+        """The Unix socket of each client that has one."""
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        """All connections of the Unix socket, with the threads that read them."""
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._receive, name=f"pd-cache-{op}-receive", daemon=True)]
+        if self._listener is not None:
+            self._threads.append(threading.Thread(target=self._accept, name=f"pd-cache-{op}-accept", daemon=True))
+
+    def start(self) -> None:
+        """Begins to receive."""
+        for thread in self._threads:
+            thread.start()
+
+    def answer(self, incoming: Incoming, answer: Answer) -> None:
+        """Answers a request. A client that is gone, or that does not read, gets no answer. Thread-safe."""
+        if isinstance(answer, Refused) and answer.reason != "busy":
+            self._metrics.trouble(self._op, f"refused_{answer.reason}", detail=answer.message)
+        if incoming.number:
+            with self._wire.lock:
+                self._wire.send([incoming.client, encode(incoming.number, answer)])
+                if self._waiting and self._wire.readable():
+                    self._wire.wake()
+
+    def is_attached(self, client: bytes) -> bool:
+        """Returns whether the client's Unix socket is open."""
+        return client in self._attached
+
+    def stop(self, timeout: float) -> None:
+        """Stops receiving, and waits up to `timeout` seconds for the requests that are being handled."""
+        end = time.monotonic() + timeout
+        self._stopping = True
+        self._wire.wake()
+        with self._lock:
+            connections = dict(self._connections)
+        for one in (self._listener, *connections):
+            if one is not None:
+                with contextlib.suppress(OSError):  # not connected any more
+                    one.shutdown(socket.SHUT_RDWR)
+        for thread in (*self._threads, *connections.values()):
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Stops listening, after `stop`."""
+        if self._listener is not None and self.path is not None:
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+        self._threads[0].join()  # it must not use a socket that is closed
+        self._wire.close()
+        self._context.term()
+
+    # --- messages over ZMQ ---------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while not self._stopping:
+            found = self._read()
+            if self._waiting:
+                self._wire.wait(_WAIT_SLICE_S)
+                self._waiting = False
+            for incoming in found:
+                self._serve(incoming)
+
+    def _read(self) -> list[Incoming]:
+        found: list[Incoming] = []
+        with self._wire.lock:
+            room = _ROUND_BYTES
+            while len(found) < _ROUND and room > 0 and (frames := self._wire.receive()) is not None:
+                room -= sum(map(len, frames))
+                client = frames[0]
+                try:
+                    if len(frames) != 2:
+                        raise FrameError("malformed", f"expected a message of one frame, got {len(frames) - 1}", None)
+                    found.append(Incoming(client, *decode_request(frames[1])))
+                except FrameError as error:
+                    self._metrics.trouble(self._op, f"{error.reason}_frame")
+                    self._wire.send([client, encode(error.number or 0, Refused(error.reason, str(error)))])
+            self._waiting = not found and room > 0
+        return found
+
+    def _serve(self, incoming: Incoming) -> None:
+        try:
+            answer = self._handle(incoming)
+        except RefusalError as refusal:
+            answer = refusal.refused
+        except Exception as error:  # an error of one request must not stop the others
+            log.exception("a request failed")
+            answer = failed(error)
+        if answer is not None:
+            self.answer(incoming, answer)
+
+    # --- the Unix socket -----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it was closed, or no descriptor is left
+                time.sleep(0.0 if self._stopping else 0.1)
+                continue
+            thread = threading.Thread(target=self._attend, args=(connection,), name="pd-cache-attend", daemon=True)
+            with self._lock:
+                self._connections[connection] = thread
+            thread.start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        """Handles what comes over one connection of the Unix socket: the client's name, then requests with descriptors."""
+        client = b""
+        try:
+            while not self._stopping:
+                try:
+                    data, descriptors, flags, _ = socket.recv_fds(
+                        connection, _BESIDE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                    )
+                except OSError:
+                    return
+                try:
+                    if not data:
+                        return
+                    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or (not client and len(data) != _NAME_BYTES):
+                        self._metrics.trouble(self._op, "strange_message")
+                        return
+                    if client:
+                        self._serve(Incoming(client, *decode_request(data), True, tuple(descriptors)))
+                    else:
+                        client = data
+                        with self._lock:
+                            self._attached[client] = connection
+                except FrameError as error:
+                    self._metrics.trouble(self._op, f"{error.reason}_frame")
+                finally:
+                    close_all(descriptors)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+                current = self._attached.get(client) is connection
+                if current:
+                    del self._attached[client]
+            connection.close()
+            if current:
+                self._gone(client)

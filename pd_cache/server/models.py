@@ -1,0 +1,285 @@
+"""The models that a cache server serves, and the backend for each size of chunk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.mover import ChunkMover
+from pd_cache.paged import host_pin
+from pd_cache.reasons import ChunkHistory
+from pd_cache.server.protocol import FurtherLayers, Hello, RefusalError
+from pd_cache.tiers import StorageBackend, open_backend
+
+OpenBackend = Callable[[NodeSettings, int], StorageBackend]
+
+log = logging.getLogger(__name__)
+
+_MAX_MODELS = 64
+"""The most engine groups without a worker that are remembered."""
+_MAX_BACKENDS = 4
+"""The most payload sizes at a time. Each has its own backend."""
+
+
+class EngineGroup(NamedTuple):
+    """What engines say about themselves. Engines that say the same share chunks if their tensors agree, too."""
+
+    model: str
+    world_size: int
+    shards_per_rank: int
+    """How many shards of a chunk each rank holds."""
+    block_size: int
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str
+    chunk_size: int
+    layers: LayerGroup | None
+    """The layer group that the engines mean; None for all of the model's layers."""
+
+
+class Model:
+    """What is known about an engine group once one of its workers has registered."""
+
+    def __init__(
+        self,
+        group: EngineGroup,
+        metadata: CacheMetadata,
+        cache: CacheConfig,
+        backend: StorageBackend,
+        metrics: CacheMetrics,
+    ) -> None:
+        self.group = group
+        self.metadata = metadata
+        named = msgspec.structs.replace(
+            cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed
+        )
+        self.database = ChunkedTokenDatabase(metadata.namespace(named))
+        ranks = [msgspec.structs.replace(metadata, rank=rank) for rank in range(group.world_size)]
+        self._shards = [one.shards for one in ranks]
+        self.workers: set[str] = set()
+        """The clients that are registered."""
+        self.mover = ChunkMover(backend, self.database, metrics)
+        self.history = ChunkHistory()
+        """What the engine group has stored or found here."""
+        self.keeps_tail = group.layers is not None and group.layers.tail > 0
+        """Whether a store may leave out blocks that no load needs."""
+
+    def shards_of(self, rank: int) -> range:
+        """Returns the numbers of the shards that a rank holds."""
+        return self._shards[rank]
+
+
+def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
+    """Returns the size of the slots for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of `object_sizes`.
+
+    `object_sizes` are the payload sizes of all layer groups of the engine. These are nearly the same, so the groups need not have a backend
+    each. A slot is at most twice as large as its payload. The result does not depend on the order in which the groups register.
+    """
+    size = 0
+    for one in sorted({payload_bytes, *object_sizes}, reverse=True):
+        if not size or size > 2 * one:
+            size = one
+        if one == payload_bytes:
+            break
+    return size
+
+
+class _Released(NamedTuple):
+    """A backend that is to be closed, with all that moves its chunks."""
+
+    size: int
+    backend: StorageBackend
+    movers: list[ChunkMover]
+
+
+class ServedModels:
+    """All models of a server. Thread-safe."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        metrics: CacheMetrics,
+        opens: OpenBackend | None = None,
+        released: Callable[[StorageBackend], None] = lambda _: None,
+    ) -> None:
+        """`opens` replaces the configured tiers. `released` is called with each backend that is about to be closed."""
+        self._settings = settings
+        self._metrics = metrics
+        self._opens = opens or self._open_tiers
+        self._released = released
+        self._opening = threading.Lock()
+        self._models: dict[EngineGroup, Model] = {}
+        self._backends: dict[int, StorageBackend] = {}
+        """Backends by payload size. The one with the latest registration comes last."""
+        self._idle_since: dict[int, float] = {}
+        """When each size was first seen without a worker, by `time.monotonic()`."""
+        self._segment_of: int | None = None
+        """The size whose backend has given the segment to the pool. Only one backend gives it."""
+
+    def groups(self, hello: Hello) -> list[EngineGroup]:
+        """Returns an engine group for each of an engine's layer groups. The engine may choose the hash mode if the file says `auto`.
+
+        Raises RefusalError if the hash modes differ.
+        """
+        cache = self._settings.cache
+        mode = hello.hash_mode or cache.named_by
+        if cache.hash_mode not in ("auto", mode):
+            raise RefusalError(
+                "mismatch",
+                f"this server's cache.hash_mode is {cache.hash_mode}, the engine's is {mode}; set the same one for both",
+            )
+        seed = hello.hash_seed or cache.hash_seed
+        chunk_size = (hello.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
+        layer_groups: list[Hello | FurtherLayers] = [hello, *hello.further]
+        return [
+            EngineGroup(
+                hello.model, one.world_size, one.shards_per_rank, one.block_size, mode, seed, chunk_size, one.layers
+            )
+            for one in layer_groups
+        ]
+
+    def get(self, group: EngineGroup) -> Model | None:
+        """Returns the engine group's model, or None before the group's first worker has registered."""
+        return self._models.get(group)
+
+    def serve(self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()) -> Model:
+        """Adds this client to the workers of the engine group's model, and returns the model. The first worker makes it.
+
+        `object_sizes` are the payload sizes of all layer groups of the worker; see `memory_size`.
+
+        Raises RefusalError if the worker does not fit the others or there is no room for it, and LayoutError if its pages cannot be cut
+        into as many shards as the group says.
+        """
+        if layout.block_size != group.block_size:
+            raise RefusalError(
+                "mismatch",
+                f"the KV tensors have blocks of {layout.block_size} tokens, the engine said {group.block_size}",
+            )
+        metadata = CacheMetadata.of(
+            group.model,
+            layout,
+            world_size=group.world_size,
+            shards_per_rank=group.shards_per_rank,
+            group=group.layers,
+        )
+        with self._opening:
+            model = self._models.get(group)
+            if model is None or model.metadata != metadata:
+                if model is not None and model.workers - {client}:
+                    raise RefusalError(
+                        "mismatch",
+                        f"{group.model} is already served by workers whose KV tensors are {model.metadata}; these are "
+                        f"{metadata}: their chunks are not interchangeable",
+                    )
+                cache = self._settings.cache
+                payload_bytes = layout.shard(group.shards_per_rank).chunk_bytes(group.chunk_size)
+                backend = self._backend(memory_size(payload_bytes, object_sizes))
+                if model is not None:
+                    model.mover.close(0.0)
+                model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
+            model.workers.add(client)
+            size = model.mover.backend.payload_bytes
+            self._backends[size] = self._backends.pop(size)
+            self._idle_since.pop(size, None)
+            self._forget_models()
+            return model
+
+    def _forget_models(self) -> None:
+        """Keeps at most `_MAX_MODELS` engine groups without a worker. Forgets the oldest ones; their next worker makes them again."""
+        for group in [group for group, model in self._models.items() if not model.workers][: -_MAX_MODELS or None]:
+            self._models.pop(group).mover.close(0.0)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(list(self._models.values()))
+
+    @property
+    def backends(self) -> list[StorageBackend]:
+        """The backends, one for each size of chunk."""
+        return list(self._backends.values())
+
+    def release_idle(self, idle_s: float, now: float) -> None:
+        """Closes backends that have been without a worker for `idle_s` seconds. Call it now and then.
+
+        The backend with the segment stays, because other nodes have chunks in it. If no engine is left at all, the size that was used
+        last stays, too, because its engine will probably come back.
+        """
+        released: list[_Released] = []
+        with self._opening:
+            idle = self._without_workers()
+            self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
+            last = idle[-1] if idle and len(idle) == len(self._backends) else None
+            for size in idle:
+                if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
+                    released.append(self._take_out(size))
+        for one in released:  # takes a while, so without the lock: others may register meanwhile
+            self._close(one, f"their last engine went {idle_s:g} s ago")
+
+    def close(self) -> None:
+        """Closes the backends. No store or retrieve may be running any more."""
+        for backend in self.backends:
+            backend.close()
+
+    def _backend(self, payload_bytes: int) -> StorageBackend:
+        """Returns the backend for payloads of up to this size."""
+        if payload_bytes in self._backends:
+            return self._backends[payload_bytes]
+        if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
+            raise RefusalError(
+                "mismatch",
+                f"chunks of {payload_bytes} bytes would be size number {_MAX_BACKENDS + 1} on this server, which already serves "
+                f"{sorted(self._backends)} bytes; stop the engines of one of these",
+            )
+        settings = self._settings
+        if self._segment_of is not None:
+            settings = msgspec.structs.replace(settings, segment_size=0)
+        try:
+            opened = self._opens(settings, payload_bytes)
+        except (ValueError, PdCacheError) as error:
+            raise RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None
+        self._backends[payload_bytes] = opened
+        if self._segment_of is None:
+            self._segment_of = payload_bytes
+        return opened
+
+    def _release_one(self) -> bool:
+        """Closes a backend without a worker, because another needs its place. Returns False if every backend has a worker.
+
+        The one that was used longest ago goes first. The one with the segment goes last, because other nodes have chunks in it.
+        """
+        idle = self._without_workers()
+        if not idle:
+            return False
+        size = min(idle, key=lambda one: one == self._segment_of)
+        self._close(self._take_out(size), "their last engine has gone, and engines of another size need the room")
+        return True
+
+    def _without_workers(self) -> list[int]:
+        """Returns the sizes that no worker uses, the most recently used last."""
+        used = {id(model.mover.backend) for model in self if model.workers}
+        return [size for size, backend in self._backends.items() if id(backend) not in used]
+
+    def _take_out(self, size: int) -> _Released:
+        """Takes a backend out of the tables. The caller must pass the result to `_close`."""
+        backend = self._backends.pop(size)
+        if size == self._segment_of:
+            self._segment_of = None
+        groups = [group for group, model in self._models.items() if model.mover.backend is backend]
+        return _Released(size, backend, [self._models.pop(group).mover for group in groups])
+
+    def _close(self, released: _Released, why: str) -> None:
+        for mover in released.movers:
+            mover.close(self._settings.transfer.timeouts.close_ms / 1000)
+        self._released(released.backend)
+        released.backend.close()
+        log.info("no longer serving chunks of %d bytes: %s", released.size, why)
+
+    def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
+        return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

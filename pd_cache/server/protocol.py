@@ -1,0 +1,521 @@
+"""The table of all messages between an engine and a cache server, or a lookup client and its server.
+
+A frame is a 16-byte header and a msgpack body:
+
+    offset  size
+    0       4     magic "PDCM"
+    4       2     protocol version
+    6       2     zero
+    8       8     number of the request, which its answer repeats; 0 for a request that needs no answer
+
+All numbers are little-endian. Neither the header nor `Refused` ever changes, so any two versions can find out that they differ. KV bytes
+never travel in messages: they stay in memory that both sides map.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+import pd_cache
+from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup, check_names
+from pd_cache.config import MAX_SHARDS, CacheConfig
+from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.reasons import MissReason
+from pd_cache.versions import LABEL
+
+PROTOCOL = 5
+
+_HEADER = struct.Struct("<4sHHQ")
+_MAGIC = b"PDCM"
+
+MAX_CHUNKS = 1 << 16
+MAX_OBJECTS = 4 * MAX_SHARDS
+"""The most objects of a chunk, in all groups of layers together."""
+MAX_FRAME = 4 << 20
+"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+"""A block of an engine's paged cache; -1 for one that is left out."""
+Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
+"""Chunk names one after the other, all of the width in the first byte; empty if there are none."""
+
+
+EpochLabel = Annotated[str, msgspec.Meta(pattern=LABEL)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
+    """A row of the table."""
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+ObjectSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+
+
+class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
+    """A group of layers besides the first, of an engine with several."""
+
+    layers: LayerGroup
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+    """The fields of `Hello`, for these layers: all ranks hold the same latents, for example, and each a part of the states beside them."""
+    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Introduces the client: the first message of a connection. Answered with `Welcome`."""
+
+    client: Token
+    """The name of this process's connection, also on its Unix socket."""
+    kind: Literal["scheduler", "worker", "observer"]
+    software: Text
+    model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """Identifies the weights. Engines of one model name, world size and block size share chunks."""
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    """How many tokens a block of the engine's paged cache has."""
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The fingerprint of the chunks' namespace; empty if the client does not know it."""
+    hash_mode: Literal["", "tokens", "blocks"] = ""
+    """What this engine names chunks by; empty if the server's file decides."""
+    hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """What the names of chunks depend on besides tokens; empty if the server's file decides."""
+    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
+    """How many shards of each chunk every rank holds. Each shard is an object."""
+    chunk_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    """Tokens per chunk; 0 if the server's file decides."""
+    layers: LayerGroup | None = None
+    """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
+    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()
+    """For a scheduler: the groups that its lookups ask for, besides `layers`."""
+    object_sizes: Annotated[tuple[ObjectSize, ...], msgspec.Meta(max_length=256)] = ()
+    """For a worker: the payload bytes of a chunk's object in each of its groups of layers, which may share the server's memory."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
+        sizes = [(self.world_size, self.shards_per_rank)]
+        sizes += [(one.world_size, one.shards_per_rank) for one in self.further]
+        for world_size, shards_per_rank in sizes:
+            if world_size * shards_per_rank > MAX_SHARDS:
+                raise ValueError(
+                    f"{world_size} ranks with {shards_per_rank} shards each have more than {MAX_SHARDS} shards"
+                )
+        objects = sum(world_size * shards_per_rank for world_size, shards_per_rank in sizes)
+        if objects > MAX_OBJECTS:
+            raise ValueError(
+                f"a chunk has at most {MAX_OBJECTS} objects in all groups of layers together, got {objects}"
+            )
+        layers = [self.layers, *(one.layers for one in self.further)]
+        if len(set(layers)) < len(layers):
+            raise ValueError("a group of layers is named twice")
+        if self.kind != "observer" and not (self.model and self.block_size):
+            raise ValueError(f"a {self.kind} must state its model and block_size")
+
+
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Engines with equal identities share chunks, if their tensors agree, too."""
+
+    model: str
+    """Identifies the weights."""
+    block_size: int
+    """Tokens per block of the engine's paged cache."""
+    world_size: int = 1
+    """Ranks that hold a part of each chunk."""
+    rank: int = 0
+    shards_per_rank: int = 1
+    chunk_size: int | None = None
+    """Tokens per chunk; None to use the server's."""
+    hash_mode: Literal["", "tokens", "blocks"] = ""
+    """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
+    hash_seed: str = ""
+    """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
+    namespace: str = ""
+    """Fingerprint of the namespace that the server must serve; empty for any."""
+    layers: LayerGroup | None = None
+    """Which of the model's layers; None if all are kept alike."""
+    further: tuple[FurtherLayers, ...] = ()
+    """The other groups of layers that lookups ask for."""
+    object_sizes: tuple[int, ...] = ()
+    """The payload bytes of a chunk's object in each group of layers of this worker; those of similar size share the server's memory."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size % self.block_size:
+            raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {self.block_size}")
+
+    @classmethod
+    def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:
+        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says. `further` are its other groups of
+        layers, for lookups."""
+        return cls(
+            model=metadata.model,
+            block_size=metadata.block_size,
+            world_size=metadata.world_size,
+            rank=metadata.rank,
+            shards_per_rank=metadata.shards_per_rank,
+            chunk_size=cache.chunk_tokens,
+            hash_mode=cache.named_by,
+            hash_seed=cache.hash_seed,
+            layers=metadata.group,
+            further=tuple(
+                FurtherLayers(one.group, one.block_size, one.world_size, one.shards_per_rank)
+                for one in further
+                if one.group is not None
+            ),
+        )
+
+    def hello(self, client: str, kind: Literal["scheduler", "worker"]) -> Hello:
+        """Returns the first message of a connection whose name is `client`."""
+        return Hello(
+            client,
+            kind,
+            pd_cache.__version__,
+            self.model,
+            self.world_size,
+            self.rank,
+            self.block_size,
+            self.namespace,
+            self.hash_mode,
+            self.hash_seed,
+            self.shards_per_rank,
+            self.chunk_size or 0,
+            self.layers,
+            self.further,
+            self.object_sizes,
+        )
+
+
+class CpuStorage(Message, frozen=True, tag="cpu"):
+    """Shared memory. Its file descriptor comes with the request, in the order of the storages."""
+
+    nbytes: Positive
+
+
+class CudaStorage(Message, frozen=True, tag="cuda"):
+    """A CUDA IPC handle, as `torch.UntypedStorage` exports it."""
+
+    nbytes: Positive
+    device: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    offset: Count
+    ref_counter: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    ref_counter_offset: Count
+    event: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    event_sync: bool
+
+
+Storage = CpuStorage | CudaStorage
+Dimension = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class TensorView(Message, frozen=True):
+    """One layer's tensor inside a storage; offset and strides in elements."""
+
+    storage: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    offset: Count
+    shape: Annotated[tuple[Dimension, ...], msgspec.Meta(min_length=1, max_length=8)]
+    stride: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=8)]
+    dtype: Text
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Lends the server a worker's KV tensors. Answered with `Done` once they are mapped.
+
+    It comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
+    """
+
+    storages: Annotated[tuple[Storage, ...], msgspec.Meta(min_length=1, max_length=200)]
+    tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    layout_kind: str = ""
+    """A `PageKind`; needed only if the shapes fit two kinds."""
+
+
+class Unregister(Message, frozen=True, tag="unregister"):
+    """Takes the KV tensors back. Answered with `Done` once nothing touches them. It comes over the Unix socket."""
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Asks how many of these chunks, from the first on, are there. Answered with `Found`.
+
+    If `session` is not empty, the chunks found are protected for that session.
+    """
+
+    session: str
+    names: Names
+    at_hand: Count = 0
+    """How many of the first chunks need not be looked up."""
+    epoch: EpochLabel = ""
+    """The weights version to look in."""
+
+    def __post_init__(self) -> None:
+        _check_joined(self.names)
+
+
+class Move(Message, frozen=True):
+    """Chunks of one request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
+
+    A retrieve may leave out blocks at the start that the engine already holds.
+    """
+
+    session: str
+    names: Names
+    blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    ticket: Positive
+    """It lies in `slot` of the worker's fence for as long as the blocks may be touched."""
+    patience_ms: Positive
+    """How long the engine waits. A move that has not begun by then is dropped."""
+    event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
+    """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
+    epoch: EpochLabel = ""
+    """For a store, the version of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
+
+    def __post_init__(self) -> None:
+        _check_joined(self.names)
+
+
+class Store(Move, frozen=True, tag="store"):
+    """Stores chunks from the blocks. Answered with `Stored`."""
+
+
+class Retrieve(Move, frozen=True, tag="retrieve"):
+    """Loads chunks into the blocks, and releases what the session protects for this worker. Answered with `Loaded`."""
+
+
+class EndSession(Message, frozen=True, tag="end_session"):
+    """Releases what a session protects."""
+
+    session: str
+
+
+class StatusQuery(Message, frozen=True, tag="status"):
+    """Asks for the server's state. Answered with `StatusReport`."""
+
+
+Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | StatusQuery
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    server: Token
+    """Identifies the server's process: every start gives a new one."""
+    software: str
+    chunk_size: Positive
+    hash_mode: Literal["tokens", "blocks"]
+    hash_seed: str
+    may_choose: bool
+    """Whether the file lets each engine decide what chunks are named by."""
+    may_size: bool
+    """Whether the file lets each engine decide how many tokens a chunk has."""
+    socket: str
+    """The path of the Unix socket; empty if there is none."""
+    versions: str = ""
+    """Where to ask for weights versions; see `NodeSettings.versions`."""
+    pooled: bool = True
+    """Whether other hosts may have the chunks, too."""
+
+
+class Done(Message, frozen=True, tag="done"):
+    """The request was done."""
+
+
+class Found(Message, frozen=True, tag="found"):
+    """How long a prefix is, and why not longer, as in `pd_cache.groups.Surveyed`."""
+
+    chunks: Count
+    leading: Count
+    reason: MissReason = "none"
+    epoch: EpochLabel | None = None
+
+
+_OUTCOMES = bytes(range(3))
+
+
+class Stored(Message, frozen=True, tag="stored"):
+    """The outcome of each chunk."""
+
+    outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
+    """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
+
+    def __post_init__(self) -> None:
+        if self.outcomes.translate(None, _OUTCOMES):
+            raise ValueError("an outcome must be 0, 1 or 2")
+
+    @property
+    def stored(self) -> int:
+        """How many chunks are there now and were not before."""
+        return self.outcomes.count(2)
+
+    @property
+    def failed(self) -> int:
+        """How many chunks could not be stored."""
+        return self.outcomes.count(0)
+
+
+class Loaded(Message, frozen=True, tag="loaded"):
+    """How many of the chunks, from the first on, are in their blocks now, as in `pd_cache.blocks.Restored`."""
+
+    chunks: Count
+    reason: MissReason = "none"
+    memory: Count = 0
+    disk: Count = 0
+    pool: Count = 0
+
+
+class StatusReport(Message, frozen=True, tag="status_report"):
+    software: str
+    pid: int
+    up_since: Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]
+    """Seconds since 1970."""
+    clients: Count
+    workers: Count
+    sessions: Count
+    pinned: Count
+    """How many keys all sessions hold."""
+    in_flight: Count
+    """How many operations are queued or running."""
+    available: bool
+    metrics: str
+    """All counters, in Prometheus' text format."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The request was not done. `reason` and `message` say why."""
+
+    reason: str
+    """`busy`, `unknown_client` and `closing` may go away by themselves. `version`, `malformed`, `mismatch`, `invalid`, `late`,
+    `abandoned`, `failed` and others will not."""
+    message: str
+
+
+REFUSALS = frozenset(
+    (
+        "abandoned",
+        "busy",
+        "closing",
+        "failed",
+        "invalid",
+        "late",
+        "malformed",
+        "mismatch",
+        "unknown_client",
+        "version",
+    )
+)
+"""The reasons that this version gives."""
+
+
+class RefusalError(Exception):
+    """Raised to refuse a request. `refused` is the answer to its sender."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.refused = Refused(reason, message)
+
+
+def failed(error: Exception) -> Refused:
+    """Returns the answer to a request that raised an unexpected error."""
+    return Refused("failed", f"{type(error).__name__}: {error}")
+
+
+Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_read_request = msgpack_decoder(Request)
+_read_answer = msgpack_decoder(Answer)
+_read_refusal = msgpack_decoder(Refused)
+
+
+class FrameError(Exception):
+    """A frame that cannot be read. `number` is that of the request, or None if the header could not be read either."""
+
+    def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.number = number
+
+
+class _Header(NamedTuple):
+    version: int
+    number: int
+
+
+def encode(number: int, message: Message) -> bytes:
+    """Returns the frame of a message."""
+    return _HEADER.pack(_MAGIC, PROTOCOL, 0, number) + _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """Returns the number and the request in a frame. Raises FrameError if it cannot be read."""
+    header = _header(frame)
+    if header.version != PROTOCOL:
+        raise FrameError(
+            "version",
+            f"this server speaks version {PROTOCOL} of the protocol, the client version {header.version}; run the same "
+            "release of pd-cache on both sides",
+            header.number,
+        )
+    try:
+        return header.number, _read_request(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
+        raise FrameError("malformed", f"not a request: {error}", header.number) from None
+
+
+def decode_answer(frame: bytes) -> tuple[int, Answer]:
+    """Returns the number and the answer in a frame. Raises FrameError if it cannot be read.
+
+    From a server of another version, it reads only `Refused`.
+    """
+    header = _header(frame)
+    read = _read_answer if header.version == PROTOCOL else _read_refusal
+    try:
+        return header.number, read(memoryview(frame)[_HEADER.size :])
+    except UndecodableError as error:
+        raise FrameError("malformed", f"not an answer: {error}", header.number) from None
+
+
+def join_names(names: Sequence[bytes]) -> bytes:
+    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError if widths differ or are not in `NAME_WIDTHS`."""
+    if not names:
+        return b""
+    check_names(names)
+    return bytes([len(names[0])]) + b"".join(names)
+
+
+def split_names(joined: bytes) -> list[bytes]:
+    """Reverses `join_names`, for names that have been checked."""
+    if not joined:
+        return []
+    width = joined[0]
+    return [joined[start : start + width] for start in range(1, len(joined), width)]
+
+
+def count_names(joined: bytes) -> int:
+    """Returns how many names `split_names` would return."""
+    return (len(joined) - 1) // joined[0] if joined else 0
+
+
+def _header(frame: bytes) -> _Header:
+    if len(frame) < _HEADER.size:
+        raise FrameError("malformed", f"a frame of {len(frame)} bytes is too short for a header", None)
+    magic, version, _, number = _HEADER.unpack_from(frame)
+    if magic != _MAGIC:
+        raise FrameError("malformed", f"a frame that begins with {magic!r} is not one of ours", None)
+    return _Header(version, number)
+
+
+def _check_joined(names: bytes) -> None:
+    if names and (names[0] not in NAME_WIDTHS or (len(names) - 1) % names[0]):
+        raise ValueError(f"{len(names)} bytes are not a list of names of {names[0]} bytes each")

@@ -1,0 +1,402 @@
+"""CacheServer: the cache of one host, for any number of engines.
+
+The link's threads receive requests and answer those that need no waiting; the one that belongs to an engine maps the memory that it lends.
+One thread answers lookups, so that no transfer holds them up; it takes all that are waiting at once. A pool of threads moves bytes, in
+turns, so that a long store lets others in between. One keeps house: it renews leases, ends late sessions, refuses requests that have
+waited too long, and forgets clients that are gone. One closes backends that no engine uses.
+
+When a client goes, whether it says goodbye or is killed, the server gives up the client's tensors and its sessions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import generate_latest
+
+import pd_cache
+from pd_cache.config import NodeSettings, ServerSettings
+from pd_cache.errors import CacheServerError
+from pd_cache.metrics import CacheMetrics
+from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
+from pd_cache.server.fence import AbandonedError
+from pd_cache.server.link import Incoming, ServerLink
+from pd_cache.server.lookups import Answerer, Question
+from pd_cache.server.models import OpenBackend, ServedModels
+from pd_cache.server.moves import Client, MoveJob, Worker
+from pd_cache.server.protocol import (
+    Answer,
+    Done,
+    EndSession,
+    Found,
+    Hello,
+    Lookup,
+    Move,
+    RefusalError,
+    Refused,
+    Register,
+    Retrieve,
+    StatusQuery,
+    StatusReport,
+    Store,
+    Welcome,
+    failed,
+    split_names,
+)
+from pd_cache.server.queueing import Item, WorkQueue
+from pd_cache.server.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+_CLOSING = Refused("closing", "the cache server is closing")
+_MAX_CLIENTS = 256
+_TICK_S = 0.5
+_IDLE_TICK_S = 10.0
+_LEASE_BATCH = 1000
+_MOST_QUESTIONS = 32
+"""The most lookups that become one request to a backend."""
+
+_SHARED = Path("/tmp")
+
+
+def own_address(url: str, stack: contextlib.ExitStack) -> Path:
+    """Makes sure that no other server can listen at `url` until `stack` is closed. Returns the path for the Unix socket.
+
+    Raises CacheServerError if another server listens there, or if other users can write beside the socket.
+    """
+    try:
+        if not url.startswith("ipc://"):
+            return stack.enter_context(temporary_folder()) / "descriptors"
+        path = Path(url.removeprefix("ipc://"))
+        if path.parent == runtime_folder() or path.parent.parent == _SHARED:
+            with own_folder(path.parent):
+                pass  # the result of the check stays true: no other user can replace the folder
+        else:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not stack.enter_context(lock_file(path.with_name(f"{path.name}.lock"))):
+            raise CacheServerError(f"another cache server already listens at {url}")
+    except (RuntimeFolderError, OSError) as error:
+        raise CacheServerError(f"{url}: {error}; or choose another url") from None
+    stack.callback(path.unlink, missing_ok=True)
+    return path.with_name(f"{path.name}.fds")
+
+
+class _Asked(NamedTuple):
+    """A lookup that waits or runs."""
+
+    incoming: Incoming
+    client: Client
+    question: Question
+
+
+class _Move(NamedTuple):
+    """Any other operation that waits or runs."""
+
+    incoming: Incoming
+    client: Client
+    turn: Callable[[], Answer | None]
+    """Does the next part of it. Returns the answer after the last part, otherwise None."""
+
+
+class CacheServer:
+    """Serves engines from construction until `close`. Thread-safe."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        node: ServerSettings,
+        url: str,
+        *,
+        metrics: CacheMetrics | None = None,
+        lease_s: float = 10.0,
+        backend: OpenBackend | None = None,
+    ) -> None:
+        """Listens at `url`. Raises CacheServerError if that is impossible, or if another server already listens there.
+
+        `lease_s` says how long the pool's master protects a key that was looked up. `backend` replaces the configured tiers.
+        """
+        self.settings = settings
+        self.node = node
+        self.metrics = metrics or CacheMetrics()
+        self.sessions = Sessions()
+        self.models = ServedModels(settings, self.metrics, backend, self.sessions.end_backend)
+        self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
+        self._renew_s = max(0.1, lease_s / 3)
+        self._server = uuid.uuid4().hex
+        self._up_since = time.time()
+        self._clients: dict[bytes, Client] = {}
+        self._lock = threading.Lock()
+        self._lookups: WorkQueue[_Asked] = WorkQueue(node.max_in_flight)
+        self._moves: WorkQueue[_Move] = WorkQueue(node.max_in_flight)
+        self._stop = threading.Event()
+        self._closed = False
+        with contextlib.ExitStack() as stack:
+            path = own_address(url, stack)
+            self._link = ServerLink(url, self._handle, self.metrics, "server", path=path, gone=self._gone)
+            stack.callback(self._link.close)
+            self._resources = stack.pop_all()
+        self._threads = [
+            threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True),
+            threading.Thread(target=self._let_go, name="pd-cache-idle", daemon=True),
+        ]
+        for index in range(node.threads):
+            work, name = (self._move, f"pd-cache-move-{index}") if index else (self._find, "pd-cache-find")
+            self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._link.start()
+
+    @property
+    def url(self) -> str:
+        """The URL at which it listens."""
+        return self._link.url
+
+    @property
+    def available(self) -> bool:
+        """False while the pool of an engine's chunks is known to be down. True as long as no engine has registered."""
+        return all(backend.available for backend in self.models.backends)
+
+    def status(self) -> StatusReport:
+        """Returns what the server is doing."""
+        with self._lock:
+            clients = list(self._clients.values())
+        return StatusReport(
+            software=pd_cache.__version__,
+            pid=os.getpid(),
+            up_since=self._up_since,
+            clients=len(clients),
+            workers=sum(client.worker is not None for client in clients),
+            sessions=len(self.sessions),
+            pinned=self.sessions.pinned,
+            in_flight=self._lookups.in_flight + self._moves.in_flight,
+            available=any(backend.available for backend in self.models.backends),
+            metrics=generate_latest(self.metrics.registry).decode(),
+        )
+
+    def close(self) -> None:
+        """Refuses waiting requests, finishes or abandons running ones, unmaps all tensors and closes the backends. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stop.set()
+        for work in [one.work for one in self._lookups.close()] + [one.work for one in self._moves.close()]:
+            self._link.answer(work.incoming, _CLOSING)
+        end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
+        for model in self.models:
+            model.mover.close(max(0.0, end - time.monotonic()))
+        with self._lock:
+            clients = list(self._clients.values())
+            self._clients.clear()
+        for client in clients:
+            self._forget(client)
+        self._link.stop(max(0.1, end - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.1, end - time.monotonic()))
+        self._resources.close()
+        self.models.close()
+
+    # --- receiving -----------------------------------------------------------------------------------------------
+
+    def _handle(self, incoming: Incoming) -> Answer | None:
+        """Returns the answer to a request that can be answered at once, or None if another thread will answer."""
+        request = incoming.request
+        if isinstance(request, Hello):
+            return self._hello(incoming.client, request)
+        with self._lock:
+            client = self._clients.get(incoming.client)
+        if client is None:
+            raise RefusalError("unknown_client", "say hello first")
+        client.last_seen = time.monotonic()
+        if isinstance(request, Lookup):
+            question = self._question(client, request)
+            if isinstance(question, Found):
+                return question
+            if not self._lookups.put(Item(client.hello.client, _Asked(incoming, client, question), math.inf)):
+                raise self._busy()
+            return None
+        if isinstance(request, Store | Retrieve):
+            move = MoveJob(client, request, self._retrieved)
+            if not self._moves.put(Item(client.hello.client, _Move(incoming, client, move.turn), move.until)):
+                raise self._busy()
+            return None
+        if isinstance(request, EndSession):
+            self.sessions.end(client.hello.client, request.session)
+            return Done()
+        if isinstance(request, StatusQuery):
+            return self.status()
+        if not incoming.beside:
+            raise RefusalError("invalid", f"{type(request).__name__} must come over the Unix socket")
+        if isinstance(request, Register):
+            return client.register(request, incoming.descriptors, self.models)
+        return client.unregister()
+
+    def _busy(self) -> RefusalError:
+        self.metrics.trouble("server", "busy")
+        return RefusalError("busy", f"the server runs at most {self.node.max_in_flight} operations at a time")
+
+    # --- answering -----------------------------------------------------------------------------------------------
+
+    def _hello(self, identity: bytes, hello: Hello) -> Answer:
+        if identity != hello.client.encode():
+            raise RefusalError("invalid", "a client's name must be the same on its connection and in its hello")
+        cache = self.settings.cache
+        groups = self.models.groups(hello)
+        group = groups[0]
+        if hello.kind != "observer":
+            for one in groups:
+                if one.chunk_size % one.block_size:
+                    raise RefusalError(
+                        "mismatch",
+                        f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
+                        f"{one.block_size}",
+                    )
+            model = self.models.get(group)
+            known = "" if model is None else model.database.namespace.fingerprint()
+            if hello.namespace and known and hello.namespace != known:
+                assert model is not None
+                raise RefusalError(
+                    "mismatch", f"this server serves {model.database.namespace}, the client uses another namespace"
+                )
+        with self._lock:
+            if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
+                raise RefusalError("busy", f"the server serves at most {_MAX_CLIENTS} clients at a time")
+            before = self._clients.get(identity)
+            if before is None or before.hello != hello:
+                self._clients[identity] = Client(hello, groups)
+        if before is not None and before.hello != hello:
+            self._forget(before)
+        return Welcome(
+            server=self._server,
+            software=pd_cache.__version__,
+            chunk_size=group.chunk_size,
+            hash_mode=group.hash_mode,
+            hash_seed=group.hash_seed,
+            may_choose=cache.hash_mode == "auto",
+            may_size=cache.chunk_size == "auto",
+            socket=str(self._link.path),
+            versions=self.settings.versions,
+            pooled=self.settings.pooled,
+        )
+
+    def _question(self, client: Client, request: Lookup) -> Question | Found:
+        """Returns what to ask, or the answer if nothing is to be asked."""
+        names = split_names(request.names)
+        models = [model for group in client.groups if (model := self.models.get(group)) is not None]
+        if len(models) < len(client.groups) or request.at_hand >= len(names):
+            at_hand = min(request.at_hand, len(names))
+            return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked")
+        return Question(models, client.hello.client, request)
+
+    # --- the threads that work -------------------------------------------------------------------------------------
+
+    def _find(self) -> None:
+        """The thread that answers lookups. It takes all lookups that came during its last step together."""
+        while items := self._lookups.take(_MOST_QUESTIONS):
+            wanted = [item for item in items if not item.work.client.gone]
+            goes_on: set[int] = set()
+            for index, answer in self._answerer.step([item.work.question for item in wanted]):
+                incoming, client, _ = wanted[index].work
+                if answer is None:
+                    goes_on.add(id(wanted[index]))
+                    continue
+                if client.gone:  # it went during the lookup: nothing else would end its session
+                    self.sessions.end_client(client.hello.client)
+                self._link.answer(incoming, answer)
+            for item in items:
+                if id(item) not in goes_on:
+                    self._lookups.finished(item)
+                elif not self._lookups.put_back(item):
+                    self._link.answer(item.work.incoming, _CLOSING)
+
+    def _move(self) -> None:
+        """A thread that stores and retrieves."""
+        while items := self._moves.take():
+            incoming, client, turn = items[0].work
+            answer: Answer | None = None
+            try:
+                if not client.gone:
+                    answer = turn()
+                    if answer is None and self._moves.put_back(items[0]):
+                        continue
+                    answer = answer or _CLOSING
+            except RefusalError as refusal:
+                answer = refusal.refused
+            except AbandonedError:
+                answer = Refused("abandoned", "the engine has given up the operation")
+            except Exception as error:  # an error of one operation must not end the thread
+                log.exception("an operation failed")
+                answer = failed(error)
+            self._moves.finished(items[0])
+            if answer is not None:
+                self._link.answer(incoming, answer)
+
+    def _retrieved(self, request: Move, worker: Worker) -> None:
+        if request.session:
+            self.sessions.loaded(request.session, worker.model.group, worker.rank, split_names(request.names))
+
+    # --- clients that go, and house keeping ----------------------------------------------------------------------
+
+    def _gone(self, name: bytes) -> None:
+        """Called when a client's Unix socket has ended."""
+        with self._lock:
+            client = self._clients.pop(name, None)
+        if client is not None:
+            log.info("a %s of %s is gone", client.hello.kind, client.hello.model or "no model")
+            self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        client.gone = True
+        self._lookups.discard(client.hello.client)
+        self._moves.discard(client.hello.client)
+        self.sessions.end_client(client.hello.client)
+        client.leave()
+
+    def _keep_house(self) -> None:
+        renew_at = time.monotonic() + self._renew_s
+        while not self._stop.wait(min(_TICK_S, self._renew_s)):
+            try:
+                late = self.sessions.expire()
+                if late:
+                    self.metrics.trouble("server", "session_expired", late)
+                now = time.monotonic()
+                self._forget_silent(now)
+                for item in self._moves.expire(now):
+                    self._link.answer(item.work.incoming, Refused("late", "its turn came after its deadline"))
+                if now >= renew_at:
+                    renew_at = now + self._renew_s
+                    for backend, keys in self.sessions.leases():
+                        for start in range(0, len(keys), _LEASE_BATCH):
+                            backend.batched_contains(keys[start : start + _LEASE_BATCH])
+            except Exception:  # this thread runs as long as the server
+                log.exception("house keeping failed")
+
+    def _let_go(self) -> None:
+        """The thread that closes idle backends. Closing one takes a while, and leases must be renewed meanwhile."""
+        while not self._stop.wait(min(_IDLE_TICK_S, self.node.idle_s / 2)):
+            try:
+                self.models.release_idle(self.node.idle_s, time.monotonic())
+            except Exception:  # this thread runs as long as the server
+                log.exception("could not free the memory of a backend that no engine uses")
+
+    def _forget_silent(self, now: float) -> None:
+        """Forgets clients without a Unix socket (those of other hosts) that have been silent for `session_s`."""
+        with self._lock:
+            silent = [
+                (identity, client)
+                for identity, client in self._clients.items()
+                if now - client.last_seen > self.node.session_s and not self._link.is_attached(identity)
+            ]
+            for identity, _ in silent:
+                del self._clients[identity]
+        for _, client in silent:
+            self._forget(client)

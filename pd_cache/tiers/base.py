@@ -1,0 +1,123 @@
+"""StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status, never an exception.
+
+1. A payload is opaque bytes. Each has one of a few sizes, which the caller knows; `payload_bytes` is the largest.
+   Its checksum is end to end: the writer takes it of the bytes that it copied, and the reader of those that it has used.
+2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
+3. Readers get views of memory that the backend owns, in the order of the keys, while later ones are still on their way.
+   Each view is theirs until `release()`.
+4. An object that is damaged, late or gone reads as a miss with a reason.
+5. A key names its contents: a put of a key that is already there changes nothing and returns OK.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged, TierKind
+from transfer.errors import Status
+
+
+class PutOutcome(Protocol):
+    """A write under way."""
+
+    def results(self) -> list[Status]:
+        """Waits for the write, at most until its deadline. Returns one status for each key."""
+
+
+class Settled:
+    """A write whose outcome is known."""
+
+    def __init__(self, statuses: list[Status]) -> None:
+        self._statuses = statuses
+
+    def results(self) -> list[Status]:
+        return self._statuses
+
+
+class StorageBackend(ABC):
+    """Stores chunk objects. Thread-safe."""
+
+    payload_bytes: int
+    """The size of the largest payload in bytes. Calls that name no size mean this one."""
+    memory: ObjectMemory
+    """The memory that `stage` lends from and that payloads are read into."""
+    batch_size: int
+    """How many payloads a caller should best hand over together."""
+    tier: TierKind = "pool"
+    """Which kind of tier it is. Each outcome of a read says from which kind it came."""
+    settles_at_once: bool = False
+    """Whether a write has ended when `batched_put` returns."""
+
+    @property
+    @abstractmethod
+    def available(self) -> bool:
+        """False while the backend is known to be unusable: calls then return at once."""
+
+    @abstractmethod
+    def wait_available(self, timeout: float) -> None:
+        """Waits until the backend is open. Raises PoolUnavailableError after `timeout` seconds."""
+
+    @abstractmethod
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
+
+    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """Does the same as `batched_contains` for a caller that is about to put: MISSING means that a put would be of use.
+
+        The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
+        """
+        return self.batched_contains(keys, timeout=timeout)
+
+    @abstractmethod
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        """Yields each key's outcome, in order. No key may occur twice. Closing the iterator early gives up the rest.
+
+        All these keys' payloads have `payload_bytes`; an object of another size is damaged. With `memory.SELF_SIZED`, each begins with its
+        own size.
+
+        The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
+        """
+
+    @abstractmethod
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        """Returns memory for one payload of this size, or None if none came free in time."""
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        """Waits until a put would be accepted. Returns False after `timeout` seconds. The caller must hold no staged memory."""
+        return True
+
+    @abstractmethod
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        """Begins to write each payload under its key. Takes over the staged memory.
+
+        Raises ValueError if this backend's `stage` did not lend the memory, or if there is not one piece for each key.
+        """
+
+    @abstractmethod
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+        """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses.
+
+        A lookup in the pool counts as a use until its lease ends. With `force` it does not; a read that goes on meanwhile may find damage.
+        """
+
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        """Protects keys from eviction from local tiers, each until one `unpin`. Returns the keys that are pinned now.
+
+        It does not protect the pool's objects; `batched_contains` does, by renewing their lease.
+        """
+        return ()
+
+    def unpin(self, keys: Sequence[str]) -> None:  # noqa: B027 - a backend that never pins has nothing to undo
+        """Undoes one `pin` of each key."""
+
+    @abstractmethod
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        """Leaves a small object for people and tools, such as a namespace's manifest."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what is under way, or abandons it at a deadline. Idempotent."""

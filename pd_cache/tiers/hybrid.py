@@ -1,0 +1,362 @@
+"""HybridBackend: several tiers as one. A put writes through to all of them. A get reads through, and promotes.
+
+1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
+2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
+   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only when it was used. When it
+   is read again, its tier gives it up.
+3. A reader that waits for memory holds none itself: only one tier reads ahead for it at a time.
+4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
+   tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
+   of the staging memory. What does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from pd_cache.metrics import TierMetrics
+from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
+from pd_cache.tiers.memory import Fetched, Staged
+from transfer.errors import PoolUnavailableError, Status
+
+log = logging.getLogger(__name__)
+
+Promotion = Literal["always", "second_hit", "never"]
+
+_REMEMBERED = 1 << 16
+"""How many keys that were read once a tier remembers, for promotion on the second hit."""
+
+
+class Tier(NamedTuple):
+    """One of the tiers, fastest first."""
+
+    backend: StorageBackend
+    metrics: TierMetrics
+    blocking: bool = True
+    """Whether a put waits for this tier."""
+    promote: Promotion = "always"
+    """When to put a chunk that was read from a later tier into this one."""
+
+
+class HybridBackend(StorageBackend):
+    """Joins tiers into one backend, which owns them."""
+
+    def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
+        """`backlog`: how many chunks may be written behind at the same time. The default is half of the memory's slots.
+
+        Raises ValueError if there is no tier, or if the tiers do not share one memory.
+        """
+        if not tiers:
+            raise ValueError("a HybridBackend needs at least one tier")
+        first = tiers[0].backend
+        if any(tier.backend.memory.pool is not first.memory.pool for tier in tiers):
+            raise ValueError("the tiers of a HybridBackend must share one memory")
+        self.tiers = tuple(tiers)
+        self.memory = first.memory
+        self.payload_bytes = first.payload_bytes
+        self.batch_size = min(tier.backend.batch_size for tier in tiers)
+        self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
+        self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
+        self._closed = False
+
+    @property
+    def available(self) -> bool:
+        return any(tier.backend.available for tier in self.tiers)
+
+    def wait_available(self, timeout: float) -> None:
+        """Waits until every tier is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
+
+        Other tiers may fail; the cache works without them.
+        """
+        end = time.monotonic() + timeout
+        for tier in self.tiers[:-1]:
+            with contextlib.suppress(PoolUnavailableError):
+                tier.backend.wait_available(max(0.0, end - time.monotonic()))
+        self.tiers[-1].backend.wait_available(max(0.0, end - time.monotonic()))
+
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        statuses = [Status.MISSING] * len(keys)
+        for tier in self.tiers:
+            lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
+            if not lacking:
+                break
+            answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=timeout)
+            for index, answer in zip(lacking, answers, strict=True):
+                # a tier that could not answer might have the key, so this is not a plain miss
+                if answer is not Status.MISSING or statuses[index] is Status.MISSING:
+                    statuses[index] = answer
+        return statuses
+
+    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        """Returns MISSING for a key that the last tier lacks, or that no tier has while the last one cannot find out."""
+        statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
+        unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
+        others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
+        if unsure and others:
+            asked = [keys[index] for index in unsure]
+            answers = [other.batched_contains(asked, timeout=timeout) for other in others]
+            for index, found in zip(unsure, zip(*answers, strict=True), strict=True):
+                if Status.OK not in found:
+                    statuses[index] = Status.MISSING
+        return statuses
+
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.read_size(payload_bytes)
+        yield from self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
+
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.wait_room(timeout) and timeout == 0.0:
+            return None  # the caller already holds memory; it puts that first
+        return self.tiers[-1].backend.stage(payload_bytes=payload_bytes, timeout=_seconds_to(deadline))
+
+    def wait_room(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self.tiers if tier.blocking)
+
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        items = self.memory.own(staged, keys)
+        try:
+            if self._closed:
+                return Settled([Status.CLOSED] * len(keys))
+            for key, item in zip(keys, items, strict=True):
+                item.seal(key)  # once, and before any tier reads the bytes
+            begun: list[_TierWrite] = []
+            for tier in self.tiers:
+                if tier.blocking:
+                    begun.append(_begin(tier, keys, items, timeout))
+                else:
+                    self._behind.put(tier, keys, items, timeout)
+            return _Through(begun) if begun else Settled([Status.OK] * len(keys))
+        finally:
+            for item in items:
+                item.release()
+
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+        statuses = [Status.MISSING] * len(keys)
+        for tier in self.tiers:
+            for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout, force=force)):
+                # a key removed from one tier is gone, unless another tier still has it or cannot find out
+                if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
+                    statuses[index] = answer
+        return statuses
+
+    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+        """Pins in the first tier only, so that it is clear which tier has a pin."""
+        return self.tiers[0].backend.pin(keys)
+
+    def unpin(self, keys: Sequence[str]) -> None:
+        self.tiers[0].backend.unpin(keys)
+
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self.tiers]
+        return answers[-1]
+
+    def flush(self, timeout: float) -> bool:
+        """Waits for the writes behind. Returns False if some are still under way after `timeout` seconds."""
+        return self._behind.flush(timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        self._behind.close()
+        for tier in reversed(self.tiers):
+            tier.backend.close()
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, keys: Sequence[str], size: int, floor: int, deadline: float | None
+    ) -> Generator[Fetched, None, None]:
+        """Yields each key's outcome from the first tier that has it, beginning with tier number `floor`."""
+        start = 0
+        for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
+            stop = start + len(list(run))
+            yield from self._read_run(level, keys[start:stop], size, deadline)
+            start = stop
+
+    def _read_run(
+        self, level: int, keys: Sequence[str], size: int, deadline: float | None
+    ) -> Generator[Fetched, None, None]:
+        """Reads keys that one tier knows. If the tier lacks some of them after all, reads these from the tiers behind it.
+
+        On average, each tier is asked for each key a constant number of times, whatever is missing. Misses in a row go to the next tier
+        together. After a miss, the tier is asked for one key, then for two, four, eight.
+        """
+        tier = self.tiers[level]
+        behind = level + 1 < len(self.tiers)
+        done, together = 0, len(keys)
+        while done < len(keys):
+            asked = keys[done : done + together]
+            lacking: list[str] = []
+            fetches = tier.backend.batched_get(asked, payload_bytes=size, timeout=_seconds_to(deadline))
+            with contextlib.closing(fetches):
+                for key, fetched in zip(asked, fetches, strict=True):
+                    if fetched.payload is None and behind:
+                        tier.metrics.missed(fetched.reason)
+                        lacking.append(key)
+                        continue
+                    if lacking:
+                        # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
+                        fetched.release()
+                        break
+                    if fetched.payload is not None:
+                        fetched.tier = tier.backend.tier
+                        fetched.when_checked(functools.partial(self._checked, level, key))
+                    done += 1
+                    yield fetched
+            together *= 2
+            if lacking:
+                together = 1
+                done += len(lacking)
+                yield from self._read(lacking, size, level + 1, deadline)
+
+    def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
+        """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""
+        last = len(self.tiers) - 1
+        levels = [last] * len(keys)
+        unknown = list(range(len(keys)))
+        for level, tier in enumerate(self.tiers[floor:-1], floor):
+            if not unknown or not tier.backend.available:
+                continue
+            answers = tier.backend.batched_contains([keys[index] for index in unknown], timeout=timeout)
+            for index, answer in zip(unknown, answers, strict=True):
+                if answer is Status.OK:
+                    levels[index] = level
+            unknown = [index for index in unknown if levels[index] == last]
+        return levels
+
+    def _checked(self, level: int, key: str, fetched: Fetched) -> None:
+        """Counts the outcome, and puts an intact object into the tiers before its own, as their policies say."""
+        if fetched.reason:
+            if level + 1 < len(self.tiers):
+                self.tiers[level].metrics.missed(fetched.reason)
+            return
+        self.tiers[level].metrics.hit()
+        for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
+            if tier.promote == "never" or (seen is not None and not seen.again(key)):
+                continue
+            if (staged := fetched.share()) is not None:
+                try:
+                    self._behind.put(tier, [key], [staged], None)
+                finally:
+                    staged.release()
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+class _SecondHit:
+    """Remembers keys that were read once."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def again(self, key: str) -> bool:
+        """Notes a read. Returns whether it is the key's second. After that, the next read counts as the first again."""
+        with self._lock:
+            if key in self._keys:
+                del self._keys[key]
+                return True
+            self._keys[key] = None
+            if len(self._keys) > _REMEMBERED:
+                self._keys.popitem(last=False)
+            return False
+
+
+class _TierWrite(NamedTuple):
+    """A write to one tier."""
+
+    tier: Tier
+    outcome: PutOutcome
+    chunks: int
+
+    def results(self) -> list[Status]:
+        """Returns one status for each key, and counts what was dropped."""
+        statuses = self.outcome.results()
+        for status, chunks in Counter(statuses).items():
+            if status is not Status.OK:
+                self.tier.metrics.dropped(status.value, chunks)
+        return statuses
+
+
+def _begin(tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: float | None) -> _TierWrite:
+    shares = [item.share() for item in items]
+    return _TierWrite(tier, tier.backend.batched_put(keys, shares, timeout=timeout), len(keys))
+
+
+class _Through:
+    """A put to one or more blocking tiers."""
+
+    def __init__(self, begun: Sequence[_TierWrite]) -> None:
+        self._begun = begun
+
+    def results(self) -> list[Status]:
+        return [write.results() for write in self._begun][-1]
+
+
+class _WriteBehind:
+    """Writes for which no caller waits. Each begins at once, if no more than `limit` chunks are then under way.
+
+    One thread waits for each outcome, which has a deadline, and counts what was dropped.
+    """
+
+    def __init__(self, limit: int, close_s: float) -> None:
+        self._limit = limit
+        self._close_s = close_s
+        self._under_way = 0
+        """How many chunks."""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._jobs: queue.SimpleQueue[_TierWrite | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
+        self._thread.start()
+
+    def put(self, tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: float | None) -> None:
+        """Begins to write the chunks that fit, and counts the others as dropped."""
+        if tier.backend.settles_at_once:
+            _begin(tier, keys, items, timeout).results()
+            return
+        with self._changed:
+            fits = 0 if self._closed else min(len(keys), self._limit - self._under_way)
+            if fits:
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+                self._under_way += fits
+        tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
+
+    def flush(self, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, timeout)
+
+    def close(self) -> None:
+        """Waits up to `close_s` seconds for the writes under way. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._jobs.put(None)
+        self._thread.join(self._close_s)
+
+    def _run(self) -> None:
+        while (write := self._jobs.get()) is not None:
+            try:
+                write.results()
+            except Exception:  # an error of one write must not end the thread
+                log.exception("tier %s: a write behind failed", write.tier.metrics.tier)
+            finally:
+                with self._changed:
+                    self._under_way -= write.chunks
+                    self._changed.notify_all()

@@ -1,0 +1,381 @@
+"""EvictingIndex: a tier's keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
+
+Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others. Then the caller
+puts the entry in with `fill`, or gives the place back with `unreserve`. Pinned entries are being read: they are neither evicted nor removed.
+
+An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which come, are used and go, and
+asks for the next victim. A policy passes over pinned entries; LRU and LFU then treat them as just used. Every step is O(1), amortized.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from pd_cache.config import EvictionName
+from transfer.errors import Status
+
+R = TypeVar("R")
+
+
+class Entry(Generic[R]):
+    """One key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
+
+    __slots__ = ("failures", "key", "pins", "resource")
+
+    def __init__(self, key: str, resource: R) -> None:
+        self.key = key
+        self.resource = resource
+        self.pins = 0
+        self.failures = 0
+        """How many readers in a row found the payload damaged. Once may be the memory it was read into; twice is the entry."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the entry should be discarded."""
+        return self.failures >= 2
+
+
+class Reservation(NamedTuple, Generic[R]):
+    """The outcome of `reserve`."""
+
+    refusal: Status | None
+    """None if a place is reserved; OK if the key is already there, NO_SPACE if every entry is being read or the capacity is 0, or CLOSED."""
+    evicted: list[R]
+    """The resources of evicted entries, which the caller must let go of."""
+
+
+class EvictingIndex(Generic[R]):
+    """Holds at most `capacity` entries. Thread-safe."""
+
+    def __init__(self, capacity: int, policy: EvictionName) -> None:
+        self.capacity = capacity
+        self._over = 0
+        """How many entries may still be there although their places are gone: see `shrink`."""
+        self._policy_name: EvictionName = policy
+        self._policy = make_policy(policy, capacity)
+        self._entries: dict[str, Entry[R]] = {}
+        self._lock = threading.Lock()
+        self._reserved = 0
+        self._pinned = 0
+        """How many of the entries are pinned."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Returns, for each key, whether it is there. Does not count as a use."""
+        with self._lock:
+            entries = self._entries
+            return [key in entries for key in keys]
+
+    def pin(self, key: str) -> Entry[R] | None:
+        """Keeps an entry until `unpin`. Returns None if there is none. Counts as a use."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._policy.used(key)
+                self._pinned += not entry.pins
+                entry.pins += 1
+            return entry
+
+    def unpin(self, entry: Entry[R]) -> bool:
+        """Ends one reader's use. Returns True if the entry is gone and this was its last reader, which must then let go of the resource."""
+        with self._lock:
+            entry.pins -= 1
+            if entry.pins:
+                return False
+            there = self._entries.get(entry.key) is entry
+            self._pinned -= there
+            return not there
+
+    def reserve(self, key: str) -> Reservation[R]:
+        """Makes room for a key that is to come, unless it is already there. The caller must `fill` or `unreserve` a reserved place."""
+        with self._lock:
+            if key in self._entries:
+                self._policy.used(key)
+                return Reservation(Status.OK, [])
+            evicted: list[R] = []
+            while len(self._entries) + self._reserved >= self.capacity:
+                if self._closed or self._pinned == len(self._entries):
+                    return Reservation(Status.CLOSED if self._closed else Status.NO_SPACE, evicted)
+                evicted.append(self._evict())
+            if self._closed:
+                return Reservation(Status.CLOSED, evicted)
+            self._over = 0
+            self._reserved += 1
+            return Reservation(None, evicted)
+
+    def unreserve(self) -> None:
+        """Gives a reserved place back."""
+        with self._lock:
+            self._reserved -= 1
+
+    def fill(self, key: str, resource: R) -> bool:
+        """Puts a key into a reserved place. Returns False, without keeping the resource, if the key is already there or the index is closed."""
+        with self._lock:
+            self._reserved -= 1
+            if self._closed or key in self._entries:
+                return False
+            self._entries[key] = Entry(key, resource)
+            self._policy.added(key)
+            return True
+
+    def remove(self, key: str) -> R | Status:
+        """Takes a key out. Returns its resource, which the caller must let go of; MISSING if there is none, BUSY if it is being read."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return Status.MISSING
+            if entry.pins:
+                return Status.BUSY
+            self._take_out(entry)
+            return entry.resource
+
+    def discard(self, entry: Entry[R]) -> None:
+        """Takes out a damaged entry, which the caller has pinned."""
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                self._take_out(entry)
+                self._pinned -= 1
+
+    def give_up(self) -> R | None:
+        """Evicts one entry, lowers `capacity` to what is then held, and returns the resource; None if every entry is being read."""
+        with self._lock:
+            if self._closed or self._pinned == len(self._entries):
+                return None
+            resource = self._evict()
+            self._resize(len(self._entries) + self._reserved)
+            return resource
+
+    def shrink(self, most: int) -> None:
+        """Leaves at most `most` places. Surplus entries can be read until the next reservation evicts them."""
+        with self._lock:
+            self._resize(max(0, min(self.capacity, most)))
+            self._over = max(0, len(self._entries) + self._reserved - self.capacity)
+
+    def grow(self, places: int, most: int) -> None:
+        """Raises `capacity` to `places` more than what is held, but never above `most`."""
+        with self._lock:
+            self._resize(min(most, max(self.capacity, len(self._entries) + self._reserved + places)))
+
+    def clear(self) -> None:
+        """Forgets every entry, because their resources are gone. Readers keep what they hold."""
+        with self._lock:
+            self._forget()
+
+    def close(self) -> list[R]:
+        """Forgets every entry and accepts no more. Returns the resources of the entries that are not being read."""
+        with self._lock:
+            self._closed = True
+            resources = [entry.resource for entry in self._entries.values() if not entry.pins]
+            self._forget()
+            return resources
+
+    @property
+    def held(self) -> int:
+        """How many entries are pinned and places reserved (for tests)."""
+        with self._lock:
+            return self._pinned + self._reserved
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants (for tests)."""
+        with self._lock:
+            assert len(self._policy) == len(self._entries)
+            assert 0 <= len(self._entries) + self._reserved <= max(self.capacity, 0) + self._over
+            assert self._pinned == sum(map(self._is_pinned, self._entries))
+
+    def _evict(self) -> R:
+        return self._entries.pop(self._policy.evict(self._is_pinned)).resource
+
+    def _take_out(self, entry: Entry[R]) -> None:
+        del self._entries[entry.key]
+        self._policy.removed(entry.key)
+
+    def _forget(self) -> None:
+        self._entries.clear()
+        self._policy = make_policy(self._policy_name, self.capacity)
+        self._pinned = 0
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._policy.resize(capacity)
+
+    def _is_pinned(self, key: str) -> bool:
+        return self._entries[key].pins > 0
+
+
+# --- which entry goes -------------------------------------------------------------------------------------------------
+
+Pinned = Callable[[str], bool]
+
+
+class EvictionPolicy(ABC):
+    """Decides the order in which entries go. Not thread-safe."""
+
+    @abstractmethod
+    def added(self, key: str) -> None:
+        """Notes a new key. The policy must not hold it yet."""
+
+    @abstractmethod
+    def used(self, key: str) -> None:
+        """Notes that a key that the policy holds was read."""
+
+    @abstractmethod
+    def removed(self, key: str) -> None:
+        """Forgets a key that the policy holds and that went for another reason than eviction."""
+
+    @abstractmethod
+    def evict(self, pinned: Pinned) -> str:
+        """Chooses a victim, forgets it and returns it. At least one key must not be pinned."""
+
+    def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
+        """Expects at most `capacity` keys from now on."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many keys it holds."""
+
+
+class LRU(EvictionPolicy):
+    """Evicts the least recently used key."""
+
+    def __init__(self) -> None:
+        # not a plain dict: to find its first key takes ever longer when its head is deleted again and again
+        self._order: OrderedDict[str, None] = OrderedDict()
+
+    def added(self, key: str) -> None:
+        self._order[key] = None
+
+    def used(self, key: str) -> None:
+        self._order.move_to_end(key)
+
+    def removed(self, key: str) -> None:
+        del self._order[key]
+
+    def evict(self, pinned: Pinned) -> str:
+        while pinned(key := next(iter(self._order))):
+            self._order.move_to_end(key)
+        del self._order[key]
+        return key
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+class LFU(EvictionPolicy):
+    """Evicts the least frequently used key, and the least recently used among equals. Counts up to 63 uses."""
+
+    _MOST = 63
+
+    def __init__(self) -> None:
+        self._uses: dict[str, int] = {}
+        self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(self._MOST + 1)]
+
+    def added(self, key: str) -> None:
+        self._uses[key] = 0
+        self._by_uses[0][key] = None
+
+    def used(self, key: str) -> None:
+        before = self._uses[key]
+        after = self._uses[key] = min(before + 1, self._MOST)
+        del self._by_uses[before][key]
+        self._by_uses[after][key] = None
+
+    def removed(self, key: str) -> None:
+        del self._by_uses[self._uses.pop(key)][key]
+
+    def evict(self, pinned: Pinned) -> str:
+        for keys in self._by_uses:
+            for _ in range(len(keys)):
+                key = next(iter(keys))
+                if not pinned(key):
+                    self.removed(key)
+                    return key
+                keys.move_to_end(key)
+        raise AssertionError("evict() expects an entry that is not pinned")
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+
+class S3FIFO(EvictionPolicy):
+    """Keeps three queues: a small one for new keys, a main one for keys that were used there, and a ghost queue of keys that were not.
+
+    "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue
+    without pushing out what is used again and again.
+    """
+
+    _MOST = 3
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: the most entries that there will be. The small queue gets a tenth of it."""
+        self._small: OrderedDict[str, int] = OrderedDict()
+        self._main: OrderedDict[str, int] = OrderedDict()
+        self._ghost: OrderedDict[str, None] = OrderedDict()
+        self.resize(capacity)
+
+    def resize(self, capacity: int) -> None:
+        self._small_target = max(1, capacity // 10)
+        self._ghosts = max(1, capacity - self._small_target)
+        while len(self._ghost) > self._ghosts:
+            self._ghost.popitem(last=False)
+
+    def added(self, key: str) -> None:
+        if key in self._ghost:
+            del self._ghost[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def used(self, key: str) -> None:
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(queue[key] + 1, self._MOST)
+
+    def removed(self, key: str) -> None:
+        if self._small.pop(key, None) is None:
+            del self._main[key]
+
+    def evict(self, pinned: Pinned) -> str:
+        tries = (self._MOST + 1) * len(self._main)  # after these, every key left in the main queue is pinned
+        while True:
+            if self._small and (len(self._small) >= self._small_target or tries <= 0):
+                key = self._from_small(pinned)
+            else:
+                key = self._from_main(pinned)
+                tries -= 1
+            if key is not None:
+                return key
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def _from_small(self, pinned: Pinned) -> str | None:
+        key, uses = self._small.popitem(last=False)
+        if uses > 1 or pinned(key):
+            self._main[key] = 0
+            return None
+        self._ghost[key] = None
+        if len(self._ghost) > self._ghosts:
+            self._ghost.popitem(last=False)
+        return key
+
+    def _from_main(self, pinned: Pinned) -> str | None:
+        key, uses = self._main.popitem(last=False)
+        if not uses and not pinned(key):
+            return key
+        self._main[key] = max(0, uses - 1)
+        return None
+
+
+def make_policy(name: EvictionName, capacity: int) -> EvictionPolicy:
+    """Returns the policy of that name, for at most `capacity` entries."""
+    if name == "lru":
+        return LRU()
+    if name == "lfu":
+        return LFU()
+    return S3FIFO(capacity)

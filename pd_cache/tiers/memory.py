@@ -1,0 +1,282 @@
+"""The memory that the tiers of a node share, and the objects in it.
+
+The memory is equal slots, each with room for one object. An object lies in one slot from the moment the engine gathers it until the last
+tier lets go of it. A put hands the same slot to every tier, and each holds a reference for as long as it needs the bytes: a transfer while
+it runs, the local tier until the entry is evicted. A read leaves the bytes in a slot, which the local tier keeps by taking one more
+reference. So neither write-through nor promotion copies anything.
+
+An object is its payload, then a 32-byte trailer:
+
+    offset  size
+    0       4     magic "PDC1"
+    4       2     format version (1)
+    6       2     zero
+    8       8     payload length
+    16      8     XXH3-64 of the payload, see `pd_cache.checksum`
+    24      8     XXH3-64 of the key, so that an object under a wrong key is recognised
+
+All fields are little-endian. An object with any wrong field is never used. A payload whose reader does not know its size begins with that
+size, as 8 bytes (`SELF_SIZED`).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pd_cache.checksum import checksum
+from transfer.errors import Status
+from transfer.staging import Quota, Slot, StagingPool
+
+TierKind = Literal["memory", "disk", "pool"]
+
+_TRAILER = struct.Struct("<4sHHQQQ")
+_MAGIC = b"PDC1"
+VERSION = 1
+TRAILER_BYTES = _TRAILER.size
+_SIZE = struct.Struct("<Q")
+SELF_SIZED = -1
+"""Stands for a payload's size, for a reader: the payload's first 8 bytes have it."""
+
+
+class Damage(enum.Enum):
+    """The reason why the bytes under a key are not its chunk."""
+
+    TRUNCATED = "truncated"
+    FOREIGN = "foreign"
+    VERSION = "other_version"
+    CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    """The disk could not read the object: a bad block, or something other than a file is in its place."""
+
+
+def seal(key: str, buffer: memoryview, payload_bytes: int, payload_checksum: int | None = None) -> int:
+    """Writes the trailer behind the payload in `buffer`. Returns the object's size in bytes.
+
+    `payload_checksum` is that of the bytes that the payload should be; by default, of those in `buffer`.
+    """
+    trailer = _TRAILER.pack(
+        _MAGIC,
+        VERSION,
+        0,
+        payload_bytes,
+        checksum(buffer[:payload_bytes]) if payload_checksum is None else payload_checksum,
+        checksum(key.encode()),
+    )
+    size = payload_bytes + TRAILER_BYTES
+    buffer[payload_bytes:size] = trailer
+    return size
+
+
+def payload_size(data: memoryview, payload_bytes: int) -> int:
+    """Returns `payload_bytes`; for `SELF_SIZED`, what the object in `data` says, or -1 if that cannot be."""
+    if payload_bytes != SELF_SIZED:
+        return payload_bytes
+    if len(data) < _SIZE.size:
+        return -1
+    (size,) = _SIZE.unpack(data[: _SIZE.size])
+    return int(size) if _SIZE.size <= size <= len(data) - TRAILER_BYTES else -1
+
+
+def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
+    """Returns what is wrong with the object of `key` in `data`, or the checksum that its payload must have.
+
+    Only the trailer is looked at. The payload should have `payload_bytes`. If these are `SELF_SIZED`, more bytes may follow the object.
+    """
+    if payload_bytes == SELF_SIZED:
+        payload_bytes = payload_size(data, payload_bytes)
+        data = data[: payload_bytes + TRAILER_BYTES]
+    if payload_bytes < 0 or len(data) != payload_bytes + TRAILER_BYTES:
+        return Damage.TRUNCATED
+    magic, version, zero, length, payload_checksum, key_hash = _TRAILER.unpack(data[payload_bytes:])
+    if magic != _MAGIC:
+        return Damage.FOREIGN
+    if version != VERSION or zero:
+        return Damage.VERSION
+    if length != payload_bytes:
+        return Damage.TRUNCATED
+    if key_hash != checksum(key.encode()):
+        return Damage.FOREIGN
+    return int(payload_checksum)
+
+
+# --- slots -------------------------------------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    return
+
+
+class Staged:
+    """Memory for one payload, lent by `StorageBackend.stage`: one reference to a slot that is being filled or that holds a whole object.
+
+    The caller fills `payload`, and gives this to `batched_put` or releases it.
+    """
+
+    __slots__ = ("_slot", "memory", "payload", "sealed_for")
+
+    def __init__(self, memory: ObjectMemory, slot: Slot, payload_bytes: int, sealed_for: str | None = None) -> None:
+        """Takes over one reference of `slot`."""
+        self.memory = memory
+        self._slot: Slot | None = slot
+        self.payload = slot.view[:payload_bytes]
+        self.sealed_for = sealed_for
+        """The key whose trailer lies behind the payload."""
+
+    @property
+    def object_bytes(self) -> int:
+        """The size of the object: payload and trailer."""
+        return len(self.payload) + TRAILER_BYTES
+
+    def cut(self, payload_bytes: int) -> None:
+        """Makes the payload as long as it should be, after an intact object was read into the slot."""
+        self.payload = self.slot.view[: payload_size(self.slot.view, payload_bytes)]
+
+    @property
+    def slot(self) -> Slot:
+        """The slot. Raises ValueError if this reference was released."""
+        if self._slot is None:
+            raise ValueError("expected memory that is still held, but it was already released")
+        return self._slot
+
+    def seal(self, key: str, payload_checksum: int | None = None) -> int:
+        """Marks the payload as complete and as `key`'s. Any other payload is damage, whenever it was changed.
+
+        `payload_checksum` is that of the bytes the payload was copied from; by default it is taken of the payload. Returns the object's
+        size in bytes.
+        """
+        if self.sealed_for != key:
+            seal(key, self.slot.view, len(self.payload), payload_checksum)
+            self.sealed_for = key
+        return self.object_bytes
+
+    def share(self) -> Staged:
+        """Returns one more reference to the same bytes. They must not be written to any more."""
+        slot = self.slot
+        slot.retain()
+        return Staged(self.memory, slot, len(self.payload), self.sealed_for)
+
+    def release(self) -> None:
+        """Lets go of this reference. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+
+class Fetched:
+    """One key's outcome. A hit holds one reference to the slot that its object lies in.
+
+    `payload` is valid until `release()`, and None for a miss. It may be damaged: see `check`. `reason` is that of a miss, a `Status` or
+    `Damage` value, and empty for a hit. `tier` is the kind of tier that the object was read from.
+    """
+
+    __slots__ = ("_expected", "_on_release", "_when_checked", "payload", "reason", "staged", "tier")
+
+    def __init__(
+        self,
+        staged: Staged | None,
+        reason: str = "",
+        *,
+        expected: int = 0,
+        on_release: Callable[[], None] = _nothing,
+    ) -> None:
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none.
+
+        `on_release` runs once, for a hit only.
+        """
+        self.staged = staged
+        self._expected = expected
+        self._on_release = on_release
+        self._when_checked: list[Callable[[Fetched], None]] = []
+        self.payload: memoryview | None = None if staged is None else staged.payload
+        self.reason = reason
+        self.tier: TierKind = "pool"
+
+    def when_checked(self, call: Callable[[Fetched], None]) -> None:
+        """Has `call` run after the first check, which leaves its outcome in `reason`. For tiers; the last to ask is called first."""
+        self._when_checked.append(call)
+
+    def check(self, payload_checksum: int | None = None) -> str:
+        """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
+
+        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
+        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged
+        at the second reading, too, so that it can be read from another tier, or stored again. Raises ValueError after `release()`.
+        """
+        if self.payload is None:
+            if not self.reason:
+                raise ValueError("expected a payload that is still held, but it was already released")
+            return self.reason
+        found = checksum(self.payload) if payload_checksum is None else payload_checksum
+        if found != self._expected:
+            self.reason = Damage.CORRUPT.value
+        while self._when_checked:
+            self._when_checked.pop()(self)
+        return self.reason
+
+    def share(self) -> Staged | None:
+        """Returns one more reference to the object, for another tier to keep; None for a miss."""
+        return None if self.staged is None else self.staged.share()
+
+    def release(self) -> None:
+        """Gives the payload's memory back. Idempotent."""
+        staged, self.staged, self.payload = self.staged, None, None
+        self._when_checked.clear()
+        if staged is not None:
+            staged.release()
+            self._on_release()
+
+
+class ObjectMemory:
+    """Slots of one `StagingPool`, each for an object with a payload of at most `payload_bytes`."""
+
+    def __init__(self, pool: StagingPool, payload_bytes: int) -> None:
+        """Raises ValueError if the pool's slots are too small."""
+        self.payload_bytes = payload_bytes
+        self.object_bytes = payload_bytes + TRAILER_BYTES
+        if pool.slot_bytes < self.object_bytes:
+            raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes")
+        self.pool = pool
+
+    def stage(self, seconds: float, quota: Quota | None = None, *, payload_bytes: int | None = None) -> Staged | None:
+        """Returns memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
+        size = self.sized(payload_bytes)
+        slot = self.pool.lease(time.monotonic() + seconds, quota)
+        return None if slot is None else Staged(self, slot, size)
+
+    def read_size(self, payload_bytes: int | None) -> int:
+        """Does the same as `sized` for a reader, who may also give `SELF_SIZED`."""
+        return SELF_SIZED if payload_bytes == SELF_SIZED else self.sized(payload_bytes)
+
+    def sized(self, payload_bytes: int | None) -> int:
+        """Returns the size of a payload, by default the largest. Raises ValueError for one that no slot holds."""
+        size = self.payload_bytes if payload_bytes is None else payload_bytes
+        if not 0 <= size <= self.payload_bytes:
+            raise ValueError(f"payloads have at most {self.payload_bytes} bytes here, got {size}")
+        return size
+
+    @property
+    def refusal(self) -> str:
+        """The reason why `stage` lent nothing, as the reason of a miss."""
+        return Status.CLOSED.value if self.pool.closed else "no_staging"
+
+    def own(self, staged: Sequence[Staged], keys: Sequence[str]) -> list[Staged]:
+        """Returns `staged`, checked. Raises ValueError unless `stage` lent each piece and there is one for each key."""
+        own = [item for item in staged if item.memory.pool is self.pool]
+        if len(own) != len(keys) or len(staged) != len(keys):
+            raise ValueError(
+                "batched_put expects one piece of memory for each key, lent by `stage` of the same backend"
+            )
+        return own
+
+    def close(self) -> None:
+        """Stops lending. Memory that is lent stays valid until it is released. Idempotent."""
+        self.pool.close()
+
+
+def slots_of(capacity: int, payload_bytes: int) -> int:
+    """Returns how many objects fit into `capacity` bytes of memory."""
+    return capacity // StagingPool.stride_of(payload_bytes + TRAILER_BYTES)

@@ -1,0 +1,237 @@
+"""MooncakeBackend: the shared pool. Objects move between staging memory and the network without another copy.
+
+Reads run ahead: while the caller scatters one batch of chunks, the next batches are in flight, as far as staging memory allows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+from pd_cache.checksum import checksum
+from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.metrics import CacheMetrics, TierMetrics
+from pd_cache.tiers.base import PutOutcome, StorageBackend
+from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of
+from transfer.errors import Status
+from transfer.staging import Pin, Quota, Slot, StagingPool
+from transfer.store import GetResult, MooncakeStore, Pending
+
+BATCH_BYTES = 64 << 20
+"""The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
+_BATCH_KEYS = 256
+_READ_AHEAD = 4
+"""The most batches of one reader that are in flight or being scattered. Without `read_ahead` it is one."""
+_SHARE = 8
+"""The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
+batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
+_READS, _PUTS = 5, 4
+"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has one eighth
+besides the two eighths of its own late calls. A reader whose object is damaged reads it again into a slot that no longer counts."""
+
+_DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
+"""Reasons to remove an object. `checksum` is that of Mooncake itself, for an object that another client wrote."""
+
+
+class _ReadBatch(NamedTuple):
+    keys: list[str]
+    slots: deque[Slot]
+    call: Pending[GetResult]
+    end: float
+    """The deadline for everything that concerns its keys, by `time.monotonic()`."""
+
+
+class MooncakeBackend(StorageBackend):
+    """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        payload_bytes: int,
+        *,
+        pin: Pin | None = None,
+        reserve: int = 0,
+        read_ahead: bool = True,
+        batch_bytes: int = BATCH_BYTES,
+        metrics: TierMetrics | None = None,
+    ) -> None:
+        """Maps the staging memory and begins to open the store. Does not wait for the pool.
+
+        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
+        tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
+        the last; a batch has about `batch_bytes`. Raises ValueError if `transfer.staging_size` is too small for one chunk.
+        """
+        transfer = settings.transfer
+        self.payload_bytes = payload_bytes
+        self._timeouts = transfer.timeouts
+        self._metrics = metrics or CacheMetrics().tier("mooncake")
+        self.read_ahead = _READ_AHEAD if read_ahead else 1
+        """How many batches a reader has in flight or scatters."""
+        self._closed = False
+        placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
+        self.store = MooncakeStore(
+            transfer,
+            master=settings.master,
+            host=settings.host,
+            segment_size=settings.segment_size,
+            placement=placement,
+        )
+        try:
+            self.staging: StagingPool = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
+        except BaseException:
+            self.store.close()
+            raise
+        self.memory = ObjectMemory(self.staging, payload_bytes)
+        # without the slots in which a local tier keeps objects
+        slots = slots_of(transfer.staging_size, payload_bytes)
+        self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
+        self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
+        per_call = min(_BATCH_KEYS, batch_bytes // max(1, payload_bytes))
+        self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
+
+    @property
+    def available(self) -> bool:
+        return self.store.available
+
+    def wait_available(self, timeout: float) -> None:
+        self.store.wait_open(timeout)
+
+    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+        return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
+
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        size = self.memory.read_size(payload_bytes)
+        longest = self._timeouts.get_ms / 1000
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ahead: deque[_ReadBatch] = deque()
+        started = 0
+        try:
+            while started < len(keys) or ahead:
+                while started < len(keys) and len(ahead) < self.read_ahead:
+                    now = time.monotonic()
+                    end = now + longest if deadline is None else min(now + longest, deadline)
+                    # only a reader that holds no slot waits for one, so two readers never wait for each other
+                    slots = self._lease(min(self.batch_size, len(keys) - started), now if ahead else end)
+                    if not slots:
+                        break
+                    batch = list(keys[started : started + len(slots)])
+                    started += len(slots)
+                    # the memory and the transfer share one deadline
+                    seconds = max(0.0, end - time.monotonic())
+                    ahead.append(
+                        _ReadBatch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end)
+                    )
+                if not ahead:
+                    down = not self._closed and not self.store.available
+                    reason = Status.POOL_DOWN.value if down else self.memory.refusal
+                    for _ in keys[started:]:
+                        yield Fetched(None, reason)
+                    return
+                batch_keys, slots, call, end = ahead[0]
+                for key, result in zip(batch_keys, call.results(), strict=True):
+                    yield self._fetched(key, slots.popleft(), result, size, end)
+                ahead.popleft()
+        finally:
+            for batch_left in ahead:
+                batch_left.call.abandon()
+                for slot in batch_left.slots:
+                    slot.release()
+
+    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
+
+    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+        items = self.memory.own(staged, keys)
+        try:
+            sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
+            seconds = self._seconds(timeout, self._timeouts.put_ms)
+            return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
+        finally:
+            # the call in flight holds its own references
+            for item in items:
+                item.release()
+
+    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+        if self._closed:
+            return [Status.CLOSED] * len(keys)
+        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms), force=force)
+
+    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+        if self._closed:
+            return Status.CLOSED
+        return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
+
+    def close(self) -> None:
+        self._closed = True
+        self.store.close()
+        self.staging.close()
+
+    def _seconds(self, timeout: float | None, default_ms: int) -> float:
+        return default_ms / 1000 if timeout is None else timeout
+
+    def _lease(self, count: int, deadline: float) -> deque[Slot]:
+        """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if they are free."""
+        slots: deque[Slot] = deque()
+        first = self.staging.lease(deadline, self._reads)
+        while first is not None and len(slots) < count:
+            slots.append(first)
+            first = self.staging.try_lease(self._reads) if len(slots) < count else None
+        return slots
+
+    def _fetched(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:
+        """Returns a key's outcome. Takes over its slot."""
+        try:
+            found = self._object(key, slot, result, size)
+            if found in _DAMAGED:
+                found = self._look_again(key, slot, str(found), size, end)
+        except BaseException:
+            slot.release()
+            raise
+        if isinstance(found, str):
+            slot.release()
+            return Fetched(None, found)
+        slot.settle()  # its peer has delivered, so it leaves the quota
+        payload_bytes = payload_size(slot.view, size)
+        fetched = Fetched(Staged(self.memory, slot, payload_bytes, key), expected=found)
+
+        def checked(one: Fetched) -> None:
+            if one.reason:
+                self._look_again(key, slot, one.reason, size, end)
+
+        fetched.when_checked(checked)
+        return fetched
+
+    def _object(self, key: str, slot: Slot, result: GetResult, size: int) -> str | int:
+        """Returns the reason why a slot does not hold an object of `key` after a read, or the checksum that its payload must have."""
+        if result.status is Status.OK:
+            found = inspect(key, slot.view[: result.size], size)
+            return found.value if isinstance(found, Damage) else found
+        # Mooncake refuses to read an object larger than the slot; a chunk of this namespace would fit
+        return "other_size" if result.status is Status.INVALID else result.status.value
+
+    def _look_again(self, key: str, slot: Slot, reason: str, size: int, end: float) -> str | int:
+        """Reads a damaged object a second time, and removes it if it is still damaged in the same way, so that its next writer replaces it.
+
+        Returns what `_object` does, with the first `reason` if the object is still of no use.
+
+        Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal, so a
+        replacement that comes after the second read is removed, too. That costs a miss.
+        """
+        result = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
+        found = self._object(key, slot, result, size)
+        if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
+            found = Damage.CORRUPT.value
+        # a part that an object is too short for cannot be told from one that Mooncake refused for another reason
+        if found == reason or (reason == "other_size" and found in _DAMAGED):
+            self._heal(key, end)
+        return reason if isinstance(found, str) else found
+
+    def _heal(self, key: str, end: float) -> None:
+        """Removes a damaged object by force: each lookup renews its lease, which would keep it as long as its prompt is looked up."""
+        seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
+        if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
+            self._metrics.healed()

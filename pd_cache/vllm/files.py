@@ -1,0 +1,193 @@
+"""Files through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`.
+
+One adds the namespace of the cache and the size of vLLM's own to vLLM's `/health`, so that a proxy knows which nodes share chunks, and how
+much of what it sent to a node is likely still there.
+
+The connector knows both, in vLLM's engine process; the API server, another process, answers `/health`. A file passes it on:
+`pd-cache launch` names the file to both, and gives vLLM `TellNamespace` as `--middleware`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import pd_cache
+from pd_cache.chunks import Namespace
+from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.reasons import RequestReport
+
+NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
+"""The environment variable that names the file to the API server."""
+
+_Message = MutableMapping[str, Any]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+
+
+class ToldCache(msgspec.Struct, frozen=True):
+    """What the connector says about a node's caches."""
+
+    namespaces: tuple[Namespace, ...] = ()
+    """Those of the model's groups of layers; empty if they must not be published."""
+    kv_tokens: int = 0
+    """How many tokens vLLM's own cache holds; 0 if that is not known."""
+
+    def described(self) -> dict[str, Any]:
+        """Returns the fields for `/health`."""
+        size = {"kv_tokens": self.kv_tokens} if self.kv_tokens else {}
+        return size | (self.namespaces[0].described(self.namespaces[1:]) if self.namespaces else {})
+
+
+def write_cache(file: Path, told: ToldCache) -> None:
+    """Writes the size, and a line for the namespace of each group of layers, atomically. Raises OSError if the file cannot be written."""
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    new.write_bytes(b"\n".join((b"%d" % told.kv_tokens, *(one.manifest() for one in told.namespaces))))
+    new.replace(file)
+
+
+def read_cache(file: Path) -> ToldCache:
+    """Returns what `write_cache` wrote; nothing if there is no file, or if another version wrote it."""
+    with contextlib.suppress(OSError, ValueError):
+        size, *lines = file.read_bytes().splitlines() or [b""]
+        return ToldCache(tuple(map(Namespace.read, lines)), int(size))
+    return ToldCache()
+
+
+class TellNamespace:
+    """ASGI middleware that puts what the connector says into the body of a `/health` answered with 200."""
+
+    def __init__(self, app: _App) -> None:
+        """`app` is vLLM's own."""
+        self._app = app
+        self._file = Path(os.environ.get(NAMESPACE_FILE, ""))
+        self._body = b""
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[_Message]], send: _Send
+    ) -> None:
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/health":
+            send = self._telling(send)
+        await self._app(scope, receive, send)
+
+    def _telling(self, send: _Send) -> _Send:
+        """Returns `send`, with another body for a 200 that has none."""
+        body = self._told()
+        delayed: list[_Message] = []
+
+        async def tell(message: _Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200 and body:
+                delayed.append(message)
+                return
+            if delayed and message["type"] == "http.response.body":
+                start = delayed.pop()
+                if not message.get("body") and not message.get("more_body"):
+                    others = [
+                        pair for pair in start["headers"] if pair[0].lower() not in (b"content-length", b"content-type")
+                    ]
+                    about = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+                    start, message = {**start, "headers": others + about}, {**message, "body": body}
+                await send(start)
+            await send(message)
+
+        return tell
+
+    def _told(self) -> bytes:
+        if not self._body and (told := read_cache(self._file).described()):
+            self._body = msgspec.json.encode({"version": pd_cache.__version__, **told})
+        return self._body
+
+
+_MOST_BYTES = 1 << 19
+_PATH = "/requests/"
+_MOST_FOUND = 16
+
+
+class _Line(msgspec.Struct, frozen=True):
+    id: str
+    report: RequestReport
+
+
+def report_file(namespace_file: Path) -> Path:
+    """Returns the path of the file of reports that lies beside a namespace file."""
+    return namespace_file.with_name(f"{namespace_file.name}.requests")
+
+
+class ReportWriter:
+    """Appends reports to a file. For one thread."""
+
+    def __init__(self, file: Path, most_bytes: int = _MOST_BYTES) -> None:
+        """Begins the file anew with the first report. When it has `most_bytes`, it takes the place of the one before it."""
+        self._file = file
+        self._most_bytes = most_bytes
+        self._written: int | None = None
+
+    def write(self, request_id: str, report: RequestReport) -> None:
+        """Appends a line. Raises OSError if it cannot be written."""
+        if self._written is None:
+            _before(self._file).unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)
+            self._written = 0
+        line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
+        if self._written + len(line) > self._most_bytes:
+            self._file.replace(_before(self._file))
+            self._written = 0
+        with self._file.open("ab") as file:
+            file.write(line)
+        self._written += len(line)
+
+
+def find_reports(file: Path, request_id: str) -> list[RequestReport]:
+    """Returns the reports on a request, the latest last.
+
+    vLLM makes the ids of its requests out of the `X-Request-Id` that it is sent, with letters and numbers before and behind it. So a
+    report's id may be `request_id`, or contain it between two hyphens.
+    """
+    found: list[RequestReport] = []
+    wanted = f"-{request_id}-"
+    needle = request_id.encode()
+    for one in (_before(file), file):
+        try:
+            lines = one.read_bytes().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if needle not in line:
+                continue
+            try:
+                read = decode_json(line, _Line)
+            except UndecodableError:
+                continue  # it is being written
+            if read.id == request_id or wanted in f"-{read.id}-":
+                found.append(read.report)
+    return found[-_MOST_FOUND:]
+
+
+def _before(file: Path) -> Path:
+    return file.with_name(f"{file.name}.before")
+
+
+class TellRequests:
+    """ASGI middleware that answers a GET of `/requests/ID`: `{"reports": […]}`, or 404 if there is no report."""
+
+    def __init__(self, app: _App) -> None:
+        """`app` is vLLM's own."""
+        self._app = app
+        self._file = report_file(Path(os.environ.get(NAMESPACE_FILE) or "none"))
+
+    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or scope["method"] != "GET" or not path.startswith(_PATH):
+            await self._app(scope, receive, send)
+            return
+        name = path[len(_PATH) :]
+        reports = find_reports(self._file, name) if name else []
+        body = msgspec.json.encode({"reports": reports})
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200 if reports else 404, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

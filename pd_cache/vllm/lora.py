@@ -1,0 +1,107 @@
+"""What distinguishes two LoRA adapters of one name: a digest of their weights.
+
+vLLM identifies an adapter by its name and path. Two nodes may have other weights under both, and a file may be written again. Files are read
+on threads of our own: the scheduler never waits for one. Until an adapter's digest is known, its requests neither load nor store.
+
+vLLM does not say when it reads an adapter's files, and its own prefix cache keeps what was computed with weights that have been replaced. So
+only the first digest of a name and path counts. Each later request has the files looked at again. Once they have changed, it is unknown
+which weights computed the KV of a block, and the adapter loads and stores nothing until vLLM is started again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Literal
+
+from pd_cache.vllm.cache import on_all_cores
+from pd_cache.weights import FileStamp, WeightsError, adapter_digest, adapter_stamps
+from transfer.calls import CallThreads
+
+_MOST = 1 << 14
+"""How many adapters are remembered. One that was forgotten is read anew: by then, vLLM's own cache has nothing of its earlier weights."""
+_LATE_S = 60.0
+"""After this time, the thread that reads an adapter gets a substitute: its file system may hang."""
+_SPARE = 3
+_CLOSE_S = 1.0
+
+Unidentified = Literal["adapter_unread", "adapter_unreadable", "adapter_changed"]
+
+
+class Adapter:
+    """What is known of one adapter. The scheduler's thread reads it; one thread of `Adapters` at a time writes it."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self.path = path
+        self.digest = b""
+        """32 bytes; empty while the adapter cannot be identified."""
+        self.why: Unidentified = "adapter_unread"
+        """Why there is no digest."""
+        self.detail = ""
+        """The same in words."""
+        self.stamps: tuple[FileStamp, ...] | None = None
+        """Of the files of which the digest was made."""
+        self.checking = False
+
+
+class Adapters:
+    """Identifies the adapters of one engine. `of` and `close` are called on the scheduler's thread."""
+
+    def __init__(self, served: str = "") -> None:
+        """`served` says what else changes an adapter's KV: how the engine applies adapters."""
+        self._served = served
+        self._known: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
+        """By name and path, as in vLLM's block hashes; the one that was not used for longest comes first."""
+        self._threads: CallThreads | None = None
+
+    def of(self, name: str, path: str) -> Adapter:
+        """Returns what is known of an adapter, and has its files looked at. Does not wait for that."""
+        adapter = self._known.setdefault((name, path), Adapter(name, path))
+        self._known.move_to_end((name, path))
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        if not adapter.checking and adapter.why != "adapter_changed":
+            adapter.checking = True
+            check = functools.partial(self._check, adapter)
+            done = functools.partial(setattr, adapter, "checking", False)
+            self._reading().submit(check, time.monotonic() + _LATE_S, done)
+        return adapter
+
+    def close(self) -> None:
+        """Ends the threads, except those that a file system holds up. Idempotent."""
+        if self._threads is not None:
+            self._threads.close(_CLOSE_S)
+
+    def _reading(self) -> CallThreads:
+        if self._threads is None:
+            with on_all_cores():  # a thread would inherit the one core of a thread that computes
+                self._threads = CallThreads("pd-cache-adapters", 1, spare=_SPARE)
+        return self._threads
+
+    def _check(self, adapter: Adapter) -> None:
+        """Reads an adapter that has no digest, and compares the files of one that has with those that were read."""
+        folder = Path(adapter.path).expanduser()
+        try:
+            stamps = adapter_stamps(folder)
+            digest = adapter_digest(folder) if adapter.stamps is None else ""
+            if adapter_stamps(folder) != stamps:
+                stamps = ()  # written meanwhile
+        except (WeightsError, OSError, ValueError, RuntimeError) as error:
+            if adapter.stamps is None:
+                _refuse(adapter, "adapter_unreadable", str(error))
+            return  # what is gone was not replaced: the digest stays
+        if adapter.stamps is None and stamps:
+            described = hashlib.sha256(f"{digest} {self._served}".encode()).digest()
+            adapter.stamps, adapter.digest = stamps, described
+        elif adapter.stamps is not None and stamps != adapter.stamps:
+            _refuse(
+                adapter, "adapter_changed", f"{folder}: its files changed while vLLM ran; load others from a new path"
+            )
+
+
+def _refuse(adapter: Adapter, why: Unidentified, detail: str) -> None:
+    adapter.detail, adapter.why, adapter.digest = detail, why, b""

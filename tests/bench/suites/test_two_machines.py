@@ -1,0 +1,167 @@
+"""Benches across two machines, each a network namespace with a 1 Gbit/s link."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.lib.shrunken import allotted_bytes, object_bytes
+from bench.lib.two_machines import Crew, Location, Nothing, PeerError, Site, step
+from tests.support.cluster import cluster_file
+from tests.support.hosts import Host, Network, why_not
+from tests.support.pool import ROOT, Node
+from tests.support.traces import conversations, write_trace
+
+GBPS = 1 / 8
+SMALL = ("--size", "1MiB", "--objects", "8", "--rounds", "2", "--link-gbit", "1", "--at-once")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[dict[str, Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with closing(Network(3)) as network:
+        yield {name: network.host(name) for name in "ab"}
+
+
+@contextmanager
+def started(host: Host, bench: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = host.inside(sys.executable, "-m", "launch", "bench", bench, *arguments)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def measure(hosts: dict[str, Host], bench: str, *arguments: str, file: Path | None = None) -> dict[str, Any]:
+    """Leads on a, with b. Returns what a printed."""
+    address, ours = f"{hosts['b'].address}:50070", ("-c", str(file)) if file else ()
+    with started(hosts["b"], bench, "--serve", address, *ours, *arguments) as serving:
+        with started(hosts["a"], bench, "--connect", address, "--json", *ours, *arguments) as leading:
+            out, errors = leading.communicate(timeout=300)
+        assert leading.returncode == 0, errors
+        serving.send_signal(signal.SIGINT)
+        assert serving.communicate(timeout=60)[0] == ""
+        assert serving.returncode == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.slow(seconds=90)
+def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, Host]) -> None:
+    report = measure(hosts, "bandwidth", *SMALL)
+    rows = {(row["from"], row["to"]): row for row in report["results"]}
+    assert set(rows) == {(begin, end) for begin in ("node-0", "node-1") for end in ("node-0", "node-1")}
+    for row in [rows["node-0", "node-1"], rows["node-1", "node-0"], *report["at_once"]]:
+        assert row["bytes_equal"]
+        for part in ("put", "get", "raw_write", "raw_read"):
+            assert 0 < row[f"{part}_gbps"] <= 1.1 * GBPS, (part, row)
+    assert [one["host"] for one in report["nodes"].values()] == [hosts["a"].address, hosts["b"].address]
+
+
+def test_lookups_of_clients_on_both_hosts(hosts: dict[str, Host]) -> None:
+    report = measure(hosts, "lookup", "--rounds", "5", "--clients", "1,2", "--tokens", "4096", "--seconds", "0.3")
+    assert [(row["clients_per_node"], row["clients"]) for row in report["clients"]] == [(1, 2), (2, 4)]
+    assert all(row["raw_per_s"] > 0 and row["lookup_per_s"] > 0 for row in report["clients"])
+
+
+ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
+
+
+def test_both_put_a_cluster_under_load_and_replay_a_trace_on_its_pool(hosts: dict[str, Host], tmp_path: Path) -> None:
+    more: dict[str, dict[str, Any]] = {
+        "master": {"port": 50051, "metrics_port": 9003},
+        "prefill": {"port": 8100, "segment_size": "64MiB"},
+        "decode": {"port": 8100},
+        "proxy": {"port": 8000},
+    }
+    tree = [{"name": role, "role": role, "host": hosts[host].address, **more[role]} for role, host in ROLES]
+    file = cluster_file(tmp_path, nodes=tree)
+    trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(20, 4))
+    nodes: list[Node] = []
+    try:
+        for role, host in ROLES:
+            nodes.append(Node(role, role, file, wait=role == "master", host=hosts[host]))
+        for node in nodes[1:]:
+            node.wait_ready()
+        load = ("--rate", "10", "--requests", "24", "--prompt-tokens", "640", "--output-tokens", "4", "--prefixes", "2")
+        (row,) = measure(hosts, "serve", "--only-reuse", *load, file=file)["results"]
+        assert (row["answered"], row["errors"]) == (24, {})
+        assert 0 < row["hit_rate"] <= row["ideal_hit_rate"]
+        (row,) = measure(hosts, "replay", "--trace", str(trace), file=file)["results"]
+        assert row["hit_rate"] == row["ideal"]
+        assert row["stored"] == 20 * 12
+        assert row["capacity_chunks"] == (64 << 20) // allotted_bytes(object_bytes(4096))
+    finally:
+        for node in reversed(nodes):
+            node.stop()
+
+
+def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts: dict[str, Host]) -> None:
+    address = f"{hosts['b'].address}:50070"
+    with started(hosts["a"], "bandwidth", "--connect", address) as alone:
+        _, errors = alone.communicate(timeout=120)
+    assert alone.returncode == 1
+    assert f"{address} does not answer; does it run, with --serve?" in errors
+    with started(hosts["b"], "lookup", "--serve", address), started(hosts["a"], "bandwidth", "--connect", address) as leading:  # fmt: skip
+        _, errors = leading.communicate(timeout=120)
+    assert "here is LookupSite" in errors
+
+
+# --- processes of one machine ------------------------------------------------------------------------------------------
+
+
+class Number(msgspec.Struct, frozen=True):
+    """A number."""
+
+    value: int
+
+
+class Adding(Site):
+    """Adds up what comes."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self._sum = 0
+
+    @step
+    def add(self, job: Number) -> Number:
+        """Fails for numbers below 0."""
+        if job.value < 0:
+            raise ValueError("below 0")
+        self._sum += job.value
+        return Number(self._sum)
+
+    @step
+    def sleep(self, job: Nothing) -> Nothing:
+        """Longer than a test waits."""
+        time.sleep(5.0)
+        return job
+
+
+def test_a_crew_grows_and_a_part_of_it_can_work() -> None:
+    with closing(Crew(Adding, Location.here())) as crew:
+        crew.grow(2)
+        assert crew.run(Adding.add, Number(1), timeout_s=30) == [Number(1), Number(1)]
+        crew.grow(3)
+        assert crew.run(Adding.add, Number(2), timeout_s=30, of=range(1, 3)) == [Number(3), Number(2)]
+
+
+def test_a_step_that_fails_or_is_late_is_an_error() -> None:
+    with closing(Crew(Adding, Location.here())) as crew:
+        crew.grow(1)
+        with pytest.raises(PeerError, match="ValueError: below 0"):
+            crew.run(Adding.add, Number(-1), timeout_s=30)
+        with pytest.raises(PeerError, match="does not answer"):
+            crew.run(Adding.sleep, Nothing(), timeout_s=0.2)

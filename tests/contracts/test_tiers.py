@@ -1,0 +1,687 @@
+"""What every storage backend, and every wrapper around each, does alike."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from pd_cache.tiers.local import LocalBackend
+from pd_cache.tiers.memory import SELF_SIZED, TRAILER_BYTES, seal
+from pd_cache.tiers.mooncake import MooncakeBackend
+from tests.support.backends import BASES, KINDS, TIMEOUTS, SharedPoolBackend, Subject, make_subject, settings_with
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+
+PAYLOAD = 5000
+"""Bytes; neither a whole number of pages nor of anything else."""
+SIZES = (0, 1, 4096 - TRAILER_BYTES, 4096)
+HUGE = 64 << 20
+MISSES = {"missing", "busy", "lease_expired", "transfer_failed"}
+"""How a key may read that somebody else writes or removes at the same time."""
+
+
+@pytest.fixture(scope="module")
+def pools(pool: Pool) -> Iterator[dict[int, SharedPoolBackend]]:
+    """Pool clients by payload size."""
+    clients: dict[int, SharedPoolBackend] = {}
+    try:
+        for payload in (PAYLOAD, *SIZES, HUGE):
+            config = settings_with(pool.settings(transfer={"staging_size": "256MiB"}), timeouts=TIMEOUTS)
+            clients[payload] = SharedPoolBackend(config, payload, slots=80 if payload < HUGE else 1)
+        yield clients
+    finally:
+        for one in clients.values():
+            one.really_close()
+
+
+@pytest.fixture
+def make(pools: dict[int, SharedPoolBackend], tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+    """Makes subjects; they are closed after the test, and then all memory must be free."""
+    subjects: list[Subject] = []
+
+    def make_one(kind: str, payload: int = PAYLOAD, **options: Any) -> Subject:
+        client = pools[payload] if "mooncake" in kind else None
+        subjects.append(make_subject(kind, payload, tmp_path / str(len(subjects)), client, **options))
+        return subjects[-1]
+
+    try:
+        yield make_one
+    finally:
+        for subject in subjects:
+            subject.backend.close()
+            subject.backend.close()
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free after close")
+            subject.backend.memory.pool.check_integrity()
+
+
+@pytest.fixture(params=KINDS)
+def subject(request: pytest.FixtureRequest, make: Callable[..., Subject]) -> Subject:
+    return make(request.param)
+
+
+@pytest.fixture
+def key() -> Callable[[object], str]:
+    """Keys that no other test uses."""
+    prefix = uuid.uuid4().hex
+    return lambda name: f"pdc1/{prefix}/{name}"
+
+
+def value(seed: object, payload: int = PAYLOAD) -> bytes:
+    return random.Random(str(seed)).randbytes(payload)
+
+
+def test_a_batch_comes_back_byte_for_byte_in_the_order_asked_for_with_its_holes(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    values = {key(n): value(n) for n in range(12)}
+    assert subject.put(values) == [Status.OK] * 12
+    asked = [key(n) for n in (11, 3, "hole", 0, 7, "other hole", "and another", 5, 4)]
+    assert subject.get(asked) == [values.get(name, "missing") for name in asked]
+    assert subject.backend.batched_contains(asked) == [
+        Status.OK if name in values else Status.MISSING for name in asked
+    ]
+    subject.check_integrity()
+
+
+def test_nothing_asked_is_nothing_answered(subject: Subject) -> None:
+    assert subject.get([]) == []
+    assert subject.backend.batched_contains([]) == []
+    assert subject.backend.batched_remove([]) == []
+    assert subject.backend.batched_wants([]) == []
+
+
+def test_putting_the_same_content_again_is_ok_and_changes_nothing(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    values = {key("a"): value("a"), key("b"): value("b")}
+    for _ in range(3):
+        assert subject.put(values) == [Status.OK] * 2
+    assert subject.get(list(values)) == list(values.values())
+    assert subject.backend.batched_wants([*values, key("c")]) == [Status.OK, Status.OK, Status.MISSING]
+
+
+def test_what_is_removed_is_gone_and_can_come_back(subject: Subject, key: Callable[[object], str]) -> None:
+    kept, gone, never = key("kept"), key("gone"), key("never")
+    subject.put({kept: value(1), gone: value(2)})
+    assert subject.backend.batched_remove([gone, never]) == [Status.OK, Status.MISSING]
+    assert subject.get([kept, gone]) == [value(1), "missing"]
+    assert subject.put({gone: value(2)}) == [Status.OK]
+    assert subject.get([gone]) == [value(2)]
+
+
+def test_memory_that_is_not_used_can_be_given_back(subject: Subject) -> None:
+    before = promoted(subject)
+    wait_for(lambda: subject.backend.memory.pool.in_use == before, what="what other tests had in flight coming back")
+    staged = subject.backend.stage(timeout=60)
+    assert staged is not None
+    assert len(staged.payload) == subject.backend.payload_bytes
+    staged.release()
+    assert subject.backend.memory.pool.in_use == before
+
+
+def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[object], str]) -> None:
+    largest = subject.backend.payload_bytes
+    small = value("small")[: largest // 3]
+    staged = subject.backend.stage(payload_bytes=len(small), timeout=60)
+    assert staged is not None
+    staged.payload[:] = small
+    assert subject.backend.batched_put([key("small")], [staged]).results() == [Status.OK]
+    assert subject.put({key("large"): value("large")}) == [Status.OK]
+    assert subject.get([key("large")]) == [value("large")]
+    (fetched,) = subject.backend.batched_get([key("small")], payload_bytes=len(small))
+    assert bytes(fetched.payload or b"") == small
+    fetched.release()
+    (other,) = subject.backend.batched_get([key("small")], payload_bytes=len(small) + 8)
+    assert other.payload is None, other.reason
+    other.release()
+    for wrong in (largest + 1, -1):
+        with pytest.raises(ValueError, match="payloads have at most"):
+            subject.backend.stage(payload_bytes=wrong)
+
+
+def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    payloads = [struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)]
+    staged = []
+    for payload in payloads:
+        memory = subject.backend.stage(payload_bytes=len(payload), timeout=60)
+        assert memory is not None
+        memory.payload[:] = payload
+        staged.append(memory)
+    names = [key(size) for size in (8, 100, 4096, PAYLOAD)]
+    assert subject.backend.batched_put(names, staged).results() == [Status.OK] * 4
+    for _ in range(2):  # the second time, tiers before the last may have it
+        fetches = subject.backend.batched_get([*names, key("none")], payload_bytes=SELF_SIZED)
+        for fetched, payload in zip(fetches, [*payloads, None], strict=True):
+            assert fetched.payload == payload
+            assert fetched.check() == ("missing" if payload is None else "")
+            fetched.release()
+    with pytest.raises(ValueError):
+        subject.backend.stage(payload_bytes=SELF_SIZED)
+
+
+def test_a_payload_that_does_not_begin_with_its_size_is_damaged_for_one_who_does_not_know_it(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    for wrong in (0, 7, 99, 101, PAYLOAD + 1, 2**63, 2**64 - 1):
+        memory = subject.backend.stage(payload_bytes=100, timeout=60)
+        assert memory is not None
+        memory.payload[:] = struct.pack("<Q", wrong) + bytes(92)
+        assert subject.backend.batched_put([key(wrong)], [memory]).results() == [Status.OK]
+        (fetched,) = subject.backend.batched_get([key(wrong)], payload_bytes=SELF_SIZED)
+        assert fetched.payload is None
+        assert fetched.check() in ("truncated", "foreign")
+        fetched.release()
+
+
+def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(
+    subject: Subject, key: Callable[[object], str], make: Callable[..., Subject]
+) -> None:
+    foreign = make("local").backend.stage(timeout=60)
+    own = subject.backend.stage(timeout=60)
+    assert foreign is not None
+    assert own is not None
+    for staged in ([foreign], [own, own], []):
+        with pytest.raises(ValueError, match="lent by `stage`"):
+            subject.backend.batched_put([key(0)], staged)
+    foreign.release()
+    own.release()
+
+
+def test_a_reader_that_stops_early_leaves_nothing_held(subject: Subject, key: Callable[[object], str]) -> None:
+    subject.put({key(n): value(n) for n in range(10)})
+    held = subject.backend.memory.pool.in_use
+    for taken in (0, 1, 4):
+        fetches = subject.backend.batched_get([key(n) for n in range(10)])
+        for _ in range(taken):
+            next(fetches).release()
+        fetches.close()
+    wait_for(
+        lambda: subject.backend.memory.pool.in_use <= held + promoted(subject), what="what was in flight came back"
+    )
+    subject.check_integrity()
+
+
+def promoted(subject: Subject) -> int:
+    """Slots that the local tier keeps objects in."""
+    return len(local.index) if isinstance(local := subject.bases.get("local"), LocalBackend) else 0
+
+
+ODD_KEYS = (
+    " ", "/", "..", "../../etc/passwd", "a\nb", "nul\0nul", "%2e", "lock", "tmp", "ключ-鍵-🔑", "CaSe", "case", "x" * 300,
+    "y" * 65_536, "a/b/c", "'\"\\$(true)`", "-rf",
+)  # fmt: skip
+
+
+def test_odd_keys_are_keys_like_any_other(subject: Subject) -> None:
+    prefix = uuid.uuid4().hex
+    keys = [prefix + odd for odd in ODD_KEYS]
+    for start in range(0, len(keys), 6):
+        batch = keys[start : start + 6]
+        assert subject.put({name: value(name) for name in batch}) == [Status.OK] * len(batch)
+    assert subject.get(keys) == [value(name) for name in keys]
+
+
+@pytest.mark.parametrize("payload", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_every_size_come_back(
+    make: Callable[..., Subject], kind: str, payload: int, key: Callable[[object], str]
+) -> None:
+    subject = make(kind, payload)
+    values = {key(n): value(n, payload) for n in range(3)}
+    assert subject.put(values) == [Status.OK] * 3
+    assert subject.get([*values, key("hole")]) == [*values.values(), "missing"]
+
+
+@pytest.mark.parametrize("kind", [*BASES, "pipelined(disk)", "hybrid(local+disk+mooncake)"])
+def test_values_of_64_mib_come_back(make: Callable[..., Subject], kind: str, key: Callable[[object], str]) -> None:
+    subject = make(kind, HUGE, objects=1, slots=2)
+    big = random.Random(0).randbytes(1 << 20) * 64
+    assert subject.put({key("big"): big}) == [Status.OK]
+    for _ in range(2):
+        assert subject.get([key("big")]) == [big]
+    subject.backend.batched_remove([key("big")])
+
+
+# --- bad data --------------------------------------------------------------------------------------------------------
+
+
+def truncated(raw: bytes) -> bytes:
+    return raw[:-100]
+
+
+def emptied(raw: bytes) -> bytes:
+    return raw[-TRAILER_BYTES:]
+
+
+def flipped_bit(raw: bytes) -> bytes:
+    return bytes([raw[0] ^ 1]) + raw[1:]
+
+
+def other_version(raw: bytes) -> bytes:
+    trailer = bytearray(raw[-TRAILER_BYTES:])
+    struct.pack_into("<H", trailer, 4, 2)
+    return raw[:-TRAILER_BYTES] + bytes(trailer)
+
+
+def somebody_elses(raw: bytes) -> bytes:
+    buffer = memoryview(bytearray(raw))
+    seal("another key", buffer, len(raw) - TRAILER_BYTES)
+    return bytes(buffer)
+
+
+def zeros(raw: bytes) -> bytes:
+    return bytes(len(raw))
+
+
+DAMAGED = {"truncated", "foreign", "corrupt", "other_version"}
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, flipped_bit, other_version, somebody_elses, zeros])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_bad_data_reads_as_a_miss_with_its_reason(
+    make: Callable[..., Subject], kind: str, damage: Any, key: Callable[[object], str], raw_client_of_module: Any
+) -> None:
+    subject = make(kind)
+    subject.put({key(n): value(n) for n in range(3)})
+    subject.plant(key(1), damage, raw_client_of_module)
+    first, bad, last = subject.get([key(0), key(1), key(2)])
+    assert (first, last) == (value(0), value(2))
+    assert bad in DAMAGED | {"missing"}
+    tiers = len(subject.bases)
+    if tiers > 1:
+        # every tier before the last said so to the counters, the last one to the caller
+        assert subject.count("pd_cache_tier_misses_total") >= 1
+        assert bad in DAMAGED
+    elif kind in BASES:
+        assert bad in DAMAGED
+    subject.check_integrity()
+
+
+def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(
+    make: Callable[..., Subject], key: Callable[[object], str]
+) -> None:
+    from tests.support.backends import plant
+
+    subject = make("hybrid(local+disk+mooncake)")
+    keys = [key(n) for n in range(6)]
+    subject.put({name: value(n) for n, name in enumerate(keys)})
+    plant(subject.bases["local"], keys[1], flipped_bit, None)
+    plant(subject.bases["local"], keys[4], zeros, None)
+    plant(subject.bases["disk"], keys[4], truncated, None)
+    assert subject.get(keys) == [value(n) for n in range(6)]
+    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="corrupt") == 2, (
+        "it is removed at the second reading"
+    )
+    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="foreign") == 1
+    assert subject.count("pd_cache_tier_misses_total", tier="disk", reason="truncated") == 1
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == 4
+    assert subject.count("pd_cache_tier_hits_total", tier="disk") == 1
+    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 1
+    assert subject.get(keys) == [value(n) for n in range(6)]
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == 10, "what was read was put back"
+
+
+@pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
+def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
+    make: Callable[..., Subject], chain: str, key: Callable[[object], str], raw_client_of_module: Any
+) -> None:
+    from tests.support.backends import plant
+
+    subject = make(f"hybrid({chain})")
+    pool = Subject(subject.bases["mooncake"], {}, subject.metrics)
+    keys = [key(n) for n in range(4)]
+    values = {name: value(n) for n, name in enumerate(keys)}
+    subject.put(values)
+    plant(subject.bases["mooncake"], keys[2], flipped_bit, raw_client_of_module)
+    assert subject.get(keys) == list(values.values()), "the good copy wins"
+    assert pool.get(keys) == [*list(values.values())[:2], "corrupt", value(3)], "another node finds the damage"
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.OK, Status.MISSING, Status.OK]
+    assert subject.put({keys[2]: values[keys[2]]}) == [Status.OK]
+    assert pool.get(keys) == list(values.values())
+
+
+def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(
+    make: Callable[..., Subject], key: Callable[[object], str], raw_client_of_module: Any
+) -> None:
+    subject = make("hybrid(local+disk+mooncake)")
+    keys = [key(n) for n in range(3)]
+    subject.put({name: value(n) for n, name in enumerate(keys)})
+    subject.plant(keys[1], flipped_bit, raw_client_of_module)
+    assert subject.get(keys) == [value(0), "corrupt", value(2)]
+    assert subject.backend.batched_contains(keys) == [Status.OK, Status.MISSING, Status.OK]
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK]
+    assert subject.put({keys[1]: value(1)}) == [Status.OK]
+    assert subject.get(keys) == [value(n) for n in range(3)]
+    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 0
+    for base in subject.bases.values():
+        assert Subject(base, {}, subject.metrics).get(keys) == [value(n) for n in range(3)], "in every tier"
+
+
+def test_a_failing_copy_of_a_device_leaves_nothing_pinned_reserved_or_leased(
+    make: Callable[..., Subject], key: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pd_cache.tiers.local import DeviceShelf
+
+    subject = make("device", objects=2)
+    subject.put({key(0): value(0)})
+    local = subject.bases["device"]
+    assert isinstance(local, LocalBackend)
+
+    def fail(view: memoryview) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        assert isinstance(local._shelf, DeviceShelf)
+        patch.setattr(local._shelf, "_view", fail)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="CUDA"):
+                subject.get([key(0)])
+            with pytest.raises(RuntimeError, match="CUDA"):
+                subject.put({key(1): value(1)})
+    assert subject.backend.memory.pool.in_use == 0
+    assert local.index.held == 0
+    for _ in range(3):
+        for n in range(3):
+            assert subject.put({key(n): value(n)}) == [Status.OK]
+            assert subject.get([key(n)]) == [value(n)]
+    subject.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def raw_client_of_module(pool: Pool) -> Iterator[Any]:
+    with pool.bare_client() as client:
+        yield client
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+OWN_BUDGET = tuple(kind for kind in KINDS if "mooncake" not in kind)
+
+
+@pytest.mark.parametrize("kind", OWN_BUDGET)
+def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(
+    make: Callable[..., Subject], kind: str, key: Callable[[object], str]
+) -> None:
+    subject = make(kind, objects=0)
+    assert subject.put({key(0): value(0)}) == [Status.NO_SPACE]
+    assert subject.get([key(0)]) == ["missing"]
+    assert not subject.has(key(0))
+
+
+def test_a_tier_without_room_does_not_keep_a_chunk_from_the_pool(
+    make: Callable[..., Subject], key: Callable[[object], str]
+) -> None:
+    subject = make("hybrid(local+mooncake)", objects=0)
+    assert subject.put({key(0): value(0)}) == [Status.OK]
+    assert subject.get([key(0)]) == [value(0)]
+    assert subject.count("pd_cache_tier_dropped_writes_total", tier="local", reason="no_space") >= 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo"])
+@pytest.mark.parametrize("kind", OWN_BUDGET)
+def test_more_than_the_budget_evicts_and_what_is_left_is_right(
+    make: Callable[..., Subject], kind: str, policy: Any, key: Callable[[object], str]
+) -> None:
+    subject = make(kind, objects=8, policy=policy)
+    for n in range(40):
+        assert subject.put({key(n): value(n)}) == [Status.OK]
+    kept = [n for n in range(40) if subject.has(key(n))]
+    assert len(kept) == 8
+    assert subject.get([key(n) for n in kept]) == [value(n) for n in kept]
+    subject.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["local", "hybrid(local)", "pipelined(local)"])
+def test_what_a_reader_holds_is_never_evicted(
+    make: Callable[..., Subject], kind: str, key: Callable[[object], str]
+) -> None:
+    subject = make(kind, objects=4)
+    subject.put({key("held"): value("held")})
+    (held,) = subject.backend.batched_get([key("held")])
+    for n in range(20):
+        subject.put({key(n): value(n)})
+    assert subject.has(key("held"))
+    assert held.payload is not None
+    assert bytes(held.payload) == value("held")
+    assert subject.backend.batched_remove([key("held")]) == [Status.BUSY]
+    held.release()
+    for n in range(20, 40):
+        subject.put({key(n): value(n)})
+    assert not subject.has(key("held"))
+
+
+# --- closing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_own(make: Callable[..., Subject], pool: Pool, tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+    """As `make`, with a pool client of its own, which closes with its subject."""
+    opened: list[MooncakeBackend] = []
+
+    def make_one(kind: str) -> Subject:
+        if "mooncake" not in kind:
+            return make(kind)
+        config = settings_with(pool.settings(transfer={"staging_size": "2MiB"}), timeouts=TIMEOUTS)
+        opened.append(MooncakeBackend(config, PAYLOAD, reserve=1 << 20))
+        return make_subject(kind, PAYLOAD, tmp_path / f"own-{len(opened)}", opened[-1])
+
+    try:
+        yield make_one
+    finally:
+        for one in opened:
+            one.close()
+
+
+CLOSABLE = (
+    "mooncake",
+    "local",
+    "device",
+    "disk",
+    "pipelined(disk)",
+    "hybrid(local+disk)",
+    "pipelined(hybrid(local+disk+mooncake))",
+)
+
+
+@pytest.mark.parametrize("kind", CLOSABLE)
+def test_after_close_every_call_answers_at_once_and_finds_nothing(
+    make_own: Callable[..., Subject], kind: str, key: Callable[[object], str]
+) -> None:
+    subject = make_own(kind)
+    subject.put({key(0): value(0)})
+    (held,) = subject.backend.batched_get([key(0)])
+    staged = subject.backend.stage(timeout=60)
+    assert staged is not None
+    subject.backend.close()
+    assert not subject.backend.available
+    assert held.payload is not None
+    assert bytes(held.payload) == value(0), "what a reader holds stays its own until it lets go"
+    held.release()
+    assert subject.backend.batched_contains([key(0)]) == [Status.CLOSED]
+    assert subject.get([key(0), key(1)]) == ["closed", "closed"]
+    assert subject.backend.batched_put([key(2)], [staged]).results() == [Status.CLOSED]
+    assert subject.backend.batched_remove([key(0)]) == [Status.CLOSED]
+    assert subject.backend.stage(timeout=0) is None
+    assert subject.backend.annotate("note", b"x") is Status.CLOSED
+    subject.backend.close()
+
+
+@pytest.mark.parametrize("kind", CLOSABLE)
+def test_close_while_others_write_and_read_ends_all_of_them(
+    make_own: Callable[..., Subject], kind: str, key: Callable[[object], str]
+) -> None:
+    subject = make_own(kind)
+    statuses: list[Status] = []
+    read: list[tuple[int, bytes | str]] = []
+    stop = threading.Event()
+    working = threading.Barrier(5)
+
+    def write(worker: int) -> None:
+        working.wait(60)
+        for n in range(100_000):
+            staged = subject.backend.stage(timeout=0.2)
+            if staged is None:
+                if stop.is_set():
+                    return
+                continue
+            staged.payload[:] = value(n % 8)
+            statuses.extend(subject.backend.batched_put([key(n % 8)], [staged]).results())
+
+    def reader() -> None:
+        working.wait(60)
+        while not stop.is_set():
+            read.extend(enumerate(subject.get([key(n) for n in range(8)])))
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(2)] + [
+        threading.Thread(target=reader) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    working.wait(60)
+    wait_for(lambda: len(statuses) > 20 and len(read) > 20)
+    stop.set()
+    subject.backend.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
+    for n, outcome in read:
+        assert outcome == value(n) or outcome in MISSES | {"closed", "no_staging"}
+    wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="all memory free after close")
+
+
+# --- at the same time ------------------------------------------------------------------------------------------------
+
+
+def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(
+    subject: Subject, key: Callable[[object], str]
+) -> None:
+    name, content = key("one"), value("one")
+    wrong: list[object] = []
+    rounds = 60
+
+    def put() -> None:
+        for _ in range(rounds):
+            for status in subject.put({name: content}):
+                if status not in {Status.OK, Status.BUSY}:
+                    wrong.append(status)
+
+    def get() -> None:
+        for _ in range(rounds):
+            for outcome in subject.get([name]):
+                if outcome != content and outcome not in MISSES:
+                    wrong.append(outcome)
+
+    def remove() -> None:
+        for _ in range(rounds):
+            for status in subject.backend.batched_remove([name]):
+                if status not in {Status.OK, Status.MISSING, Status.BUSY}:
+                    wrong.append(status)
+
+    threads = [threading.Thread(target=work) for work in (put, put, get, get, remove)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    subject.check_integrity()
+
+
+# --- against a dictionary --------------------------------------------------------------------------------------------
+
+
+class Model(RuleBasedStateMachine):
+    """A backend beside a dictionary. Its small key space makes keys meet; `new` gives each example keys of its own."""
+
+    new: Callable[[], Subject]
+    whole = True
+    """Whether the backend's budget holds all keys; otherwise any of them may be gone."""
+    keys = Bundle("keys")
+
+    @initialize()
+    def start(self) -> None:
+        self.subject = type(self).new()
+        self.prefix = uuid.uuid4().hex
+        self.model: dict[str, bytes] = {}
+
+    def name(self, n: int) -> str:
+        return f"{self.prefix}/{n}"
+
+    @rule(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True))
+    def put(self, chosen: list[int]) -> None:
+        values = {self.name(n): value(n) for n in chosen}
+        assert self.subject.put(values) == [Status.OK] * len(chosen)
+        self.model.update(values)
+
+    @rule(chosen=st.lists(st.integers(0, 11), max_size=8, unique=True))
+    def get(self, chosen: list[int]) -> None:
+        names = [self.name(n) for n in chosen]
+        for name, outcome in zip(names, self.subject.get(names), strict=True):
+            expected = self.model.get(name, "missing")
+            assert outcome == expected or (not self.whole and outcome == "missing")
+
+    @rule(chosen=st.lists(st.integers(0, 11), max_size=12))
+    def contains(self, chosen: list[int]) -> None:
+        names = [self.name(n) for n in chosen]
+        for name, status in zip(names, self.subject.backend.batched_contains(names), strict=True):
+            expected = Status.OK if name in self.model else Status.MISSING
+            assert status is expected or (not self.whole and status is Status.MISSING)
+
+    @rule(n=st.integers(0, 11))
+    def remove(self, n: int) -> None:
+        (status,) = self.subject.backend.batched_remove([self.name(n)])
+        if status is Status.BUSY:
+            assert "mooncake" in self.subject.bases, "only the pool's leases outlive a read"
+            # gone from the other tiers, or not: the pool answers for it
+            assert self.name(n) in self.model
+            return
+        if self.whole:
+            assert (status is Status.OK) == (self.name(n) in self.model)
+        self.model.pop(self.name(n), None)
+
+    @rule()
+    def check(self) -> None:
+        self.subject.check_integrity()
+        pool, held = self.subject.backend.memory.pool, promoted(self.subject)
+        wait_for(lambda: pool.in_use == held, what="what was in flight coming back")
+
+    def teardown(self) -> None:
+        if hasattr(self, "subject"):
+            self.subject.backend.close()
+
+
+def run_model(new: Callable[[], Subject], whole: bool) -> None:
+    machine = type("Machine", (Model,), {"new": staticmethod(new), "whole": whole})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_behaves_like_a_dictionary(make: Callable[..., Subject], kind: str) -> None:
+    run_model(lambda: make(kind), whole=True)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo"])
+@pytest.mark.parametrize("kind", ["local", "device", "disk", "hybrid(local+disk)"])
+def test_with_a_small_budget_it_behaves_like_a_dictionary_that_forgets(
+    make: Callable[..., Subject], kind: str, policy: Any
+) -> None:
+    run_model(lambda: make(kind, objects=8, policy=policy), whole=False)

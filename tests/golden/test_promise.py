@@ -1,0 +1,12 @@
+"""Names, keys, objects, YAML keys, commands, metrics and the public API are what they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.promise import HERE, PROMISE
+
+
+@pytest.mark.parametrize("file", PROMISE)
+def test_what_users_rely_on_is_as_it_was(file: str) -> None:
+    assert PROMISE[file]() == (HERE / file).read_text(), "see the docstring of tests/golden/promise.py"

@@ -1,0 +1,275 @@
+"""What the proxy answers its clients, and what it asks its nodes, as `proxy_answers.json` holds it.
+
+`python -m tests.golden.test_proxy_answers` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+import pd_cache
+from launch.discovery import View
+from pd_cache.reasons import RequestReport
+from tests.support.proxy import (
+    EVENTS,
+    Cluster,
+    answers,
+    cluster,
+    disconnects,
+    hangs,
+    jump,
+    says,
+    scenario,
+    streams_then,
+    until,
+    view,
+)
+
+GOLDEN = Path(__file__).with_name("proxy_answers.json")
+KEY, OTHER_KEY, MONITOR = (f"sk-{name}-0123456789abcdef" for name in ("alice", "bob", "monitor"))
+PROMPT = {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 5}
+_LEFT_OUT = ("Date", "Server", "Connection", "Content-Length", "Host", "User-Agent", "Transfer-Encoding")
+REPORT = RequestReport.of(600, 256, found=512, loaded=512, reason="evicted")
+
+
+class Recorder:
+    """Asks a cluster, and notes what it answers in words that do not change from run to run."""
+
+    def __init__(self, cluster: Cluster, answers: dict[str, Any]) -> None:
+        self._cluster = cluster
+        self._answers = answers
+        self._words = {
+            node.url: f"http://{hop}-{number}"
+            for hop, nodes in (("prefill", cluster.prefill), ("decode", cluster.decode))
+            for number, node in enumerate(nodes)
+        }
+
+    async def ask(self, name: str, method: str, path: str, body: object = None, **options: Any) -> None:
+        """Notes the answer under `name`, and what nodes were asked for it."""
+        asked = {node.url: len(node.bodies) for node in (*self._cluster.prefill, *self._cluster.decode)}
+        data = {"json": body} if body is not None else {}
+        async with self._cluster.session.request(method, self._cluster.url + path, **data, **options) as response:
+            try:
+                text = (await response.content.read()).decode()  # `response.read` waits for the request's body, too
+            except aiohttp.ClientPayloadError:
+                text = "the answer broke off"
+            response.close()
+        if path == "/metrics" and response.status == 200:
+            text = "\n".join(sorted(re.findall(r"^# TYPE (pd_cache_\w+ \w+)", text, re.MULTILINE)))
+        nodes = []
+        for node in (*self._cluster.prefill, *self._cluster.decode):
+            since = slice(asked[node.url], None)
+            for path_there, sent, headers in zip(
+                node.paths[since], node.bodies[since], node.headers[since], strict=True
+            ):
+                shown = {"path": path_there, "body": sent, "headers": self._headers(headers)}
+                nodes.append({"node": self._words[node.url], **shown})
+        answer = {"status": response.status, "headers": self._headers(response.headers), "body": self._said(text)}
+        self._answers[name] = {**answer, **({"nodes": nodes} if nodes else {})}
+
+    async def announce(self, name: str, size: int) -> None:
+        """Notes the answer to the head of a request whose body of `size` bytes never comes."""
+        host, _, port = self._cluster.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = dict(line.split(": ", 1) for line in head[1:-1])
+        body = (await reader.readexactly(int(headers["Content-Length"]))).decode()
+        writer.close()
+        answer = {"status": int(head[0].split()[1]), "headers": self._headers(headers), "body": self._said(body)}
+        self._answers[name] = answer
+
+    def _headers(self, headers: Any) -> dict[str, str]:
+        kept = {name.title(): value for name, value in headers.items() if name.title() not in _LEFT_OUT}
+        return {name: self._said(kept[name]) for name in sorted(kept)}
+
+    def _said(self, text: str) -> Any:
+        for url, word in self._words.items():
+            text = text.replace(url, word)
+        text = re.sub(r"\b[0-9a-f]{32}\b", "GENERATED", text.replace(pd_cache.__version__, "VERSION"))
+        text = re.sub(r"within [0-9.]+ s", "within SOME s", text)
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+
+def key(value: str) -> dict[str, dict[str, str]]:
+    return {"headers": {"Authorization": f"Bearer {value}"}}
+
+
+async def record() -> dict[str, Any]:
+    """Returns all answers, by the name of the case."""
+    found: dict[str, Any] = {}
+    await _record_good_ones(found)
+    await _record_refusals(found)
+    await _record_failures(found)
+    with tempfile.TemporaryDirectory() as folder:
+        await _record_keys(found, Path(folder))
+    return found
+
+
+async def _record_good_ones(found: dict[str, Any]) -> None:
+    async with cluster() as c:
+        to = Recorder(c, found)
+        ids = {"headers": {"X-Request-Id": "a-request:1", "Authorization": "Bearer x", "Cookie": "a=b"}}
+        await to.ask("completion", "POST", "/v1/completions", PROMPT, **ids)
+        stream = {**PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+        await to.ask("completion, streamed", "POST", "/v1/completions", stream)
+        await to.ask("chat", "POST", "/v1/chat/completions", CHAT)
+        await to.ask("chat, streamed", "POST", "/v1/chat/completions", {**CHAT, "stream": True})
+        smuggled = {**PROMPT, "kv_transfer_params": {"remote_host": "elsewhere"}}
+        await to.ask("kv_transfer_params of a client", "POST", "/v1/completions", smuggled)
+        c.decode[0].script = [answers(200, {"pd_cache": {"report": _fields(REPORT)}})]
+        reported = {"headers": {"X-Request-Id": "reported"}}
+        await to.ask("completion with a report", "POST", "/v1/completions", PROMPT, **reported)
+        await to.ask("request", "GET", "/requests/reported")
+        await to.ask("request that is not known", "GET", "/requests/nothing")
+        await to.ask("models", "GET", "/v1/models")
+        await to.ask("health", "GET", "/health")
+        await to.ask("metrics", "GET", "/metrics")
+        c.proxy.update(View(()))
+        await to.ask("health without nodes", "GET", "/health")
+        c.proxy.update(view([], [c.decode[0].url]))
+        await to.ask("completion without prefill nodes", "POST", "/v1/completions", PROMPT)
+    async with cluster(prefill=2, decode=2) as c:
+        models = {
+            node.url: {"model": model} for pair in (c.prefill, c.decode) for node, model in zip(pair, "ab", strict=True)
+        }
+        c.proxy.update(view([node.url for node in c.prefill], [node.url for node in c.decode], models))
+        to = Recorder(c, found)
+        await to.ask("model that no node serves", "POST", "/v1/completions", PROMPT)
+        await to.ask("no model, with several", "POST", "/v1/completions", {"prompt": "Hi"})
+        await to.ask("models of several", "GET", "/v1/models")
+
+
+async def _record_refusals(found: dict[str, Any]) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await asyncio.Event().wait()
+
+    async with cluster() as c:
+        to = Recorder(c, found)
+        bodies = {
+            "empty": b"", "half": b"{", "array": b"[]", "no prompt": b"{}", "null prompt": b'{"prompt": null}', "not UTF-8": b"\xff\xfe",
+            "negative max_tokens": b'{"prompt": "x", "max_tokens": -1}', "text max_tokens": b'{"prompt": "x", "max_tokens": "5"}',
+        }  # fmt: skip
+        for name, body in bodies.items():
+            await to.ask(f"body: {name}", "POST", "/v1/completions", data=body)
+        await to.ask("body: chat without messages", "POST", "/v1/chat/completions", PROMPT)
+        gzip = {"headers": {"Content-Encoding": "gzip"}}
+        await to.ask("body: not gzip", "POST", "/v1/completions", data=b"this is not gzip", **gzip)
+        await to.announce("body: too large", (16 << 20) + 1)
+        await to.ask("path that is not known", "GET", "/v1/nothing")
+        await to.ask("method that is not allowed", "GET", "/v1/completions")
+        await to.ask("query without a namespace", "POST", "/query", {"token_ids": [1]})
+        await to.ask("query: no query", "POST", "/query", {"token_ids": "x"})
+        c.proxy.update(View(()))
+        await to.ask("completion without nodes", "POST", "/v1/completions", PROMPT)
+        await to.ask("models without nodes", "GET", "/v1/models")
+    async with cluster(request_timeout_s=1) as c:
+        await Recorder(c, found).ask("body: too slow", "POST", "/v1/completions", data=slow())
+    async with cluster(request_timeout_s=60) as c:
+        c.decode[0].default = hangs
+        asking = asyncio.ensure_future(
+            Recorder(c, found).ask("decode node too slow", "POST", "/v1/completions", PROMPT)
+        )
+        await until(lambda: len(c.decode[0].bodies) == 1, "the node has it")
+        jump(60)
+        await asking
+    async with cluster(0, 1, max_requests=1) as c:
+        c.decode[0].default = hangs
+        first = asyncio.ensure_future(c.post().__aenter__())
+        await until(lambda: len(c.decode[0].bodies) == 1, "one is under way")
+        await Recorder(c, found).ask("too many requests", "POST", "/v1/completions", PROMPT)
+        first.cancel()
+        await asyncio.wait({first})
+
+
+async def _record_failures(found: dict[str, Any]) -> None:
+    boom = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
+    for name, prefill, decode, stream in (
+        ("prefill node refuses", answers(422, boom, Retry_After="3"), None, False),
+        ("prefill node fails", answers(500, boom), None, False),
+        ("prefill node stores nothing", answers(200, {"choices": []}), None, False),
+        ("decode node refuses", None, answers(429, boom, Retry_After="3"), False),
+        ("decode node is full", None, answers(503, boom, Retry_After="7"), False),
+        ("decode node fails", None, answers(500, boom), False),
+        ("decode node disconnects", None, disconnects, False),
+        ("decode node redirects", None, answers(302), False),
+        ("decode node answers something", None, says(b"anything"), False),
+        ("decode node breaks off a stream", None, streams_then(EVENTS[:2], disconnects), True),
+    ):
+        async with cluster() as c:
+            c.prefill[0].default = prefill or c.prefill[0].default
+            c.decode[0].default = decode or c.decode[0].default
+            await Recorder(c, found).ask(name, "POST", "/v1/completions", {**PROMPT, "stream": stream})
+    async with cluster(0, 3) as c:
+        for node in c.decode:
+            node.default = disconnects
+        await Recorder(c, found).ask("two decode nodes disconnect", "POST", "/v1/completions", PROMPT)
+
+
+async def _record_keys(found: dict[str, Any], folder: Path) -> None:
+    (folder / "keys").write_text(f"alice {KEY}\nbob {OTHER_KEY}\n")
+    (folder / "monitors").write_text(f"prometheus {MONITOR}\n")
+    (folder / "node").write_text("the-nodes-own-key\n")
+    files = {f"{name}_file": str(folder / file) for name, file in (("api_keys", "keys"), ("node_key", "node"))}
+    async with cluster(**files, max_requests_per_key=1) as c:
+        to = Recorder(c, found)
+        await to.ask("no key", "POST", "/v1/completions", PROMPT)
+        await to.ask("wrong key", "POST", "/v1/completions", PROMPT, **key("sk-wrong-0123456789abcdef"))
+        alice = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "of-alice"}
+        await to.ask("right key", "POST", "/v1/completions", PROMPT, headers=alice)
+        await to.ask("her request", "GET", "/requests/of-alice", **key(KEY))
+        await to.ask("her request for another", "GET", "/requests/of-alice", **key(OTHER_KEY))
+        await to.ask("her request without a key", "GET", "/requests/of-alice")
+        await to.ask("health without a key", "GET", "/health")
+        await to.ask("health with a key", "GET", "/health", **key(KEY))
+        await to.ask("metrics without a key", "GET", "/metrics")
+        await to.ask("query without a key", "POST", "/query", {"token_ids": [1]})
+        await to.ask("models without a key", "GET", "/v1/models")
+        c.decode[0].default = hangs
+        first = asyncio.ensure_future(c.post(**key(KEY)).__aenter__())
+        await until(lambda: len(c.decode[0].bodies) == 2, "one is under way")
+        await to.ask("too many requests of a key", "POST", "/v1/completions", PROMPT, **key(KEY))
+        first.cancel()
+        await asyncio.wait({first})
+    async with cluster(**files, monitor_keys_file=str(folder / "monitors")) as c:
+        to = Recorder(c, found)
+        await to.ask("metrics for a client, with monitors", "GET", "/metrics", **key(KEY))
+        await to.ask("metrics for a monitor", "GET", "/metrics", **key(MONITOR))
+        await to.ask("health for a client, with monitors", "GET", "/health", **key(KEY))
+        await to.ask("completion for a monitor", "POST", "/v1/completions", PROMPT, **key(MONITOR))
+
+
+def _fields(report: RequestReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__struct_fields__}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+@scenario
+async def test_the_proxys_answers_are_those_of_the_golden_file() -> None:
+    found, wanted = await record(), json.loads(GOLDEN.read_text())
+    differing = {
+        name: (wanted.get(name), found.get(name))
+        for name in wanted.keys() | found.keys()
+        if wanted.get(name) != found.get(name)
+    }
+    assert not differing
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(as_text(asyncio.run(record())))

@@ -1,0 +1,237 @@
+"""What the text of metrics says, and rates, shares and quantiles from it; the clock is the reading's own."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from launch.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples
+
+RECORDED = """
+# TYPE pd_cache_bytes_total counter
+pd_cache_bytes_total{op="retrieve"} %(load)s
+pd_cache_bytes_total{op="store"} %(store)s
+pd_cache_op_seconds_bucket{le="0.001",op="lookup"} %(quick)s
+pd_cache_op_seconds_bucket{le="0.01",op="lookup"} %(lookups)s
+pd_cache_op_seconds_bucket{le="+Inf",op="lookup"} %(lookups)s
+pd_cache_op_seconds_count{op="lookup"} %(lookups)s
+pd_cache_prompt_tokens_total{source="at_hand"} %(at_hand)s
+pd_cache_prompt_tokens_total{source="loaded"} %(loaded)s
+pd_cache_prompt_tokens_total{source="computed"} %(computed)s
+pd_cache_missed_tokens_total{reason="never_stored"} %(computed)s
+pd_cache_missed_tokens_total{reason="none"} 1000
+pd_cache_tier_hits_total{tier="local"} %(memory)s
+pd_cache_tier_hits_total{tier="mooncake"} %(pool)s
+pd_cache_tier_evictions_total{tier="local"} %(evicted)s
+pd_cache_staging_bytes 1000
+pd_cache_staging_used_bytes 250
+pd_cache_pool_up 1
+process_start_time_seconds %(started)s
+"""
+NOTHING = dict.fromkeys(
+    ("load", "store", "quick", "lookups", "at_hand", "loaded", "computed", "memory", "pool", "evicted"), 0
+)
+
+
+def text(**counted: float) -> str:
+    return RECORDED % {**NOTHING, "started": 1000, **counted}
+
+
+def history(*readings: tuple[float, str]) -> NodeHistory:
+    found = NodeHistory()
+    for at, shown in readings:
+        found.add(read_node(read_samples(shown), at))
+    return found
+
+
+def rates(*readings: tuple[float, str]) -> Rates:
+    found = history(*readings).rates(readings[-1][0])
+    assert found is not None
+    return found
+
+
+def test_one_reading_says_nothing_of_rates() -> None:
+    assert history((5.0, text(load=100))).rates(5.0) is None
+
+
+def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took() -> None:
+    found = NodeHistory(since_start=True)
+    begun = time.time() - 100
+    for at in (5.0, 7.0):
+        found.add(read_node(read_samples(text(loaded=30, computed=70, lookups=9, quick=9, started=begun)), at))
+    rates = found.rates(7.0)
+    assert rates is not None
+    assert (rates.hit, rates.load, rates.lookups) == (0.3, 0.0, 0.0)
+    assert rates.quantiles["lookup"][1] <= 0.001
+    assert [reason for reason, _, _ in rates.missed] == ["never_stored"]
+
+
+def test_rates_are_increments_a_second() -> None:
+    found = rates((5.0, text(load=100, lookups=1)), (7.0, text(load=300, store=50, lookups=9, evicted=4)))
+    assert (found.load, found.store, found.lookups, found.evictions) == (100.0, 25.0, 4.0, {"memory": 2.0})
+
+
+def test_a_counter_that_is_lower_than_before_has_begun_at_zero_again() -> None:
+    assert rates((5.0, text(load=1000)), (7.0, text(load=40))).load == 20.0
+
+
+def test_all_counters_of_a_process_that_was_started_anew_have_begun_at_zero_even_those_that_are_higher() -> None:
+    assert rates((5.0, text(load=10)), (7.0, text(load=40, started=1006))).load == 20.0
+
+
+def test_a_label_that_appears_later_counts_from_zero() -> None:
+    assert rates((1.0, ""), (2.0, text(load=40))).load == 40.0
+
+
+def test_a_reading_that_is_not_later_is_ignored() -> None:
+    found = history((5.0, text(load=10)), (5.0, text(load=90)), (7.0, text(load=30)))
+    assert list(found.loads) == [10.0]
+
+
+def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
+    found = rates((0.0, text()), (2.0, text(at_hand=10, loaded=60, computed=30, memory=1, pool=2)))
+    assert found.sources == pytest.approx(
+        {"engine": 0.1, "memory": 0.2, "disk": 0.0, "pool": 0.4, "loaded": 0.0, "computed": 0.3}
+    )
+    assert found.hit == pytest.approx(0.6), "what the engine had at hand was not loaded"
+
+
+def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier() -> None:
+    only = 'pd_cache_tier_bytes{tier="mooncake"} 0\n'
+    found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
+    assert found == {"engine": 0.0, "memory": 0.0, "disk": 0.0, "pool": 0.6, "loaded": 0.0, "computed": 0.4}
+
+
+def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read() -> None:
+    engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
+    found = engine.rates(2.0)
+    assert found is not None
+    assert found.sources is not None
+    assert found.sources["loaded"] == 0.6, "the engine alone does not know"
+    server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
+    assert merged_sources([engine], [server], 2.0) == pytest.approx(
+        {"engine": 0.0, "memory": 0.4, "disk": 0.0, "pool": 0.2, "loaded": 0.0, "computed": 0.4}
+    )
+    assert merged_sources([], [server], 2.0) is None
+
+
+def test_shares_are_of_the_last_minute_only() -> None:
+    found = rates((0.0, text()), (2.0, text(computed=90)), (70.0, text(computed=90, loaded=10, pool=1)))
+    assert found.hit == 1.0
+    assert rates((0.0, text()), (2.0, text(loaded=90)), (70.0, text(loaded=90))).hit is None
+
+
+def test_quantiles_are_those_of_the_increments() -> None:
+    found = rates((0.0, text(quick=1000, lookups=1000)), (2.0, text(quick=1050, lookups=1100)))
+    assert found.quantiles["lookup"] == (pytest.approx(0.001), pytest.approx(0.00982))
+
+
+@pytest.mark.parametrize(
+    ("counted", "expected"),
+    [({}, math.nan), ({1.0: 0.0}, math.nan), ({1.0: 0.0, math.inf: 5.0}, math.inf), ({1.0: 4.0, 2.0: 3.0}, 0.375)],
+    ids=["no buckets", "nothing observed", "beyond the last bound", "buckets that fall"],
+)
+def test_quantiles_of_odd_histograms(counted: dict[float, float], expected: float) -> None:
+    assert quantile(counted, 0.5) == pytest.approx(expected, nan_ok=True)
+
+
+def test_reasons_are_the_latest_first_and_a_whole_hit_is_none() -> None:
+    evicted = 'pd_cache_missed_tokens_total{reason="evicted"} 7\n'
+    found = rates((0.0, text()), (2.0, evicted), (6.0, evicted + text(computed=5)))
+    assert found.missed == (("never_stored", 5.0, 0.0), ("evicted", 7.0, 4.0))
+
+
+def test_gauges_are_those_of_the_last_reading() -> None:
+    last = history((0.0, text())).last
+    assert last is not None
+    assert (last.staging, last.staging_used, last.pool_up, last.queued) == (1000, 250, True, None)
+
+
+def test_labels_are_cut_and_printable() -> None:
+    reading = read_node(read_samples(f'pd_cache_missed_tokens_total{{reason="\\n<script>{"x" * 500}"}} 1\n'), 0.0)
+    assert all(len(label) < 60 and label.isprintable() for _, label in reading.counts)
+
+
+def test_what_is_kept_of_a_node_has_a_bound() -> None:
+    found = NodeHistory()
+    for second in range(1000):
+        found.add(read_node({}, float(second)))
+    assert len(found.loads) == 240
+    assert len(found._steps) == 120
+
+
+VLLM = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="m"} %(first)s
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} %(first)s
+vllm:pd_cache_ops_total{engine="0",model_name="m",op="lookup"} %(lookups)s
+vllm:pd_cache_bytes_total{engine="0",model_name="m",op="retrieve"} %(load)s
+vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="at_hand"} %(at_hand)s
+vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="loaded"} %(loaded)s
+vllm:pd_cache_tier_hits_total{engine="0",model_name="m",tier="local"} %(loaded)s
+vllm:pd_cache_missed_tokens_total{engine="0",model_name="m",reason="evicted"} %(first)s
+"""
+
+
+def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
+    before, after = dict.fromkeys(("first", "lookups", "load", "at_hand", "loaded"), 0), {
+        "first": 10, "lookups": 8, "load": 400, "at_hand": 30, "loaded": 10
+    }  # fmt: skip
+    nodes = history((0.0, VLLM % before), (2.0, VLLM % after))
+    found = nodes.rates(2.0)
+    assert found is not None
+    assert nodes.last is not None
+    assert (nodes.last.queued, nodes.last.running) == (2, 3)
+    assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
+    assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
+    assert found.sources == {"engine": 0.75, "memory": 0.25, "disk": 0.0, "pool": 0.0, "loaded": 0.0, "computed": 0.0}
+
+
+def test_a_second_tier_of_a_kind_counts_as_that_kind() -> None:
+    two = 'pd_cache_tier_hits_total{tier="disk"} 1\npd_cache_tier_hits_total{tier="disk-1"} 2\n'
+    assert read_node(read_samples(two), 0.0).counts["hits", "disk"] == 3
+
+
+# --- text ---
+
+
+def test_families_of_others_are_left_out_and_the_prefix_of_vllm_with_them() -> None:
+    text = 'python_gc_total{a="}"} 1\nvllm:pd_cache_tokens_total{op="lookup"} 3.0 1700000000\nnode_load 2\n'
+    assert read_samples(text) == {"pd_cache_tokens_total": [({"op": "lookup"}, 3.0)]}
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "1e400"])
+def test_what_is_no_count_is_left_out(value: str) -> None:
+    assert read_samples(f"pd_cache_x {value}\n") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html><body>no metrics</body></html>",
+        "pd_cache_x",
+        "pd_cache_x one",
+        'pd_cache_x{a="1 2',
+        'pd_cache_x{a="1"' + " " * 100_000 + "!",
+        "pd_cache_x{" + 'a="1",' * 1300 + "!",
+        "pd_cache_x" + " " * 8000 + "{",
+        "pd_cache_x 1\n" * 20_001,
+    ],
+    ids=[
+        "a page",
+        "no value",
+        "no number",
+        "no end",
+        "spaces without end",
+        "labels without end",
+        "spaces before labels",
+        "too many",
+    ],
+)
+def test_anything_else_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a line|more than"):
+        read_samples(text)

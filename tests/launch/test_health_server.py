@@ -1,0 +1,80 @@
+"""`/health` and `/metrics` of store nodes and cache servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from launch.health_server import RoleHealth, exposed, health_of
+from launch.supervise import RoleError
+from tests.support.waiting import PATIENCE_S, wait_for
+
+
+@contextmanager
+def server(*told: RoleHealth) -> Iterator[str]:
+    registry = CollectorRegistry()
+    Gauge("answer", "", registry=registry).set(42)
+    answers = list(told)
+    with exposed("127.0.0.1", 0, registry, lambda: answers.pop(0)) as (host, port):
+        yield f"http://{host}:{port}"
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is() -> None:
+    with server(RoleHealth("starting"), health_of(False), health_of(True)) as url:
+        told = [get(f"{url}/health") for _ in range(3)]
+    assert [(code, json.loads(body)["status"]) for code, body in told] == [
+        (503, "starting"),
+        (200, "degraded"),
+        (200, "ok"),
+    ]
+
+
+def test_metrics_and_nothing_else_are_there() -> None:
+    with server() as url:
+        assert get(f"{url}/metrics?x=1")[1].endswith(b"answer 42.0\n")
+        assert get(f"{url}/")[0] == get(f"{url}/metrics/x")[0] == 404
+
+
+def test_a_port_in_use_is_named() -> None:
+    with server() as url, pytest.raises(RoleError, match=f"port {url.rpartition(':')[2]} of 127.0.0.1"):
+        exposed("127.0.0.1", int(url.rpartition(":")[2]), CollectorRegistry(), lambda: health_of(True)).__enter__()
+
+
+def test_silent_connections_take_all_places_but_no_thread_more() -> None:
+    """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them goes."""
+    with server(*[health_of(True)] * 500) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        silent = [socket.create_connection(address, PATIENCE_S) for _ in range(16)]
+        try:
+            with socket.create_connection(address, PATIENCE_S) as one_more:
+                one_more.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    assert one_more.recv(1) == b""
+        finally:
+            for connection in silent:
+                connection.close()
+
+        def let_in() -> bool:
+            try:
+                return get(f"{url}/health")[0] == 200
+            except OSError:
+                return False
+
+        wait_for(let_in)

@@ -1,0 +1,321 @@
+"""`pd-cache top`: its screen at any size, keys as terminals send them, and the command in terminals, pipes and without either."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from rich.console import Console
+
+from launch.cli import main
+from launch.figures import NodeReading
+from launch.masters import Segment
+from launch.supervise import end, spawn_child
+from launch.top import Screen, columns_for, draw, read_keys, seconds, short, snapshot, sparkline
+from launch.watched import NodeAnswer, WatchedNodes
+from pd_cache.cluster import NodeRecord
+from tests.support.pool import free_port
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
+
+
+def cluster(count: int = 12, long: bool = False) -> Screen:
+    """A cluster with something in every column, and a node that is silent."""
+    watched = WatchedNodes()
+    tail = "-with-a-name-that-is-longer-than-any-column" * long
+    records = [
+        NodeRecord(
+            name=f"n{number}{tail}", role=ROLES[number % 6], address="http://h:1" if number % 6 < 4 else "h:1",
+            metrics="http://h:2" if number % 6 == 5 else None,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    watched.update(records)
+    for at in (0.0, 2.0, 4.0):
+        reading = NodeReading(
+            at=at,
+            counts={
+                ("bytes", "retrieve"): 1e9 * at, ("bytes", "store"): 1e6 * at, ("lookups", ""): 1e5 * at,
+                ("tokens", "engine"): 10 * at, ("tokens", "loaded"): 70 * at, ("tokens", "computed"): 20 * at,
+                ("hits", "memory"): 3 * at, ("hits", "pool"): 4 * at, ("evictions", "memory"): 9 * at,
+                ("missed", "never_stored"): 20 * at, ("missed", "lease_expired"): at,
+            },
+            buckets={timing: {0.001: 5 * at, math.inf: 6 * at} for timing in ("lookup", "first token", "retrieve")},
+            queued=3, running=128, staging=1e9, staging_used=3e8, pool_up=True, tier_bytes={"memory": 1e9},
+        )  # fmt: skip
+        segments = [Segment("h:1", 1 << 30, "", 1 << 29)]
+        watched.take(
+            NodeAnswer(record.name, at, reading, segments=segments if record.role == "master" else None)
+            for record in records[:7] + records[8:]
+        )
+    watched.take(NodeAnswer(one.name, 4.0, None, "Connection refused\\x1b[2J" + "x" * 300) for one in records[7:8])
+    return Screen(watched)
+
+
+def shown(screen: Screen, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(draw(screen, width, height, 5.0, "source"))
+    return captured.get().rstrip("\n").split("\n")
+
+
+def names(screen: Screen) -> list[str]:
+    return [row.name for row in screen.rows(5.0)]
+
+
+def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last() -> None:
+    screen = cluster(6)
+    assert names(screen) == ["n0", "n1", "n2", "n3", "n4", "n5"], "in the order of a request's way"
+    for _ in range(2):
+        screen.press("sort", 5.0)
+    screen.nodes.take([NodeAnswer("n2", 6.0, NodeReading(at=6.0, counts={("bytes", "retrieve"): 9e9}))])
+    assert (screen.order.title, names(screen)[0], set(names(screen)[-3:])) == ("load/s", "n2", {"n0", "n4", "n5"})
+    screen.press("reverse", 5.0)
+    assert (names(screen)[2], set(names(screen)[-3:])) == ("n2", {"n0", "n4", "n5"})
+
+
+def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
+    screen = cluster(6)
+    screen.press("up", 5.0)
+    assert screen.selected == "n0"
+    for key in ("down", "sort", "follow"):
+        screen.press(key, 5.0)  # type: ignore[arg-type]
+    assert (screen.selected, screen.following) == ("n1", True)
+    screen.nodes.update([NodeRecord(name="other", role="decode", address="http://h:1")])
+    names(screen)
+    assert (screen.selected, screen.following) == ("other", False)
+    for key in ("last", "down"):
+        screen.press(key, 5.0)  # type: ignore[arg-type]
+    assert screen.selected == "other"
+
+
+def test_q_ends_and_escape_only_goes_back() -> None:
+    screen = cluster(1)
+    screen.press("help", 5.0)
+    assert screen.press("back", 5.0)
+    assert not screen.helping
+    assert not screen.press("quit", 5.0)
+
+
+def test_no_nodes_are_no_trouble() -> None:
+    screen = Screen(WatchedNodes())
+    for key in ("up", "down", "first", "last", "sort", "follow"):
+        assert screen.press(key, 0.0)  # type: ignore[arg-type]
+    assert shown(screen, 80, 24)[0].startswith("0 nodes")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50), (120, 30), (40, 10), (20, 5), (1, 3), (300, 100)])
+@pytest.mark.parametrize("keys", [(), ("help",), ("follow",), ("sort", "sort", "last", "reverse")])
+@pytest.mark.parametrize("long", [False, True])
+def test_the_screen_fits_any_terminal(size: tuple[int, int], keys: tuple[str, ...], long: bool) -> None:
+    screen = cluster(long=long)
+    for key in keys:
+        screen.press(key, 5.0)  # type: ignore[arg-type]
+    lines = shown(screen, *size)
+    assert len(lines) <= size[1]
+    assert all(len(line) <= size[0] for line in lines)
+
+
+def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> None:
+    narrow, wide = ({column.title for column in columns_for(width)} for width in (80, 200))
+    assert {"node", "state", "hit", "load/s", "store/s", "look/s", "p50   p99", "queue", "trend"} == narrow
+    assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
+
+
+def test_the_columns_of_the_tiers_come_together() -> None:
+    for width in range(60, 220):
+        tiers = {"engine", "memory", "disk", "pool"} & {column.title for column in columns_for(width)}
+        assert len(tiers) in (0, 4)
+
+
+def test_the_figures_of_a_node_are_in_its_row() -> None:
+    (line,) = (line for line in shown(cluster(), 200, 50) if line.startswith("n1 "))
+    for text in ("prefill", "up", "70%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
+        assert text in line
+
+
+def test_a_silent_node_says_since_when_and_why() -> None:
+    (line,) = (line for line in shown(cluster(), 80, 50) if line.startswith("n7 "))
+    assert "silent" in line
+    assert "no answer: Connection refused" in line
+    assert "\x1b[2J" not in line
+
+
+def test_the_selected_node_is_in_sight_however_many_there_are() -> None:
+    screen = cluster(200)
+    screen.press("last", 5.0)
+    assert any(line.startswith(screen.selected) for line in shown(screen, 80, 24))
+
+
+def test_a_snapshot_has_every_node_and_no_keys() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as captured:
+        console.print(snapshot(cluster(100).nodes, 200, 5.0, "source"), soft_wrap=True)
+    lines = captured.get().rstrip("\n").split("\n")
+    assert len(lines) == 102
+    assert "q end" not in captured.get()
+    assert all(len(line) <= 200 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.25, "0.2"), (999, "999"), (1000, "1.0k"), (123456, "123k"), (1e30, "huge")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-7, 0.00095, 0.0123, 0.9996, 1.0, 9.96, 99.6, 3000.0, math.inf])
+def test_durations_have_five_characters_at_most(value: float) -> None:
+    assert len(seconds(value)) <= 5
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([], "    "), ([0.0, 0.0], "    "), ([0.0, 1.0, 8.0], "  ▁█"), ([math.nan, math.inf, 1.0], "   █")],
+)
+def test_sparklines(values: list[float], bars: str) -> None:
+    assert sparkline(values, 4) == bars
+    assert len(sparkline([1.0] * 100, 7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        (b"q", ["quit"]),
+        (b"jk\x1b[A\x1b[B", ["down", "up", "up", "down"]),
+        (b"\x1b", ["back"]),
+        (b"\x1b[15~\x1b[1;5Cx\xff\xc3\xa4", []),
+        (b"\x1b[", []),
+        (b"\x1b[200~q", ["quit"]),
+    ],
+    ids=["a letter", "arrows", "escape", "keys that mean nothing", "half a sequence", "a paste"],
+)
+def test_keys(typed: bytes, keys: list[str]) -> None:
+    assert read_keys(typed) == keys
+
+
+def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
+    screen = cluster()
+    screen.selected = "n5"  # a master
+    odd = [Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)]
+    screen.nodes.take([NodeAnswer(screen.selected, 5.0, NodeReading(at=5.0), segments=odd)])
+    lines = shown(screen, 120, 40)
+    assert any("\\x1b[2J" in line for line in lines)
+    assert not any("\x1b" in line or "\x07" in line for line in lines)
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def file(tmp_path: Path, well: int, mute: int) -> Path:
+    nodes = [
+        {"name": "master", "role": "master", "host": "127.0.0.1", "port": free_port(), "metrics_port": free_port()},
+        {"name": "prefill-0", "role": "prefill", "host": "127.0.0.1", "port": well},
+        {"name": "decode-0", "role": "decode", "host": "127.0.0.1", "port": mute},
+        {"name": "decode-1", "role": "decode", "host": "127.0.0.1", "port": free_port()},
+    ]
+    engine = {"kind": "reference", "model": {"name": "tiny", "random": {"seed": 1}}}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"name": "watched", "engine": engine, "nodes": nodes}))
+    return path
+
+
+def command(file: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "launch", "top", "-c", str(file), "--interval", "0.5", *options]
+
+
+def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:
+    done = subprocess.run(command(file), capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("4 nodes, 3 silent")
+    rows = {line.split()[0]: line for line in lines[2:]}
+    assert "up" in rows["prefill-0"].split()
+    assert "M" in rows["prefill-0"], "its rate"
+    assert "silent" in rows["decode-0"].split()
+    assert "refused" in rows["decode-1"]
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0.1", "60"])
+def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file: Path, seconds: str) -> None:
+    done = CliRunner().invoke(main, ["top", "-c", str(file), "--once", "--interval", seconds])
+    assert done.exit_code == 2
+    assert "--interval" in done.output
+
+
+def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(file: Path) -> None:
+    ours, theirs = pty.openpty()
+    odd = {"TERM": "dumb", "COLUMNS": "100", "PYTHONIOENCODING": "ascii:strict"}
+    process = spawn_child(
+        command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, **odd}
+    )  # fmt: skip
+    shown = b""
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while process.poll() is None or select.select([ours], [], [], 0.1)[0]:
+            assert time.monotonic() < deadline, shown
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 65536)
+        assert process.returncode == 0, shown
+        assert b"prefill-0" in shown
+        assert b"?" in shown, "its trend"
+        assert b"\x1b" not in shown
+    finally:
+        end([process], 5.0)
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("ending", ["q", "ctrl-c", "sigterm"])
+def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(file: Path, ending: str) -> None:
+    ours, theirs = pty.openpty()
+
+    mode = termios.tcgetattr(theirs)
+    process = spawn_child(
+        command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
+    )  # fmt: skip
+    shown = b""
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while b"decode-0" not in shown or b"MB/s" not in shown:
+            assert time.monotonic() < deadline, shown[-2000:]
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 65536)
+        if ending == "sigterm":
+            process.send_signal(signal.SIGTERM)
+        elif ending == "ctrl-c":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.write(ours, b"jsq")
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 65536)
+        while select.select([ours], [], [], 0.1)[0]:
+            shown += os.read(ours, 65536)
+        assert process.returncode == (128 + signal.SIGTERM if ending == "sigterm" else 0), shown[-2000:]
+        assert termios.tcgetattr(theirs) == mode
+        assert b"\x1b[?1049l" in shown, "the screen from before is back"
+        assert b"Traceback" not in shown
+
+    finally:
+        end([process], 5.0)
+        os.close(ours)
+        os.close(theirs)

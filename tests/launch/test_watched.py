@@ -1,0 +1,150 @@
+"""Nodes that are watched: real servers are asked, one that answers, one that hangs, one that is not there; and what their answers make of them."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from launch.figures import NodeReading
+from launch.http import NOBODY
+from launch.masters import Segment
+from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, is_asked
+from pd_cache.cluster import NodeRecord
+from tests.support.pool import free_port
+from tests.support.waiting import PATIENCE_S
+
+PREFILL = NodeRecord(name="prefill-0", role="prefill", address="http://10.0.0.1:8100")
+DECODE = NodeRecord(name="decode-0", role="decode", address="http://10.0.0.2:8200")
+STORE = NodeRecord(name="store-0", role="store", address="10.0.0.3:50052")
+MASTER = NodeRecord(name="master", role="master", address="10.0.0.1:50051", metrics="http://10.0.0.1:9003")
+
+
+def answer(name: str, at: float, load: float = 0.0, **fields: object) -> NodeAnswer:
+    return NodeAnswer(name, at, NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def watched() -> WatchedNodes:
+    found = WatchedNodes()
+    found.update([DECODE, MASTER, PREFILL, STORE])
+    found.take([answer("prefill-0", 0.0), answer("decode-0", 0.0)])
+    found.take([answer("prefill-0", 2.0, 200.0), answer("decode-0", 2.0, 800.0)])
+    return found
+
+
+def test_rows_stand_in_the_order_of_a_requests_way(watched: WatchedNodes) -> None:
+    assert [row.name for row in watched.rows(2.0)] == ["prefill-0", "decode-0", "store-0", "master"]
+
+
+def test_a_node_that_does_not_answer_is_silent_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
+    watched.take([NodeAnswer("decode-0", 4.0, None, "refused")])
+    row = watched.rows(5.0)[1]
+    assert (row.state, row.why, row.silent_s, row.rates, row.reading) == ("silent", "refused", 3.0, None, None)
+    watched.take([answer("decode-0", 6.0, 900.0)])
+    row = watched.rows(6.0)[1]
+    assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
+
+
+def test_a_node_that_was_not_asked_for_long_is_silent_too(watched: WatchedNodes) -> None:
+    assert [row.state for row in watched.rows(13.0)] == ["silent", "silent", "-", "asking"]
+
+
+def test_a_node_that_is_asked_seldom_is_not_silent_meanwhile() -> None:
+    watched = WatchedNodes(stale_s=40.0)
+    watched.update([DECODE])
+    watched.take([answer("decode-0", 0.0)])
+    assert [row.state for at in (39.0, 41.0) for row in watched.rows(at)] == ["up", "silent"]
+
+
+def test_a_node_whose_breaker_is_open_is_ill(watched: WatchedNodes) -> None:
+    watched.take([answer("decode-0", 4.0, pool_up=False)])
+    row = watched.rows(4.0)[1]
+    assert row.state == "ill"
+    assert "do not go to the pool" in row.why
+
+
+def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched: WatchedNodes) -> None:
+    own, other = Segment("10.0.0.3:50052", 100, "", 40), Segment("10.0.0.1:13000", 100, "", 7)
+    watched.take([NodeAnswer("master", 3.0, NodeReading(at=3.0), segments=[own, other])])
+    watched.take([answer("prefill-0", 4.0, segments=("10.0.0.1:13000",))])
+    assert [row.segments for row in watched.rows(4.0)] == [(other,), (), (own,), (own, other)]
+
+
+def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_prompts(watched: WatchedNodes) -> None:
+    def tokens(at: float, computed: float, pool: float) -> NodeReading:
+        return NodeReading(at=at, counts={("tokens", "computed"): computed, ("tokens", "loaded"): pool})
+
+    watched.take([NodeAnswer("decode-0", 4.0, tokens(4.0, 10, 90))])
+    sources = watched.sources(4.0)
+    assert sources is not None
+    assert sources["computed"] == 0.1
+    watched.take([NodeAnswer("prefill-0", 4.0, tokens(4.0, 60, 40))])
+    sources = watched.sources(4.0)
+    assert sources is not None
+    assert sources["computed"] == 0.6
+
+
+# --- asking ---
+
+
+def record(name: str, port: int) -> NodeRecord:
+    return NodeRecord(name=name, role="decode", address=f"http://127.0.0.1:{port}")
+
+
+def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
+    answer = ask_node(record("a", well), NOBODY, lambda: 7.0)
+    assert answer.reading is not None
+    assert answer.reading.at == 7.0
+    assert ask_node(record("b", free_port()), NOBODY).why == "Connection refused"
+    assert "chosen by `up`" in ask_node(record("c", 0), NOBODY).why
+
+
+def test_a_store_is_asked_where_it_answers(well: int) -> None:
+    store = NodeRecord(name="s", role="store", address="127.0.0.1:12345")
+    assert not is_asked(store)
+    store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
+    assert is_asked(store)
+    assert ask_node(store, NOBODY).reading is not None
+
+
+def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first round the silent ones have threads of their own: forty of them take all of these, again and again."""
+    monkeypatch.setattr("launch.watched.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("launch.watched._LONGEST_PAUSE_S", 0.0)
+    records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
+    asker = Asker(NOBODY, 0.05)
+    answers: list[NodeAnswer] = []
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while sum(one.name == "well" for one in answers) < 20:
+            assert time.monotonic() < deadline
+            answers += asker.poll(records, time.monotonic())
+            time.sleep(0.01)
+    finally:
+        asker.close()
+    assert all(one.reading is not None for one in answers if one.name == "well")
+    assert {one.why for one in answers if one.name != "well"} <= {"no whole answer within 0.2 s", "timed out"}
+
+
+def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_a_silent_one_less_often() -> None:
+    asker = Asker(NOBODY, 2.0)
+    asked: list[str] = []
+    asker._ask = lambda record: asked.append(record.name)  # type: ignore[method-assign]
+    nodes = [record("a", 1)]
+    try:
+        for now in (0.0, 1.0, 50.0):
+            asker.poll(nodes, now)
+        for threads in (asker._well, asker._silent):
+            threads.submit(lambda: None).result()
+        assert asked == ["a"]
+        for now, expected in ((50.0, 1), (53.9, 1), (54.0, 2), (54.0, 2)):
+            if now == 50.0:
+                asker._answers.put(NodeAnswer("a", now, None, "refused"))
+            asker.poll(nodes, now)
+            for threads in (asker._well, asker._silent):
+                threads.submit(lambda: None).result()
+            assert len(asked) == expected
+    finally:
+        asker.close()

@@ -1,0 +1,509 @@
+"""ObjectCache by itself: sizes, tensors, parts, tiers. What all adapters do alike is in tests/contracts/test_adapters.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, ObjectCache
+from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import ObjectOutcome
+from pd_cache.objects.values import KEY_FORMAT, OVERHEAD, PartHeader, TensorForm, ValueKeys
+from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, seal
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import ByteSize
+
+PART = 4096
+MOST = 40_000
+POOL = (MooncakeTier(),)
+
+
+@pytest.fixture(scope="module")
+def shared(pool: Pool) -> Iterator[ObjectCache]:
+    with ObjectCache.open(pool.settings(), "shared", part_bytes=PART, most_bytes=MOST) as cache:
+        cache.wait_available(60)
+        yield cache
+
+
+@pytest.fixture
+def name() -> Callable[[object], str]:
+    run = uuid.uuid4().hex
+    return lambda one: f"{run} {one}"
+
+
+@pytest.fixture
+def make(pool: Pool) -> Iterator[Callable[..., ObjectCache]]:
+    caches: list[ObjectCache] = []
+
+    def make_one(namespace: str = "shared", tiers: Any = POOL, **options: Any) -> ObjectCache:
+        settings = pool.settings(CacheConfig(tiers=tiers))
+        caches.append(ObjectCache.open(settings, namespace, **{"part_bytes": PART, "most_bytes": MOST, **options}))
+        caches[-1].wait_available(60)
+        return caches[-1]
+
+    try:
+        yield make_one
+    finally:
+        for cache in caches:
+            cache.close()
+
+
+def some(count: int) -> bytes:
+    return random.Random(count).randbytes(count)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5, MOST])
+def test_values_of_any_size_up_to_the_bound(shared: ObjectCache, name: Callable[[object], str], count: int) -> None:
+    assert shared.put(name(count), some(count)) is Status.OK
+    assert shared.get(name(count)) == some(count)
+    into = bytearray(count)
+    assert shared.read_into([name(count)], [into]) == [""]
+    assert into == some(count)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(50, 60).to(torch.bfloat16).T,
+        torch.tensor(3),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(9, 9)[::2, 1:5],
+        torch.randn(4).to(torch.float8_e4m3fn),
+        torch.randn(6)[::7],
+        torch.randn(5, 8)[2:3, ::9],
+        torch.randn(5, 8)[:0, ::2],
+    ],
+    ids=lambda one: f"{one.dtype}{list(one.shape)}",
+)
+def test_tensors_come_back_as_they_were(
+    shared: ObjectCache, name: Callable[[object], str], tensor: torch.Tensor
+) -> None:
+    assert shared.put(name("t"), tensor) is Status.OK
+    found = shared.get_tensor(name("t"))
+    assert found is not None
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
+    into = torch.zeros_like(tensor[..., None].expand(*tensor.shape, 2), memory_format=torch.contiguous_format)[..., :1]
+    if tensor.numel() < 2:  # contiguous, as torch says, whatever its strides
+        assert shared.read_into([name("t")], [into]) == [""]
+        assert torch.equal(into[..., 0], tensor)
+
+
+def test_a_tensor_can_be_read_as_bytes_and_into_a_tensor_but_bytes_are_no_tensor(
+    shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    tensor = torch.arange(1000, dtype=torch.int32)
+    shared.put_many([name("t"), name("b")], [tensor, b"abc"])
+    assert shared.get(name("t")) == tensor.numpy().tobytes()
+    into = torch.zeros(10, 100, dtype=torch.int32)
+    assert shared.read_into([name("t")], [into]) == [""]
+    assert torch.equal(into.reshape(-1), tensor)
+    assert shared.get_tensor(name("b")) is None
+
+
+def test_memory_of_other_sizes_or_forms_is_a_miss(shared: ObjectCache, name: Callable[[object], str]) -> None:
+    form, other = (TensorForm.of_many([shape], [torch.int8]) for shape in [(2, 50), (50, 2)])
+    shared.put_many([name(1)], [some(100)], forms=[form])
+    assert shared.read_into([name(1)], [bytearray(99)]) == ["other_size"]
+    assert shared.read_into([name(1)], [bytearray(100)], forms=[other]) == ["other_form"]
+    assert shared.read_into([name(1)], [bytearray(100)], forms=[None]) == ["other_form"]
+    assert shared.read_into([name(1)], [bytearray(100)], forms=[form]) == [""]
+    assert shared.read_into([name(1)], [bytearray(100)]) == [""], "who does not ask does not care"
+
+
+def test_text_and_bytes_are_two_names_and_any_text_is_one(shared: ObjectCache, name: Callable[[object], str]) -> None:
+    names = [name("a"), name("a").encode(), name("\ud800 ü \0"), name("x" * 100_000)]
+    shared.put_many(names, [b"text", b"bytes", b"odd", b"long"])
+    assert [one.value for one in shared.get_many(names)] == [b"text", b"bytes", b"odd", b"long"]
+
+
+def test_a_name_that_occurs_twice_is_read_and_stored_as_often(
+    shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    names = [name(1), name(2), name(1), name(1)]
+    assert shared.put_many(names, [b"one", b"two", b"one", b"one"]) == [Status.OK] * 4
+    assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
+
+
+def test_namespaces_and_sizes_of_parts_share_nothing(
+    shared: ObjectCache, make: Callable[..., ObjectCache], name: Callable[[object], str]
+) -> None:
+    shared.put(name(1), b"value")
+    assert make("other").get(name(1)) is None
+    assert make("shared", part_bytes=PART + 1).get(name(1)) is None
+    assert make("shared").get(name(1)) == b"value"
+
+
+# --- names stand for contents ------------------------------------------------------------------------------------
+
+
+def test_the_first_value_of_a_name_stays_until_it_is_removed(
+    shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    assert shared.put(name(1), b"first") is Status.OK
+    assert shared.exists(name(1)), "which leases it"
+    assert shared.put(name(1), b"second") is Status.OK
+    assert shared.get(name(1)) == b"first"
+    assert shared.remove(name(1)) is Status.OK
+    assert (shared.exists(name(1)), shared.get(name(1))) == (False, None)
+    assert shared.remove(name(1)) is Status.MISSING
+    assert shared.put(name(1), b"second") is Status.OK
+    assert shared.get(name(1)) == b"second"
+
+
+def test_two_long_values_put_under_one_name_at_once_never_mix(
+    make: Callable[..., ObjectCache], name: Callable[[object], str]
+) -> None:
+    one, other = make(), make()
+    long = [some(5 * PART + n) for n in (1, 2)]
+    for turn in range(15):
+        begin = threading.Barrier(2)
+
+        def put(cache: ObjectCache, value: bytes, turn: int = turn, begin: threading.Barrier = begin) -> None:
+            begin.wait(60)
+            cache.put(name(turn), value)
+
+        threads = [threading.Thread(target=put, args=pair) for pair in zip((one, other), long, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert one.get(name(turn)) in (*long, None)
+        assert one.put(name(turn), long[0]) is Status.OK
+        assert other.get(name(turn)) in long
+
+
+def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_it_again(
+    pool: Pool, shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    value, before = some(4 * PART), pool.keys()
+    shared.put(name(1), value)
+    (part,) = (key for key in pool.keys() - before if key.endswith("/2"))
+    with pool.bare_client() as client:
+        assert client.remove(part, True) == 0
+    assert shared.exists(name(1)), "the head is there"
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "incomplete")]
+    assert not shared.exists(name(1))
+    assert shared.put(name(1), value) is Status.OK
+    assert shared.get(name(1)) == value
+
+
+def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
+    pool: Pool, shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    before = pool.keys()
+    shared.put(name(1), some(1000))
+    (key,) = pool.keys() - before
+    with pool.bare_client() as client:
+        good = bytearray(client.get(key))
+        good[500] ^= 1
+        assert client.upsert(key, bytes(good)) == 0
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "corrupt")]
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "float32:0,9999999999999999999",
+        "uint8:2147483648,8589934592,0",
+        "float32:4294967296,4294967296",
+        "nn:0",
+        "load:",
+    ],
+)
+def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(
+    pool: Pool, shared: ObjectCache, name: Callable[[object], str], form: str
+) -> None:
+    planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])
+    assert planted is not None
+    payload = PartHeader.of(0, 0, 0, PART, planted).packed()
+    sealed = bytearray(len(payload) + TRAILER_BYTES)
+    sealed[: len(payload)] = payload
+    seal(key, memoryview(sealed), len(payload))
+    with pool.bare_client() as client:
+        assert client.put(key, bytes(sealed)) == 0
+    assert shared.get_tensor(name(1)) is None
+    assert shared.get_many([name(1)]) == [ObjectOutcome(b"")]
+
+
+def test_after_its_deadline_a_read_of_thousands_of_parts_ends(
+    shared: ObjectCache, name: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ObjectCache(shared.backend, "small parts", part_bytes=8)
+    value, deadline, asked = some(8 * 500), Deadline(None), 0
+    assert cache.put(name(1), value) is Status.OK
+    reads = cache.backend.batched_get
+
+    def cut_soon(keys: list[str], **options: Any) -> Iterator[Fetched]:
+        nonlocal asked
+        for fetched in reads(keys, **options):
+            asked += 1
+            if asked == 10:
+                deadline.cut()
+            yield fetched
+
+    monkeypatch.setattr(cache.backend, "batched_get", cut_soon)
+    assert cache.get_many([name(1)], timeout=deadline) == [ObjectOutcome(None, "timeout")]
+    assert asked == 10
+    monkeypatch.undo()
+    assert cache.get(name(1)) == value
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda cache: cache.put("a", bytes(MOST + 1)), "up to 40000 bytes"),
+        (lambda cache: cache.put("a", "text"), "got str"),
+        (lambda cache: cache.put("a", 5), "got int"),
+        (lambda cache: cache.put(5, b""), "must be str or bytes, got int"),
+        (lambda cache: cache.put("a", torch.eye(3).to_sparse()), "dense"),
+        (lambda cache: cache.put("a", torch.empty(3, device="meta")), "have data, got .* on meta"),
+        (lambda cache: cache.put("a", torch.zeros([1] * 12)), "9 dimensions"),
+        (lambda cache: ObjectCache(cache.backend, b"name", part_bytes=1), "namespace must be a str, got bytes"),
+        (lambda cache: cache.put("a", memoryview(bytes(8))[::2]), "contiguous"),
+        (lambda cache: cache.put_many(["a"], []), "one value for each name"),
+        (lambda cache: cache.put_many("ab", [b"", b""]), "a sequence of names"),
+        (lambda cache: cache.put_many(["a"], [b""], forms=[]), "one form for each name"),
+        (lambda cache: cache.read_into(["a"], []), "one buffer for each name"),
+        (lambda cache: cache.read_into(["a"], [b"abc"]), "writable"),
+        (lambda cache: cache.read_into(["a"], [torch.zeros(4, 4).T]), "contiguous"),
+        (lambda cache: cache.read_into(["a"], ["abc"]), "got str"),
+    ],
+)
+def test_mistakes_of_the_caller_raise_before_anything_moves(
+    shared: ObjectCache, call: Callable[[ObjectCache], object], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        call(shared)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"part_bytes": 0}, {"part_bytes": -5}, {"part_bytes": 1 << 40}, {"most_bytes": -1}, {"most_bytes": 1 << 60}],
+)
+def test_sizes_that_do_not_fit_are_refused(pool: Pool, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        ObjectCache.open(pool.settings(), "x", **options)
+
+
+def test_a_master_without_an_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="no address"):
+        ObjectCache.open(NodeSettings(master=""), "x")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_many_more_values_than_staging_memory_holds(pool: Pool, name: Callable[[object], str]) -> None:
+    settings = pool.settings(transfer={"staging_size": 8 * 8192})
+    with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
+        cache.wait_available(60)
+        names, values = [name(n) for n in range(60)], [some(3 * PART + n) for n in range(60)]
+        assert cache.put_many(names, values) == [Status.OK] * 60
+        assert [one.value for one in cache.get_many(names)] == values
+        wait_for(lambda: cache.backend.memory.pool.in_use == 0, what="all memory free")
+
+
+def test_tiers_keep_values_of_any_size(
+    make: Callable[..., ObjectCache], name: Callable[[object], str], tmp_path: Path, pool: Pool
+) -> None:
+    tiers = (
+        LocalTier(capacity=ByteSize(8 * 8192)),
+        DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True),
+        MooncakeTier(),
+    )
+    cache, before = make(tiers=tiers), pool.keys()
+    names, values = [name(n) for n in range(20)], [some(n * 500) for n in range(20)]
+    assert cache.put_many(names, values) == [Status.OK] * 20
+    with pool.bare_client() as client:
+        for key in pool.keys() - before:
+            client.remove(key, True)
+    found = [one.value for one in cache.get_many(names)]
+    assert found == values, "from memory and disk alone"
+    assert [one.value for one in cache.get_many(names[::-1])] == values[::-1]
+
+
+def test_with_disk_alone_no_pool_is_needed(tmp_path: Path, pool: Pool, name: Callable[[object], str]) -> None:
+    settings = msgspec.structs.replace(
+        pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20)),))), master="none:1"
+    )
+    for turn in range(2):
+        with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
+            cache.wait_available(60)
+            assert cache.get(name(1)) == (b"kept" if turn else None)
+            assert cache.put(name(1), b"kept") is Status.OK
+            wait_for(lambda cache=cache: cache.get(name(1)) == b"kept", what="the write behind")
+
+
+# --- asyncio ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(
+    make: Callable[..., ObjectCache], name: Callable[[object], str]
+) -> None:
+    cache = make()
+    go, busy = threading.Event(), threading.Event()
+
+    class Slow:
+        available = True
+        forked = False
+
+        def get_many(self, names: list[str], timeout: Deadline) -> list[ObjectOutcome]:
+            busy.set()
+            go.wait(60)
+            return cache.get_many(names, timeout=timeout)
+
+        def close(self) -> None:
+            cache.close()
+
+    async def use() -> None:
+        slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)  # type: ignore[arg-type]
+        first, second = asyncio.create_task(slow.get_many([name(1)])), asyncio.create_task(slow.get_many([name(2)]))
+        while not busy.is_set():
+            await asyncio.sleep(0.01)
+        assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "overloaded")]
+        assert await slow.get_many([name(3)], timeout=0.01) == [ObjectOutcome(None, "overloaded")]
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        go.set()
+        assert await first == [ObjectOutcome(None, "missing")]
+        await slow.close()
+        await slow.close()
+        assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "closed")]
+
+    asyncio.run(use())
+
+
+def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(
+    shared: ObjectCache, name: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, staged, when = bytearray(b"a" * (4 * PART)), 0, 0
+    stage = shared.backend.stage
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stage_slowly(**options: Any) -> object:
+        nonlocal staged
+        staged += 1
+        if staged == when:
+            reached.set()
+            go_on.wait(60)
+        return stage(**options)
+
+    async def use() -> bytes | None:
+        cache = AsyncObjectCache(ObjectCache(shared.backend, "shared", part_bytes=PART), threads=1)
+        put = asyncio.create_task(cache.put(name(when), value))
+        assert await asyncio.to_thread(reached.wait, 60)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        value[:] = b"b" * len(value)
+        go_on.set()
+        found = await cache.get(name(when))  # on the thread that the put was on
+        await asyncio.to_thread(cache._threads.close, 60)
+        return found
+
+    monkeypatch.setattr(shared.backend, "stage", stage_slowly)
+    for when in range(1, 5):  # before each part, and last the head  # noqa: B007 - the functions above use it
+        value[:], staged = b"a" * len(value), 0
+        reached.clear()
+        go_on.clear()
+        assert asyncio.run(use()) is None
+
+
+def test_a_loop_puts_and_gets_many_at_once(make: Callable[..., ObjectCache], name: Callable[[object], str]) -> None:
+    async def use() -> None:
+        async with AsyncObjectCache(make()) as cache:
+            put = await asyncio.gather(*(cache.put(name(n), some(n)) for n in range(40)))
+            assert put == [Status.OK] * 40
+            assert await asyncio.gather(*(cache.get(name(n)) for n in range(40))) == [some(n) for n in range(40)]
+            assert await cache.exists(name(3))
+            await cache.put(name("t"), torch.arange(3))
+            tensor = await cache.get_tensor(name("t"))
+            assert tensor is not None
+            assert tensor.tolist() == [0, 1, 2]
+            assert await cache.remove(name(3)) is Status.OK
+            with pytest.raises(ValueError, match="got int"):
+                await cache.put(name("t"), 5)  # type: ignore[arg-type]
+
+    asyncio.run(use())
+
+
+# --- the format -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [None, TensorForm("float32", (3, 4)), TensorForm("bool", ())])
+@pytest.mark.parametrize(("count", "number"), [(0, 0), (10, 0), (PART, 0), (PART + 1, 1), (5 * PART, 4)])
+def test_a_header_is_read_as_it_was_written(count: int, number: int, form: TensorForm | None) -> None:
+    header = PartHeader.of(count, 7, number, PART, form)
+    start = header.packed()
+    assert len(start) == header.offset <= OVERHEAD
+    assert PartHeader.parsed(start + bytes(300), header.payload_bytes) == header
+    assert PartHeader.parsed(start, header.payload_bytes + 1) is None
+
+
+def test_bytes_of_others_are_no_header_and_never_raise() -> None:
+    rng = random.Random(5)
+    good = PartHeader.of(3 * PART, 7, 1, PART, None).packed()
+    for _ in range(20_000):
+        raw = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        header = PartHeader.parsed(bytes(raw), PART + 64)
+        if header is not None:
+            assert 0 <= header.data.start <= header.data.stop <= header.value_bytes
+            assert header.offset == 64
+            assert header.data.stop - header.data.start == PART
+    for size in range(200):
+        assert PartHeader.parsed(rng.randbytes(size), size) is None
+
+
+def test_keys_say_their_format() -> None:
+    keys = ValueKeys("a", 1)
+    assert all(key.startswith(f"{KEY_FORMAT}/") for key in keys.heads(["a", b"a"]))
+    assert len(set(keys.heads(["a", b"a"]) + ValueKeys("b", 1).heads(["a"]) + ValueKeys("a", 2).heads(["a"]))) == 4
+
+
+def test_in_a_forked_child_everything_is_a_miss_and_close_returns(
+    shared: ObjectCache, name: Callable[[object], str]
+) -> None:
+    shared.put(name(1), b"value")
+    for_loops = AsyncObjectCache(shared)
+    child = os.fork()
+    if not child:  # nothing that pytest has registered may run in it
+        lost = (
+            shared.get(name(1)) is None
+            and shared.put(name(2), b"") is Status.CLOSED
+            and shared.exists_many([name(1)]) == [Status.CLOSED]
+            and not shared.available
+            and asyncio.run(for_loops.exists_many([name(1)])) == [Status.CLOSED]
+        )
+        asyncio.run(for_loops.close())
+        shared.close()
+        os._exit(0 if lost else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared.get(name(1)) == b"value"
+    assert for_loops._threads.close(60)

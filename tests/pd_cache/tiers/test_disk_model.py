@@ -1,0 +1,126 @@
+"""A disk tier beside a dictionary, while things turn up in its folder, files get lost, and it is opened again and again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tiers.disk_files import digest_of
+from tests.support.backends import Subject, make_disk, make_memory
+from tests.support.disks import PAYLOAD, disk_of, file_of, value
+from transfer.errors import Status
+
+ODDITIES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a loop": lambda path: path.symlink_to(path),
+    "a link": lambda path: path.symlink_to("/dev/zero"),
+    "an empty file": Path.touch,
+    "zeros": lambda path: path.write_bytes(bytes(102_400)),
+    "too much": lambda path: path.write_bytes(bytes(200_000)),
+}
+REASONS = {"missing", "unreadable", "truncated", "foreign"}
+KEYS = [f"k{n}" for n in range(10)]
+some_keys = st.lists(st.sampled_from(KEYS), max_size=6, unique=True)
+
+
+class DiskModel(RuleBasedStateMachine):
+    """`spoiled` are keys of the model whose file was replaced and not read since."""
+
+    @initialize(direct=st.booleans())
+    def start(self, direct: bool) -> None:
+        self.path = Path(tempfile.mkdtemp())
+        self.direct = direct
+        self.model: set[str] = set()
+        self.spoiled: set[str] = set()
+        self.open()
+
+    def open(self) -> None:
+        metrics = CacheMetrics()
+        disk = make_disk(make_memory(PAYLOAD, 24), self.path, 16, metrics=metrics, direct=self.direct)
+        disk.wait_available(10)
+        self.subject = Subject(disk, {"disk": disk}, metrics)
+
+    @rule()
+    def open_again(self) -> None:
+        self.subject.backend.close()
+        self.open()
+
+    @rule(keys=some_keys)
+    def put(self, keys: list[str]) -> None:
+        assert self.subject.put({key: value(key) for key in keys}) == [Status.OK] * len(keys)
+        self.model.update(keys)
+
+    @rule(keys=some_keys)
+    def get(self, keys: list[str]) -> None:
+        for key, outcome in zip(keys, self.subject.get(keys), strict=True):
+            if key in self.spoiled and outcome in REASONS:
+                self.model.discard(key)
+                self.spoiled.discard(key)
+            else:  # a spoiled one may have been found when the folder was opened, and written again
+                assert outcome == (value(key) if key in self.model else "missing")
+
+    @rule(keys=some_keys)
+    def remove(self, keys: list[str]) -> None:
+        for key, status in zip(keys, self.subject.backend.batched_remove(keys), strict=True):
+            assert key in self.spoiled or (status is Status.OK) == (key in self.model)
+            self.model.discard(key)
+            self.spoiled.discard(key)
+
+    @rule(key=st.sampled_from(KEYS), oddity=st.sampled_from(sorted(ODDITIES)))
+    def spoil(self, key: str, oddity: str) -> None:
+        if key in self.model and key not in self.spoiled:
+            path = file_of(self.subject, key)
+            path.unlink()
+            ODDITIES[oddity](path)
+            self.spoiled.add(key)
+
+    @rule(name=st.sampled_from(["tmp/1", "tmp/ff", "zz", "note-1", "readme", "stray-1", "00/\udcff", "00/x-1"]))
+    def litter(self, name: str) -> None:
+        path = disk_of(self.subject).folder.root / name
+        if path.parent.is_dir() and not os.path.lexists(path):
+            path.write_text("not ours")
+
+    @rule()
+    def tidy_up(self) -> None:
+        shutil.rmtree(disk_of(self.subject).folder.root / "tmp", ignore_errors=True)
+
+    @invariant()
+    def well(self) -> None:
+        if not hasattr(self, "subject"):
+            return
+        self.subject.check_integrity()
+        disk = disk_of(self.subject)
+        assert disk.health.writable
+        assert self.subject.count("pd_cache_tier_failures_total") == 0
+        assert disk.index.held == disk._read_slots.taken == disk._write_slots.taken == 0
+        assert self.subject.backend.memory.pool.in_use == 0
+        held = disk.index.contains([digest_of(key) for key in KEYS])
+        for key, there in zip(KEYS, held, strict=True):
+            assert key in self.spoiled or there == (key in self.model)
+
+    def teardown(self) -> None:
+        if hasattr(self, "subject"):
+            self.subject.backend.close()
+            ours = [path for path in self.path.glob("*/0/??/*") if stat.S_ISREG(path.lstat().st_mode)]
+            assert len(ours) <= 16 + len(KEYS)
+            shutil.rmtree(self.path)
+
+
+def test_whatever_turns_up_in_its_folder_a_disk_tier_keeps_what_was_put() -> None:
+    run_state_machine_as_test(
+        DiskModel,
+        settings=settings(
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

@@ -1,0 +1,601 @@
+"""Several tiers as one: who is asked, what is promoted, who is waited for; and the engine over such tiers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd_cache.tiers
+from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, StorageTier
+from pd_cache.engine import CacheEngineBuilder
+from pd_cache.metrics import CacheMetrics
+from pd_cache.tiers import open_backend
+from pd_cache.tiers.disk import LocalDiskBackend
+from pd_cache.tiers.disk_files import DiskHealth, DiskState, ObjectFolder
+from pd_cache.tiers.hybrid import HybridBackend, Tier
+from pd_cache.tiers.local import LocalBackend
+from pd_cache.tiers.memory import ObjectMemory
+from pd_cache.tiers.mooncake import MooncakeBackend
+from pd_cache.tiers.pipelined import PipelinedBackend
+from tests.support.backends import Subject, count, make_disk, make_local, make_memory, make_subject
+from tests.support.engines import CHUNK, Host, host, random_slots
+from tests.support.kv import holds_token
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import ByteSize, TransferSettings
+
+PAYLOAD = 5000
+SMALL = TransferSettings(staging_size=ByteSize(1 << 20))
+
+
+def value(n: object) -> bytes:
+    return random.Random(str(n)).randbytes(PAYLOAD)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+    subjects: list[Subject] = []
+
+    def make_one(kind: str = "hybrid(local+disk)", **options: Any) -> Subject:
+        subjects.append(make_subject(kind, PAYLOAD, tmp_path / str(len(subjects)), None, **options))
+        return subjects[-1]
+
+    try:
+        yield make_one
+    finally:
+        for subject in subjects:
+            subject.backend.close()
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free")
+
+
+def hybrid_of(subject: Subject) -> HybridBackend:
+    assert isinstance(subject.backend, HybridBackend)
+    return subject.backend
+
+
+def holds(subject: Subject, tier: str, key: str) -> bool:
+    return subject.bases[tier].batched_contains([key]) == [Status.OK]
+
+
+def disk_health(subject: Subject) -> DiskHealth:
+    disk = subject.bases["disk"]
+    assert isinstance(disk, LocalDiskBackend)
+    return disk.health
+
+
+def only_on_disk(subject: Subject, *keys: str) -> None:
+    subject.put({key: value(key) for key in keys})
+    assert subject.bases["local"].batched_remove(list(keys)) == [Status.OK] * len(keys)
+
+
+# --- promotion -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(make: Callable[..., Subject]) -> None:
+    subject = make()
+    only_on_disk(subject, "k")
+    (fetched,) = subject.backend.batched_get(["k"])
+    assert fetched.payload is not None
+    assert not holds(subject, "local", "k"), "it might be damaged"
+    assert fetched.check() == ""
+    local = subject.bases["local"]
+    (again,) = local.batched_get(["k"])
+    assert again.payload is not None
+    fetched.payload[:1] = b"!"  # the same memory
+    assert bytes(again.payload[:1]) == b"!"
+    fetched.release()
+    again.release()
+
+
+def test_promotion_on_the_second_hit_waits_for_it(make: Callable[..., Subject]) -> None:
+    subject = make(promote="second_hit")
+    only_on_disk(subject, "k")
+    for hits, promoted in ((1, False), (2, True)):
+        assert subject.get(["k"]) == [value("k")]
+        assert holds(subject, "local", "k") == promoted
+        assert subject.count("pd_cache_tier_hits_total", tier="disk") == hits
+    assert subject.get(["k"]) == [value("k")]
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == 1
+
+
+def test_promotion_never_is_never(make: Callable[..., Subject]) -> None:
+    subject = make(promote="never")
+    only_on_disk(subject, "k")
+    for _ in range(3):
+        assert subject.get(["k"]) == [value("k")]
+    assert not holds(subject, "local", "k")
+
+
+def test_a_promotion_makes_room_but_never_from_what_is_being_read(make: Callable[..., Subject]) -> None:
+    subject = make(objects=2)
+    subject.put({key: value(key) for key in "ab"})
+    subject.put({"c": value("c")})
+    held = list(subject.backend.batched_get(["b", "c"]))
+    assert [bytes(one.payload) for one in held if one.payload is not None] == [value("b"), value("c")]
+    assert subject.get(["b"]) == [value("b")]
+    for one in held:
+        one.release()
+    assert len(subject.bases["local"].index) == 2  # type: ignore[attr-defined]
+
+
+# --- who is asked ----------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """What a backend was asked, by method."""
+
+    def __init__(self, backend: Any, monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        for name in methods:
+            monkeypatch.setattr(backend, name, self._spy(name, getattr(backend, name)))
+
+    def _spy(self, name: str, real: Any) -> Any:
+        def call(keys: Any, *arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, list(keys)))
+            return real(keys, *arguments, **options)
+
+        return call
+
+
+def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = make()
+    subject.put({key: value(key) for key in "abcd"})
+    subject.bases["local"].batched_remove(["b", "d"])
+    asked = Asked(subject.bases["disk"], monkeypatch, "batched_contains", "batched_get")
+    assert subject.backend.batched_contains(["a", "b", "c", "x", "d"]) == [
+        Status.OK, Status.OK, Status.OK, Status.MISSING, Status.OK,
+    ]  # fmt: skip
+    assert asked.calls == [("batched_contains", ["b", "x", "d"])]
+    asked.calls.clear()
+    assert subject.backend.batched_contains(["a", "c"]) == [Status.OK] * 2
+    assert asked.calls == []
+    assert subject.get(["a", "b", "c"]) == [value(key) for key in "abc"]
+    assert asked.calls == [("batched_get", ["b"])]
+
+
+def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = list(range(5000, 5000 + 4 * CHUNK))
+    model = uuid.uuid4().hex
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    slots = list(range(len(tokens)))
+    with tiered(pool, tiers, model=model) as node, host(pool, model=model) as other:
+        other.compute(tokens, slots)
+        other.store(tokens, slots)
+        assert sum(node.retrieve(tokens[: 2 * CHUNK], slots[: 2 * CHUNK])) == 2 * CHUNK, "two chunks are promoted"
+        hybrid = node.engine.backend
+        assert isinstance(hybrid, HybridBackend)
+        store = hybrid.tiers[-1].backend.store  # type: ignore[attr-defined]
+        asked = Asked(store, monkeypatch, "batch_exist")
+        assert node.lookup(tokens) == len(tokens), "the union of the tiers"
+        assert asked.calls == [("batch_exist", node.keys(tokens)[2:])]
+
+
+def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = make()
+    only_on_disk(subject, "k")
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
+    assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
+    assert subject.get(["k"]) == ["tier_off"]
+    assert subject.backend.available, "memory still is"
+    assert subject.put({"new": value("new")}) == [Status.TIER_OFF], "it blocks, and is the last"
+    assert subject.get(["new"]) == [value("new")]
+    assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
+
+
+def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = make()
+    subject.put({"both": value("both"), "memory": value("memory"), "disk": value("disk")})
+    subject.bases["disk"].batched_remove(["memory"])
+    subject.bases["local"].batched_remove(["disk"])
+    keys = ["both", "memory", "disk", "none"]
+    assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
+    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
+    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
+    assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
+
+
+def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Callable[..., Subject]) -> None:
+    subject = make(promote="never", slots=3, objects=32)
+    keys = [f"k{n}" for n in range(24)]
+    for key in keys:
+        subject.put({key: value(key)})
+    subject.bases["local"].batched_remove(keys[1::2])
+    expected = [value(key) for key in keys]
+    outcomes: list[Any] = []
+    readers = [threading.Thread(target=lambda: outcomes.append(subject.get(keys))) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert outcomes == [expected] * 4
+
+
+def named(calls: list[tuple[str, list[str]]], method: str) -> list[list[str]]:
+    return [keys for name, keys in calls if name == method]
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3], ids=["a wiped folder", "every other file", "two of three files"])
+def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    subject = make("hybrid(local+disk)", promote="never", objects=64)
+    keys = [f"k{n}" for n in range(64)]
+    for start in range(0, len(keys), 8):
+        subject.put({key: value(key) for key in keys[start : start + 8]})
+    local, disk = subject.bases["local"], subject.bases["disk"]
+    assert isinstance(local, LocalBackend)
+    lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
+    # known to the index when it is asked, and gone when they are read
+    local.batched_remove(lost)
+    monkeypatch.setattr(local, "batched_contains", lambda asked, **_: [Status.OK] * len(asked))
+    first, second = (Asked(one, monkeypatch, "batched_contains", "batched_get") for one in (local, disk))
+    assert subject.get(keys) == [value(key) for key in keys]
+    assert len(named(first.calls, "batched_contains")) == 1
+    assert sum(map(len, named(first.calls, "batched_get"))) <= 4 * len(keys)
+    assert [key for asked in named(second.calls, "batched_get") for key in asked] == lost, "each once"
+    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="missing") == len(lost)
+    if not kept:
+        assert len(second.calls) == 1, "what is lost in a row is read in one go"
+
+
+# --- writing behind --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writes that wait for an event; it is set in the end in any case."""
+    go_on = threading.Event()
+    write = ObjectFolder.write
+
+    def slow(self: ObjectFolder, digest: str, pages: memoryview) -> str:
+        go_on.wait(60)
+        return write(self, digest, pages)
+
+    monkeypatch.setattr(ObjectFolder, "write", slow)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+
+
+def make_behind(tmp_path: Path, backlog: int) -> Subject:
+    """Memory that is waited for, and a disk that is not."""
+    metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 40)
+    local, disk = make_local(memory, 16, metrics=metrics), make_disk(memory, tmp_path, 16, metrics=metrics)
+    disk.wait_available(60)
+    hybrid = HybridBackend(
+        [Tier(local, metrics.tier("local")), Tier(disk, metrics.tier("disk"), blocking=False)], backlog=backlog
+    )
+    return Subject(hybrid, {"local": local, "disk": disk}, metrics)
+
+
+def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_disk: threading.Event) -> None:
+    subject = make_behind(tmp_path, backlog=8)
+    try:
+        assert subject.put({f"k{n}": value(n) for n in range(4)}) == [Status.OK] * 4
+        assert not holds(subject, "disk", "k0")
+        assert subject.get(["k0"]) == [value(0)]
+        assert not hybrid_of(subject).flush(0.05)
+        slow_disk.set()
+        assert hybrid_of(subject).flush(60)
+        assert all(holds(subject, "disk", f"k{n}") for n in range(4))
+    finally:
+        slow_disk.set()
+        subject.backend.close()
+
+
+def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = threading.Semaphore(0)
+    write = ObjectFolder.write
+
+    def one_a_turn(self: ObjectFolder, digest: str, pages: memoryview) -> str:
+        assert turns.acquire(timeout=20)
+        return write(self, digest, pages)
+
+    monkeypatch.setattr(ObjectFolder, "write", one_a_turn)
+    metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
+    disk = make_disk(memory, tmp_path, 40, metrics=metrics)
+    disk.wait_available(10)
+    hybrid = HybridBackend([Tier(disk, metrics.tier("disk"), blocking=True)])
+    outcomes, staged, stored, most = [], [], 0, 0
+    try:
+        while stored < 40:
+            lent = hybrid.stage(timeout=0.0) if stored + len(staged) < 40 and len(staged) < 4 else None
+            if lent is None and not staged:
+                turns.release(4)
+                lent = hybrid.stage(timeout=20.0)
+                assert lent is not None, "it waited for the disk"
+            if lent is not None:
+                staged.append(lent)
+            else:
+                outcomes.append(hybrid.batched_put([f"k{stored + n}" for n in range(len(staged))], staged))
+                stored += len(staged)
+                staged = []
+            most = max(most, memory.pool.in_use)
+        for _ in range(40):
+            turns.release()
+        assert [status for outcome in outcomes for status in outcome.results()] == [Status.OK] * 40
+        assert most <= 8, "half of the memory"
+    finally:
+        for _ in range(40):
+            turns.release()
+        hybrid.close()
+
+
+def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Path, slow_disk: threading.Event) -> None:
+    subject = make_behind(tmp_path, backlog=3)
+    try:
+        assert subject.put({f"k{n}": value(n) for n in range(2)}) == [Status.OK] * 2
+        assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [Status.OK] * 3
+        assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
+        slow_disk.set()
+        assert hybrid_of(subject).flush(60)
+        assert [holds(subject, "disk", f"k{n}") for n in range(5)] == [True] * 3 + [False] * 2
+    finally:
+        slow_disk.set()
+        subject.backend.close()
+
+
+def test_close_flushes_what_is_written_behind(tmp_path: Path) -> None:
+    subject = make_behind(tmp_path, backlog=16)
+    subject.put({f"k{n}": value(n) for n in range(12)})
+    subject.backend.close()
+    disk = make_disk(make_memory(PAYLOAD, 8), tmp_path, 16)
+    disk.wait_available(60)
+    try:
+        assert disk.batched_contains([f"k{n}" for n in range(12)]) == [Status.OK] * 12
+    finally:
+        disk.close()
+
+
+# --- composed from the settings --------------------------------------------------------------------------------------
+
+
+def tiered(pool: Pool, tiers: tuple[StorageTier, ...], **options: Any) -> Any:
+    return host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **options)
+
+
+def disk_tier(tmp_path: Path, **options: Any) -> DiskTier:
+    return DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20), **options)
+
+
+def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: Path) -> None:
+    tiers = (
+        LocalTier(capacity=ByteSize(1 << 20), policy="s3fifo"),
+        disk_tier(tmp_path, blocking=False, promote="second_hit"),
+        MooncakeTier(),
+    )
+    metrics = CacheMetrics()
+    backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)
+    try:
+        assert isinstance(backend, HybridBackend)
+        kinds = [type(tier.backend) for tier in backend.tiers]
+        assert kinds == [LocalBackend, LocalDiskBackend, MooncakeBackend]
+        assert [(tier.blocking, tier.promote) for tier in backend.tiers] == [
+            (True, "always"), (False, "second_hit"), (True, "never"),
+        ]  # fmt: skip
+        assert len({id(tier.backend.memory.pool) for tier in backend.tiers}) == 1
+        staging = (16 << 20) // 8192
+        assert backend.memory.pool.slots == staging + (1 << 20) // 8192, "the local tier's budget comes on top"
+    finally:
+        backend.close()
+
+
+def test_the_pool_alone_is_not_wrapped_and_reads_ahead_unless_told_otherwise(pool: Pool) -> None:
+    for pipelined in (True, False):
+        config = CacheConfig(tiers=(MooncakeTier(pipelined=pipelined),))
+        backend = open_backend(pool.settings(config), PAYLOAD)
+        assert isinstance(backend, MooncakeBackend)
+        assert (backend.read_ahead > 1) == pipelined
+        backend.close()
+
+
+def test_local_tiers_alone_need_no_pool(tmp_path: Path) -> None:
+    settings = NodeSettings(
+        master="nobody:1",
+        cache=CacheConfig(
+            tiers=(LocalTier(capacity=ByteSize(1 << 20)), disk_tier(tmp_path), disk_tier(tmp_path / "b"))
+        ),
+    )
+    metrics = CacheMetrics()
+    backend = open_backend(settings, PAYLOAD, metrics=metrics)
+    try:
+        backend.wait_available(60)
+        subject = Subject(backend, {}, metrics)
+        assert subject.put({"k": value("k")}) == [Status.OK]
+        assert subject.get(["k"]) == [value("k")]
+        assert isinstance(backend, HybridBackend)
+        assert backend.flush(60)
+        assert count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192
+    finally:
+        backend.close()
+
+
+def test_memory_on_a_device_reads_ahead_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_the_cpu(memory: ObjectMemory, tier: LocalTier, *_: Any) -> Any:
+        assert tier.device == "cuda"
+        return make_local(memory, 16, on_device=True)
+
+    monkeypatch.setattr(pd_cache.tiers, "open_local", on_the_cpu)
+    config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20), device="cuda"),))
+    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=SMALL), PAYLOAD)
+    try:
+        assert isinstance(backend, HybridBackend)
+        assert isinstance(backend.tiers[0].backend, PipelinedBackend)
+        subject = Subject(backend, {}, CacheMetrics())
+        subject.put({f"k{n}": value(n) for n in range(6)})
+        assert subject.get([f"k{n}" for n in range(7)]) == [*(value(n) for n in range(6)), "missing"]
+    finally:
+        backend.close()
+
+
+def test_less_staging_than_one_chunk_needs_is_a_mistake_that_is_named() -> None:
+    with pytest.raises(ValueError, match="holds no slot"):
+        open_backend(
+            NodeSettings(
+                master="nobody:1",
+                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)),
+                transfer=TransferSettings(staging_size=ByteSize(100)),
+            ),
+            PAYLOAD,
+        )
+
+
+# --- the engine over tiers -------------------------------------------------------------------------------------------
+
+
+def loaded(node: Host, tokens: list[int], slots: list[int]) -> bool:
+    return all(holds_token(node.cache, node.layout, tokens[: n + 1], slot) for n, slot in enumerate(slots))
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, tmp_path: Path, policy: Any) -> None:
+    """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the time."""
+    rng, model = random.Random(3), uuid.uuid4().hex
+    chunk = 4096  # bytes in memory and on disk; the payload is smaller
+    tiers = (
+        LocalTier(capacity=ByteSize(6 * chunk), policy=policy),
+        DiskTier(path=str(tmp_path), capacity=ByteSize(20 * chunk), blocking=True),
+        MooncakeTier(),
+    )
+    prompts = [[rng.randrange(1000) for _ in range(4 * CHUNK)] for _ in range(12)]
+    with tiered(pool, tiers, model=model) as node:
+        for tokens in prompts:
+            slots = random_slots(rng, len(tokens), True)
+            node.compute(tokens, slots)
+            assert node.store(tokens, slots) == len(tokens)
+        for _ in range(40):
+            tokens = rng.choice(prompts)
+            slots = random_slots(rng, len(tokens), rng.random() < 0.5)
+            assert node.lookup(tokens) == len(tokens)
+            assert node.retrieve(tokens, slots) == [True] * len(tokens)
+            assert loaded(node, tokens, slots)
+        hits = {
+            tier: count(node.engine.metrics, "pd_cache_tier_hits_total", tier=tier)
+            for tier in ("local", "disk", "mooncake")
+        }
+        assert sum(hits.values()) == 40 * 4
+        assert all(hits.values()), f"every tier served some: {hits}"
+
+
+def test_without_its_pool_a_node_does_not_know_the_epoch_and_serves_its_own_tiers_again_when_the_pool_is_back(
+    make_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    pool = make_pool().start()
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    tokens, new = list(range(3 * CHUNK)), list(range(9000, 9000 + CHUNK))
+    slots = list(range(len(tokens)))
+    options: dict[str, Any] = {"timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
+    with tiered(pool, tiers, **options) as node:
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == len(tokens)
+        pool.kill("store-0")
+        pool.kill("master")
+        node.lookup(new)
+        wait_for(lambda: node.lookup(new) == 0 and not pool_of(node).available, 20)
+        assert node.engine.available, "the memory is"
+        other = list(range(128, 128 + len(tokens)))
+        assert node.lookup(tokens) == 0, "another node may have reset the model"
+        assert not any(node.retrieve(tokens, other))
+        assert node.store(new, slots[:CHUNK]) == 0, "the weights' version is not known, either"
+        assert node.troubles("store")["epoch_unknown"] >= 1
+        assert node.troubles("lookup").keys() >= {"pool_down"}
+        pool.start("master")
+        wait_for(lambda: node.lookup(tokens) == len(tokens), 30, "the pool's answer")
+        assert node.retrieve(tokens, other) == [True] * len(tokens)
+        assert loaded(node, tokens, other)
+
+
+def pool_of(node: Host) -> MooncakeBackend:
+    hybrid = node.engine.backend
+    assert isinstance(hybrid, HybridBackend)
+    backend = hybrid.tiers[-1].backend
+    assert isinstance(backend, MooncakeBackend)
+    return backend
+
+
+def test_what_the_pool_lost_is_stored_again_although_this_node_has_it(pool: Pool) -> None:
+    tokens = list(range(7000, 7000 + 2 * CHUNK))
+    slots = list(range(len(tokens)))
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    with tiered(pool, tiers) as node:
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == len(tokens)
+        assert node.store(tokens, slots) == 0
+        assert pool_of(node).store.remove(node.keys(tokens)[1:], timeout=60, force=True) == [Status.OK]
+        assert node.lookup(tokens) == len(tokens), "the memory still has both"
+        assert node.store(tokens, slots) == CHUNK
+        assert pool_of(node).batched_contains(node.keys(tokens)) == [Status.OK] * 2
+
+
+def test_a_restarted_node_finds_its_disk(tmp_path: Path, pool: Pool) -> None:
+    model, tokens = uuid.uuid4().hex, list(range(3 * CHUNK))
+    slots = list(range(len(tokens)))
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), disk_tier(tmp_path, blocking=True))
+    with tiered(pool, tiers, model=model) as node:
+        node.compute(tokens, slots)
+        assert node.store(tokens, slots) == len(tokens)
+    with tiered(pool, tiers, model=model) as node:
+        assert node.retrieve(tokens, slots) == [True] * len(tokens)
+        assert loaded(node, tokens, slots)
+        assert count(node.engine.metrics, "pd_cache_tier_hits_total", tier="disk") == 3
+
+
+def test_the_builder_gives_the_tiers_the_engines_metrics(pool: Pool) -> None:
+    with tiered(pool, (LocalTier(capacity=ByteSize(1 << 20)),)) as node:
+        node.store(list(range(CHUNK)), list(range(CHUNK)))
+        assert count(node.engine.metrics, "pd_cache_tier_bytes", tier="local") > 0
+        assert CacheEngineBuilder.get("nobody") is None
+
+
+def test_tiers_of_different_memories_are_refused(tmp_path: Path) -> None:
+    one, other = make_local(make_memory(PAYLOAD, 4), 2), make_local(make_memory(PAYLOAD, 4), 2)
+    counts = CacheMetrics().tier("x")
+    with pytest.raises(ValueError, match="share one memory"):
+        HybridBackend([Tier(one, counts), Tier(other, counts)])
+    with pytest.raises(ValueError, match="at least one tier"):
+        HybridBackend([])
+
+
+def levels(metrics: CacheMetrics) -> dict[str, float]:
+    names = ("staging_bytes", "staging_used_bytes", "pool_up")
+    values = {name: metrics.registry.get_sample_value(f"pd_cache_{name}") for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(
+    pool: Pool,
+) -> None:
+    metrics = CacheMetrics()
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)
+    try:
+        backend.wait_available(60)
+        staging = (16 << 20) // 8192 * 8192
+        assert levels(metrics) == {"staging_bytes": staging, "staging_used_bytes": 0, "pool_up": 1}
+        staged = backend.stage()
+        assert staged is not None
+        assert levels(metrics)["staging_used_bytes"] == 8192
+        assert isinstance(backend, HybridBackend)
+        assert backend.tiers[0].backend.batched_put(["kept"], [staged]).results() == [Status.OK]
+        assert levels(metrics)["staging_used_bytes"] == 0, "the local tier keeps it"
+    finally:
+        backend.close()
+    assert levels(metrics) == {}, "a closed backend has no levels"

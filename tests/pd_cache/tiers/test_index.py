@@ -1,0 +1,265 @@
+"""Eviction policies and the index: which entry goes, and that pinned ones never do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pd_cache.config import EvictionName
+from pd_cache.tiers.index import LFU, LRU, S3FIFO, Entry, EvictingIndex, EvictionPolicy, make_policy
+from transfer.errors import Status
+
+POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
+
+
+def nobody(key: str) -> bool:
+    return False
+
+
+def fill(policy: EvictionPolicy, keys: str) -> None:
+    for key in keys:
+        policy.added(key)
+
+
+def drain(policy: EvictionPolicy) -> str:
+    return "".join(policy.evict(nobody) for _ in range(len(policy)))
+
+
+def test_lru_evicts_the_least_recently_used_first() -> None:
+    policy = LRU()
+    fill(policy, "abcd")
+    policy.used("a")
+    policy.used("c")
+    policy.removed("d")
+    assert drain(policy) == "bac"
+
+
+def test_lfu_evicts_the_least_used_first_and_the_oldest_among_equals() -> None:
+    policy = LFU()
+    fill(policy, "abcd")
+    for key in "aabbc":
+        policy.used(key)
+    assert drain(policy) == "dcab"
+
+
+def test_lfu_stops_counting_and_then_goes_by_recency() -> None:
+    policy = LFU()
+    fill(policy, "ab")
+    for key in "a" * 500 + "b" * 100:
+        policy.used(key)
+    assert drain(policy) == "ab"
+
+
+def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue() -> None:
+    policy = S3FIFO(20)  # the small queue is a tenth: 2
+    fill(policy, "ab")
+    for _ in range(2):
+        policy.used("a")
+    # a was used twice while it was small and moves to the main queue; b was not, and goes
+    assert policy.evict(nobody) == "b"
+    fill(policy, "cdefgh")
+    assert [policy.evict(nobody) for _ in range(5)] == ["c", "d", "e", "f", "g"], "one-off keys do not push out a"
+
+
+def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue() -> None:
+    policy = S3FIFO(20)
+    fill(policy, "abc")
+    assert policy.evict(nobody) == "a"
+    fill(policy, "a")  # a ghost: straight into the main queue
+    fill(policy, "de")
+    assert [policy.evict(nobody) for _ in range(3)] == ["b", "c", "d"]
+    assert drain(policy) in ("ea", "ae")
+
+
+def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use() -> None:
+    policy = S3FIFO(20)
+    fill(policy, "xyz")
+    for _ in range(3):
+        policy.evict(nobody)
+    fill(policy, "xyz")  # all three in the main queue now
+    for _ in range(9):
+        policy.used("x")
+    policy.used("y")
+    assert drain(policy) == "zyx"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_victim_is_never_pinned_and_everyone_goes_once(name: EvictionName, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 30))
+    policy = make_policy(name, capacity)
+    held: set[str] = set()
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    for step in range(300):
+        if len(held) == capacity or (held and rng.random() < 0.3):
+            pinned = set(rng.sample(sorted(held), rng.randrange(len(held))))
+            victim = policy.evict(pinned.__contains__)
+            assert victim in held - pinned
+            held.remove(victim)
+        else:
+            key = rng.choice([str(step), str(rng.randrange(40))])
+            if key not in held:
+                policy.added(key)
+                held.add(key)
+        for key in rng.sample(sorted(held), min(2, len(held))):
+            policy.used(key)
+        if held and rng.random() < 0.1:
+            gone = rng.choice(sorted(held))
+            policy.removed(gone)
+            held.remove(gone)
+        assert len(policy) == len(held)
+    assert sorted(drain(policy)) == sorted("".join(held))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_scans_of_new_keys_do_not_grow_what_a_policy_remembers(name: EvictionName) -> None:
+    policy = make_policy(name, 50)
+    for n in range(5_000):
+        if len(policy) == 50:
+            policy.evict(nobody)
+        policy.added(str(n))
+    if isinstance(policy, S3FIFO):
+        assert len(policy._ghost) <= 50
+
+
+class IndexModel(RuleBasedStateMachine):
+    """The index beside a dictionary of what it should hold."""
+
+    policy: EvictionName = "lru"
+
+    @initialize(capacity=st.integers(0, 6))
+    def start(self, capacity: int) -> None:
+        self.index: EvictingIndex[int] = EvictingIndex(capacity, self.policy)
+        self.model: dict[str, int] = {}
+        self.pins: list[Entry[int]] = []
+        self.reserved: list[str] = []
+        self.dropped: list[int] = []
+        self.made = 0
+
+    def forget(self, resources: list[int]) -> None:
+        for resource in resources:
+            (key,) = [key for key, value in self.model.items() if value == resource]
+            assert all(pin.resource != resource for pin in self.pins), "a pinned entry was evicted"
+            del self.model[key]
+        self.dropped += resources
+
+    @rule(key=st.sampled_from("abcdefghij"))
+    def reserve(self, key: str) -> None:
+        refusal, evicted = self.index.reserve(key)
+        assert (refusal is Status.OK) == (key in self.model)
+        self.forget(evicted)
+        if refusal is None:
+            self.reserved.append(key)
+        elif refusal is Status.NO_SPACE:
+            pinned = {entry.key for entry in self.pins if self.model.get(entry.key) == entry.resource}
+            assert len(pinned) + len(self.reserved) >= self.index.capacity
+
+    @precondition(lambda self: self.reserved)
+    @rule(fill=st.booleans())
+    def settle(self, fill: bool) -> None:
+        key = self.reserved.pop(0)
+        if not fill:
+            self.index.unreserve()
+            return
+        self.made += 1
+        assert self.index.fill(key, self.made) == (key not in self.model)
+        self.model.setdefault(key, self.made)
+
+    @rule(key=st.sampled_from("abcdefghij"))
+    def pin(self, key: str) -> None:
+        pin = self.index.pin(key)
+        assert (pin.resource if pin else None) == self.model.get(key)
+        if pin is not None:
+            self.pins.append(pin)
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        entry = self.pins.pop(which % len(self.pins))
+        gone = self.model.get(entry.key) != entry.resource
+        assert self.index.unpin(entry) == (gone and all(other is not entry for other in self.pins))
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def discard(self, which: int) -> None:
+        entry = self.pins[which % len(self.pins)]
+        self.index.discard(entry)
+        if self.model.get(entry.key) == entry.resource:
+            del self.model[entry.key]
+
+    @rule(key=st.sampled_from("abcdefghij"))
+    def remove(self, key: str) -> None:
+        removed = self.index.remove(key)
+        if isinstance(removed, int):
+            assert removed == self.model.pop(key)
+        elif removed is Status.MISSING:
+            assert key not in self.model
+        else:
+            assert any(pin.key == key and pin.resource == self.model[key] for pin in self.pins)
+
+    @rule()
+    def give_up(self) -> None:
+        before = self.index.capacity
+        resource = self.index.give_up()
+        if resource is None:
+            assert all(any(pin.resource == value for pin in self.pins) for value in self.model.values())
+            assert self.index.capacity == before
+        else:
+            self.forget([resource])
+            assert self.index.capacity == len(self.model) + len(self.reserved) < before
+
+    @rule(places=st.integers(0, 8), most=st.integers(0, 8))
+    def grow(self, places: int, most: int) -> None:
+        before = self.index.capacity
+        self.index.grow(places, max(most, before))
+        assert before <= self.index.capacity <= max(most, before)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.model.clear()
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "index"):
+            self.index.check_integrity()
+            assert self.index.contains(list("abcdefghij")) == [key in self.model for key in "abcdefghij"]
+            assert len(self.index) == len(self.model)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_index_agrees_with_a_dictionary(name: EvictionName) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    machine: Any = type("Machine", (IndexModel,), {"policy": name})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -> None:
+    index: EvictingIndex[str] = EvictingIndex(4, "lru")
+    for key in "ab":
+        assert index.reserve(key).refusal is None
+        assert index.fill(key, key.upper())
+    pin = index.pin("a")
+    assert pin is not None
+    assert index.reserve("late").refusal is None
+    assert index.close() == ["B"]
+    assert not index.fill("late", "LATE")
+    assert index.reserve("c").refusal is Status.CLOSED
+    assert index.unpin(pin), "the last reader lets go of it"
+    assert len(index) == 0
+
+
+def test_s3fifo_keeps_its_proportions_where_there_is_less_room() -> None:
+    policy = S3FIFO(1000)
+    policy.resize(20)  # the small queue is a tenth: 2
+    fill(policy, "ab")
+    for _ in range(2):
+        policy.used("a")
+    assert policy.evict(nobody) == "b", "what was used went into the main queue"

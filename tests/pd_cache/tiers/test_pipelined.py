@@ -1,0 +1,136 @@
+"""The read-ahead wrapper: bounded, on a thread of its own, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+
+import pytest
+
+from pd_cache.tiers.local import LocalBackend
+from pd_cache.tiers.memory import Fetched
+from pd_cache.tiers.pipelined import PipelinedBackend
+from tests.support.backends import Subject, make_local, make_memory
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+
+PAYLOAD = 64
+KEYS = [f"k{n}" for n in range(12)]
+
+
+class Watched:
+    """A local tier whose fetches are noted, and can be held back or fail."""
+
+    def __init__(self, backend: LocalBackend[object], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fetched: list[tuple[str, str]] = []
+        self.closed = threading.Event()
+        self.gate = threading.Semaphore(1000)
+        self.fail_at: str | None = None
+        real = backend.batched_get
+
+        def watched(
+            keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        ) -> Generator[Fetched, None, None]:
+            try:
+                for key, fetched in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
+                    if not self.gate.acquire(timeout=60):
+                        raise AssertionError("held back for too long")
+                    if key == self.fail_at:
+                        fetched.release()
+                        raise RuntimeError("broken inside")
+                    self.fetched.append((key, threading.current_thread().name))
+                    yield fetched
+            finally:
+                self.closed.set()
+
+        monkeypatch.setattr(backend, "batched_get", watched)
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    local = make_local(make_memory(PAYLOAD, 40), 20)
+    one = Subject(PipelinedBackend(local, depth=3), {"local": local}, None)  # type: ignore[arg-type]
+    one.put({key: key.encode().ljust(PAYLOAD) for key in KEYS})
+    try:
+        yield one
+    finally:
+        one.backend.close()
+        wait_for(lambda: one.backend.memory.pool.in_use == 0, what="all memory free")
+
+
+@pytest.fixture
+def inner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    local = subject.bases["local"]
+    assert isinstance(local, LocalBackend)
+    return Watched(local, monkeypatch)
+
+
+def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(
+    subject: Subject, inner: Watched
+) -> None:
+    fetches = subject.backend.batched_get(KEYS)
+    first = next(fetches)
+    assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
+    wait_for(lambda: len(inner.fetched) > 1, what="reading ahead while the first is used")
+    assert {thread for _, thread in inner.fetched[1:]} == {"read-ahead"}
+    first.release()
+    rest = list(fetches)
+    assert [bytes(one.payload or b"").strip().decode() for one in rest] == KEYS[1:]
+    for one in rest:
+        one.release()
+
+
+def test_no_more_than_its_depth_is_fetched_ahead(subject: Subject, inner: Watched) -> None:
+    fetches = subject.backend.batched_get(KEYS)
+    for taken in range(1, 6):
+        next(fetches).release()
+        # one more than the depth is in the thread's hand
+        wait_for(lambda n=taken: len(inner.fetched) == n + 4)
+        time.sleep(0.01)
+        assert len(inner.fetched) == taken + 4
+    fetches.close()
+
+
+def test_a_single_chunk_starts_no_thread(subject: Subject, inner: Watched) -> None:
+    before = threading.active_count()
+    fetches = subject.backend.batched_get(KEYS[:1])
+    next(fetches).release()
+    assert threading.active_count() == before
+    fetches.close()
+
+
+def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject: Subject, inner: Watched) -> None:
+    inner.gate = threading.Semaphore(2)  # the third fetch hangs
+    fetches = subject.backend.batched_get(KEYS)
+    next(fetches).release()
+    wait_for(lambda: len(inner.fetched) == 2)
+    fetches.close()
+    assert not inner.closed.is_set()
+    inner.gate.release(100)
+    assert inner.closed.wait(60), "the thread ends with the fetch that it waited for"
+    local = subject.bases["local"]
+    assert isinstance(local, LocalBackend)
+    wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS), what="nothing pinned any more")
+
+
+def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject: Subject, inner: Watched) -> None:
+    inner.fail_at = KEYS[3]
+    fetches = subject.backend.batched_get(KEYS)
+    for _ in range(3):
+        next(fetches).release()
+    with pytest.raises(RuntimeError, match="broken inside"):
+        next(fetches)
+
+
+def test_a_reader_whose_backend_is_closed_gets_an_answer_for_every_key(subject: Subject, inner: Watched) -> None:
+    fetches = subject.backend.batched_get(KEYS)
+    reasons = []
+    for count, fetched in enumerate(fetches):
+        if count == 1:
+            subject.backend.close()
+        reasons.append(fetched.reason)
+        fetched.release()
+    assert len(reasons) == len(KEYS)
+    assert reasons[0] == ""
+    assert reasons[-1] == "closed"

@@ -1,0 +1,231 @@
+"""The books of a soak: all answers, which of them were wrong or late, and what requests through the proxy brought."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tests.soak.cluster import REQUEST_S
+from tests.soak.oracle import VOCABULARY
+
+ALLOWANCE_S = 2.0
+"""Seconds beyond its deadline that every answer may take, for scheduling on a busy machine."""
+OLD_S = 0.1
+"""Seconds after a reset was reported as done, as this machine's clocks tell them, from which no load may begin that brings KV of earlier
+weights."""
+TICK_S = 0.02
+_LATE_TICK_S = 0.1
+"""A tick that is later than this shows that the machine stood still."""
+OUTPUT_TOKENS = 8
+_SHOWN = 20
+
+
+class Span(NamedTuple):
+    """A time from `begin` to `end`, in seconds since 1970."""
+
+    begin: float
+    end: float
+
+    def overlap(self, other: Span) -> float:
+        return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
+
+
+class Call(NamedTuple):
+    """An answered call. `starved`: seconds for which the kernel let the caller wait for a processor."""
+
+    node: str
+    what: str
+    answer: Span
+    bound: float
+    starved: float = 0.0
+
+    def seconds_late(self, excused: Sequence[Span]) -> float:
+        """Returns by how much the answer missed its deadline.
+
+        Time that the machine or the soak itself took from the caller (`starved`, `excused`) does not count.
+        """
+        took = self.answer.end - self.answer.begin - self.starved - sum(map(self.answer.overlap, excused))
+        return max(0.0, took - self.bound - ALLOWANCE_S)
+
+
+class Books:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        """Operations, requests by what became of them, bytes compared, tokens loaded …"""
+        self.damaged: Counter[str] = Counter()
+        self.troubles: dict[str, list[str]] = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
+        self.resets: dict[int, float] = {}
+        """When each reset was reported as done, in seconds since 1970, by the number of the weights that it was for."""
+        self.stops: dict[str, list[Span]] = {}
+        """When each node was stopped, or its host cut off (`link of HOST`)."""
+        self.standstills: list[Span] = []
+        """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
+        self._calls: list[Call] = []
+        self._open: dict[str, dict[str, Any]] = {}
+        self._answers: list[tuple[str, dict[str, Any]]] = []
+
+    def add(self, kind: str, what: str) -> None:
+        """Notes a trouble."""
+        with self._lock:
+            self.troubles[kind].append(what)
+
+    def event(self, node: str, event: dict[str, Any]) -> None:
+        """Takes in a line that an engine printed. Raises RuntimeError if the engine's program itself is broken."""
+        kind = event["e"]
+        if kind == "broken":
+            raise RuntimeError(f"{node}: {event['what']}")
+        if kind == "begin":
+            self._open[event["lane"]] = event
+        elif kind == "end":
+            self._end(node, event)
+        else:
+            if kind == "reset":
+                if event["taken"]:
+                    self.resets.setdefault(event["number"], event["end"])
+                if event["complaint"]:
+                    self.add("raised", f"{node} reset {event['number']}: {event['complaint']}")
+            self._answers.append((node, event))
+
+    def answer(self, node: str, kind: str, fits: Callable[[dict[str, Any]], bool] = lambda answer: True) -> dict[str, Any] | None:  # fmt: skip
+        """Takes out and returns the engine's answer to a command; None if there is none that fits. Others of that kind are dropped."""
+        found = None
+        for entry in [entry for entry in self._answers if entry[0] == node and entry[1]["e"] == kind]:
+            self._answers.remove(entry)
+            found = entry[1] if fits(entry[1]) else found
+        return found
+
+    def forget(self, node: str) -> None:
+        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes."""
+        for lane in [lane for lane in self._open if lane.startswith(f"{node}/")]:
+            del self._open[lane]
+            self.counts["operations that ended with their process"] += 1
+
+    def overdue(self) -> list[str]:
+        """Returns the operations that are not answered."""
+        now = time.time()
+        return [f"{lane} {one['kind']}, begun {now - one['begin']:.1f} s ago for {one['bound']:g} s" for lane, one in self._open.items()]  # fmt: skip
+
+    def request(self, label: str, reply: Reply) -> None:
+        """Notes that a request through the proxy has ended."""
+        if reply.wrong:
+            self.add("wrong", f"{label}: {reply.wrong}")
+        with self._lock:
+            self.counts[f"requests, {reply.outcome}"] += 1
+            self.counts["tokens, cached by nodes"] += reply.cached
+            self._calls.append(Call("client", f"{label} ({reply.outcome})", reply.span, REQUEST_S))
+
+    def judge(self) -> None:
+        """Adds the answers that came too late, the worst first."""
+        found = []
+        for call in self._calls:
+            mine = self.stops.get(call.node, [])
+            if call.node == "client":
+                mine = [*self.stops.get("proxy", ()), *self.stops.get("link of control", ())]
+            if late := call.seconds_late([*mine, *self.standstills]):
+                found.append((late, call))
+        for late, call in sorted(found, reverse=True):
+            took, begin = call.answer.end - call.answer.begin, call.answer.begin
+            self.add("late", f"{call.node} {call.what}: {late:.2f} s late, {took:.2f} s for {call.bound:g} s, begun at {begin:.3f}")  # fmt: skip
+
+    def report(self) -> str:
+        """Returns everything that was counted and what was wrong, as lines of text."""
+        lines = [f"{name}: {count}" for name, count in sorted({**self.counts, **self.damaged, "resets": len(self.resets)}.items())]  # fmt: skip
+        for kind, all_of_kind in self.troubles.items():
+            lines += [f"{len(all_of_kind)} {kind}", *(f"  {what[:1500]}" for what in all_of_kind[:_SHOWN])]
+        return "\n".join(lines)
+
+    def _end(self, node: str, event: dict[str, Any]) -> None:
+        self._open.pop(event["lane"], None)
+        kind, begin = event["kind"], event["begin"]
+        name = f"{event['lane']} {kind} of {event['prompt']} at {begin:.3f}"
+        self.counts[f"operations, {kind}"] += 1
+        self.counts[f"tokens, {kind}"] += event["hit"]
+        self.counts["bytes compared"] += event["compared"]
+        if kind == "retrieve" and event["hit"]:
+            newer = [end for number, end in self.resets.items() if number > event["weights"]]
+            if newer and begin - min(newer) > OLD_S:
+                self.add("wrong", f"{name}: KV of weights {event['weights']}, {begin - min(newer):.2f} s after their reset")  # fmt: skip
+        if event["wrong"]:
+            self.add("wrong", f"{name}: {event['wrong']} slots: {'; '.join(event['first'])}")
+        if event["complaint"]:
+            self.add("raised" if event["raised"] else "wrong", f"{name}: {event['complaint']}")
+        answer = Span(begin, event["end"])
+        self._calls.append(Call(node, f"{event['lane']} {kind}", answer, event["bound"], event["starved"]))
+
+
+class Reply(NamedTuple):
+    """What became of a request through the proxy."""
+
+    span: Span
+    outcome: str
+    """`answered`, `refused 503` and the like, `unreachable`, `broken` (the connection ended early), `no answer`."""
+    wrong: str
+    """The wrong tokens; empty if none was wrong."""
+    cached: int = 0
+    """Prompt tokens that the nodes took from the cache."""
+
+
+def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -> Reply:
+    """Sends one request and reads its answer to the end."""
+    begin, cached, wrong, outcome = time.time(), 0, "", "answered"
+    connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            answer.read()
+            outcome = f"refused {answer.status}"
+        else:
+            whole = json.loads(answer.read())
+            tokens = whole["choices"][0]["token_ids"]
+            wrong = "" if tokens == expected else f"got {tokens} instead of {expected}"
+            cached = sum((whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill"))
+    except ConnectionRefusedError:
+        outcome = "unreachable"
+    except TimeoutError:
+        outcome = "no answer"
+    except (OSError, http.client.HTTPException, ValueError):
+        outcome = "broken"
+    finally:
+        connection.close()
+    return Reply(Span(begin, time.time()), outcome, wrong, cached)
+
+
+def served_prompts(seed: int, count: int) -> list[list[int]]:
+    """Returns prompts for the proxy, many of which share a prefix."""
+    rng = random.Random(f"{seed}/served")
+    heads = [rng.choices(range(VOCABULARY), k=rng.randint(32, 320)) for _ in range(max(1, count // 4))]
+    return [rng.choice(heads) + rng.choices(range(VOCABULARY), k=rng.randint(1, 120)) for _ in range(count)]
+
+
+class Client(threading.Thread):
+    """Sends one request after the other through the proxy."""
+
+    def __init__(self, number: int, seed: int, address: tuple[str, int], answers: list[tuple[list[int], list[int]]], books: Books) -> None:  # fmt: skip
+        """`answers`: prompts, and what the model says to each without a cache."""
+        super().__init__(name=f"client-{number}", daemon=True)
+        self._address, self._answers, self._books = address, answers, books
+        self._rng = random.Random(f"{seed}/client/{number}")
+        self.go, self.closing, self.resting = threading.Event(), threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        rng = self._rng
+        while not self.closing.wait(min(4.0, rng.expovariate(1.5))):
+            if not self.go.is_set():
+                self.resting.set()
+                self.go.wait()
+                self.resting.clear()
+                continue
+            prompt, expected = rng.choice(self._answers)
+            reply = complete(self._address, prompt, expected)
+            self._books.request(f"{self.name}, prompt of {len(prompt)} tokens", reply)

@@ -1,0 +1,305 @@
+"""The process that drives a cache engine: `python -m tests.soak.engine NAME FILE HOST SEED START`, started by `cluster`.
+
+`engine-a` has a `CacheEngine` of its own, `engine-b` a `ServerCache` for each lane, over the cache server of the file. Each lane is a thread
+with a paged buffer of its own; it does one operation of the plan after the other. START counts the starts of this engine.
+
+It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin. Each command but `press`
+is answered with a line `{"e": NAME OF THE COMMAND, ...}`:
+
+    {"do": "go"}, {"do": "pause"}                              lanes work, or rest once their operations have ended
+    {"do": "press", "seconds": n, "loads": bool}               operations under pressure for a while (`oracle.pressed`)
+    {"do": "check", "prompts": [...], "stores": bool, "seconds": n}    until every prompt is found and loaded whole
+    {"do": "settle", "seconds": n}                             what is held while nothing is under way
+    {"do": "weights", "number": n}                             from now on compute with other weights
+    {"do": "reset", "number": n}                               say that weights have changed
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pd_cache.chunks import CacheMetadata
+from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import KVLayout
+from pd_cache.prompts import PromptCache
+from pd_cache.server.client import ServerCache
+from pd_cache.server.connection import server_status
+from pd_cache.server.protocol import EngineIdentity
+from pd_cache.tiers.hybrid import HybridBackend
+from pd_cache.tiers.local import LocalBackend
+from pd_cache.versions import WeightsVersion
+from tests.soak.cluster import MODEL
+from tests.soak.oracle import (  # fmt: skip
+    CHUNK,
+    Operation,
+    OperationKind,
+    PagedBuffer,
+    Performed,
+    Prompt,
+    operations,
+    perform,
+    pressed,
+)
+
+LANES = {"engine-a": 4, "engine-b": 3}
+
+
+class LaneCache:
+    """A lane's view of an engine's cache. `cache` is the process's own engine, or the lane's connection to the cache server."""
+
+    def __init__(self, cache: CacheEngine | ServerCache, buffer: PagedBuffer) -> None:
+        self.cache, self._kv, self._prompts = cache, buffer.tensors, PromptCache(cache)
+        self.removes = isinstance(cache, CacheEngine)
+
+    def version(self) -> str | None:
+        return self.cache.epoch
+
+    def lookup(self, tokens: list[int], timeout: float) -> int:
+        return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
+
+    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
+        return self._prompts.retrieve(
+            tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
+        )
+
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch, timeout=timeout)
+
+    def remove(self, tokens: list[int], timeout: float) -> None:
+        assert isinstance(self.cache, CacheEngine)
+        database = self.cache.database
+        self.cache.backend.batched_remove(database.keys(database.hash_tokens(tokens)), timeout=timeout)
+
+
+def _session() -> str:
+    return threading.current_thread().name
+
+
+class Lane(threading.Thread):
+    """One thread that calls the cache."""
+
+    def __init__(self, driver: Driver, number: int) -> None:
+        super().__init__(name=f"lane-{number}", daemon=True)
+        self.label = f"{driver.name}/{number}"
+        self._driver = driver
+        self._serial = itertools.count(random.Random(f"{self.label}/{driver.start}").randrange(1 << 62))
+        self.buffer = PagedBuffer()
+        self.cache = LaneCache(driver.open(self.buffer), self.buffer)
+        self.resting = threading.Event()
+
+    def run(self) -> None:
+        driver = self._driver
+        plan = operations(driver.seed, f"{self.label}/{driver.start}", self.cache.removes)
+        for number, planned in enumerate(plan):
+            if not driver.go.is_set():
+                self.resting.set()
+                driver.go.wait()
+                self.resting.clear()
+            operation = planned
+            if time.monotonic() < driver.pressed_until:
+                operation = pressed(planned, number, f"{self.label}/{driver.start}", driver.pressed_by_loads)
+            if driver.closing.wait(operation.pause):
+                return
+            try:
+                self.do(operation)
+            except Exception:  # noqa: BLE001 - a fault of this program itself ends the run, not a lane in silence
+                driver.say("broken", what=f"{self.label}: {traceback.format_exc()}")
+                self.resting.set()
+                return
+
+    def do(self, operation: Operation) -> Performed:
+        """Does one operation and reports it."""
+        driver, bound = self._driver, operation.timeout
+        canary = (next(self._serial) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+        times: list[tuple[float, float]] = []
+
+        def mark() -> None:
+            times.append((time.time(), _starved_s()))
+            if len(times) == 1:
+                driver.say("begin", lane=self.label, kind=operation.kind, bound=bound, begin=times[0][0])
+
+        done = perform(self.cache, self.buffer, operation, driver.seed, canary, lambda: driver.weights, mark)
+        (begin, before), (end, after) = times
+        driver.say(
+            "end", lane=self.label, kind=operation.kind, bound=bound, begin=begin, end=end, starved=after - before,
+            prompt=str(operation.prompt), **vars(done),
+        )  # fmt: skip
+        return done
+
+
+class Driver:
+    """The process."""
+
+    def __init__(self, name: str, file: Path, host: str, seed: int, start: int) -> None:
+        self.name, self.host, self.seed, self.start = name, host, seed, start
+        self.go, self.closing, self._printing = threading.Event(), threading.Event(), threading.Lock()
+        self.pressed_until, self.pressed_by_loads = 0.0, False
+        self.weights = 0
+        """The number of the weights that it computes with."""
+        self._config: ClusterConfig = read_config(file)[0]
+        server = self._config.node("cache")
+        assert isinstance(server, CacheServerNode)
+        self._url = self._config.server_url(server)
+        self.engine: CacheEngine | None = None
+        self.version: WeightsVersion | None = None
+        """That of the weights of all lanes, if each has a cache of its own."""
+        self.lanes = [Lane(self, number) for number in range(LANES[name])]
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Prints a line of JSON on stdout."""
+        with self._printing:
+            print(json.dumps({"e": event, **fields}), flush=True)
+
+    def open(self, buffer: PagedBuffer) -> CacheEngine | ServerCache:
+        """Returns the cache of one more lane."""
+        config, layout = self._config, KVLayout.from_tensors(buffer.tensors)
+        metadata = CacheMetadata.of(MODEL, layout)
+        if self.name == "engine-b":
+            identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
+            if self.version is None:
+                self.version = WeightsVersion(config.versions, MODEL, name=self.name)
+            version = self.version
+            remote = ServerCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=version)
+            remote.register_kv_caches(buffer.tensors, layout.kind)
+            return remote
+        settings = NodeSettings(
+            master=config.master_address,
+            host=self.host,
+            cache=config.cache,
+            transfer=config.transfer,
+            name=self.name,
+            versions=config.versions,
+        )
+        self.engine = CacheEngineBuilder.get_or_create(self.name, settings, metadata, layout)
+        return self.engine
+
+    def run(self) -> None:
+        """Runs until stdin ends."""
+        for lane in self.lanes:
+            lane.start()
+        print(f"ready {self.name}", flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer = getattr(self, f"_{command.pop('do')}")(**command)
+            if answer is not None:
+                self.say(json.loads(line)["do"], **answer)
+
+    def close(self) -> None:
+        self.closing.set()
+        self.go.set()
+        for lane in self.lanes:
+            lane.join(30.0)
+        for lane in self.lanes:
+            lane.cache.cache.close()
+        CacheEngineBuilder.destroy(self.name)
+
+    # --- commands --------------------------------------------------------------------------------------------------------------------
+
+    def _go(self) -> dict[str, Any]:
+        self.go.set()
+        return {}
+
+    def _pause(self) -> dict[str, Any]:
+        self.go.clear()
+        return {"busy": [lane.label for lane in self.lanes if not lane.resting.wait(60.0)]}
+
+    def _press(self, seconds: float, loads: bool) -> None:
+        self.pressed_by_loads = loads
+        self.pressed_until = time.monotonic() + seconds
+
+    def _weights(self, number: int) -> dict[str, Any]:
+        self.weights = number
+        return {"number": number}
+
+    def _reset(self, number: int) -> dict[str, Any]:
+        taken, complaint = False, ""
+        try:
+            taken = self.lanes[0].cache.cache.reset() is not None
+        except Exception:  # noqa: BLE001 - no exception of any kind may be raised into an engine
+            complaint = traceback.format_exc()
+        return {"number": number, "taken": taken, "complaint": complaint, "end": time.time()}
+
+    def _check(self, prompts: list[list[int]], stores: bool, seconds: float) -> dict[str, Any]:
+        """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane, whose thread rests, does it."""
+        kinds: tuple[OperationKind, ...] = ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
+        left, end, missing = [Prompt(*one) for one in prompts], time.monotonic() + seconds, ["not tried"]
+        while left and time.monotonic() < end:
+            missing = []
+            for prompt in list(left):
+                hits = {kind: self.lanes[0].do(Operation(kind, prompt, 0, False, 0, 5.0, 0.0)).hit for kind in kinds}
+                if hits["lookup"] == hits["retrieve"] == prompt.chunks * CHUNK:
+                    left.remove(prompt)
+                else:
+                    missing.append(f"{prompt}: {hits} of {prompt.chunks * CHUNK}")
+            if left:
+                time.sleep(0.5)
+        return {"missing": missing if left else []}
+
+    def _settle(self, seconds: float) -> dict[str, Any]:
+        """Returns what is held that should not be: slots of staging memory, or the cache server's moves."""
+        held: list[str] = []
+        end = time.monotonic() + seconds
+        while (held := self._held()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return {"held": held}
+
+    def _held(self) -> list[str]:
+        if self.engine is None:
+            try:
+                moves = server_status(self._url, 5.0).in_flight
+            except PdCacheError as error:
+                return [f"the cache server does not answer: {error}"]
+            return [f"the cache server has {moves} moves in flight"] if moves else []
+        backend, kept = self.engine.backend, 0
+        if isinstance(backend, HybridBackend):
+            backend.flush(0.5)
+            kept = sum(len(tier.backend.index) for tier in backend.tiers if isinstance(tier.backend, LocalBackend))
+        pool = backend.memory.pool
+        try:
+            pool.check_integrity()
+        except AssertionError as error:
+            return [f"{self.name}'s staging memory: {error}"]
+        return [f"{self.name} holds {pool.in_use - kept} slots of staging memory"] if pool.in_use > kept else []
+
+
+def _starved_s() -> float:
+    """Returns for how many seconds the kernel has let this thread wait for a processor so far."""
+    try:
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def main(name: str, file: str, host: str, seed: str, start: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    torch.set_num_threads(1)
+    driver = Driver(name, Path(file), host, int(seed), int(start))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    try:
+        driver.run()
+    except SystemExit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    driver.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,434 @@
+"""The faults of a soak: which there are, when they occur, and what they do. A new fault is a row of `KINDS` and an action of `ACTIONS`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pd_cache.versions import HttpChannel, Question, RefusedError, UnavailableError
+from tests.soak.books import Books, Span
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SMALL_SEGMENT, STORES, Cluster
+from tests.soak.oracle import VOCABULARY
+from tests.soak.vandal import damaged
+
+SHORT_RUN_S = 120.0
+"""Shorter runs have only quick faults, of a few seconds."""
+_QUICK_S = 4.0
+_PRESS_S = 8.0
+"""Engines move much for so long before a store is stopped for long and before it goes on, and for as long after each."""
+_FILES = 20
+"""Most objects on disk that one fault damages."""
+
+
+class Kind(NamedTuple):
+    """A fault that can be drawn."""
+
+    name: str
+    targets: tuple[str, ...]
+    shortest: float
+    longest: float
+    """Seconds between the fault and its end."""
+    weight: float
+    """How often it is drawn, relative to others, after every kind has been drawn once."""
+    quick: bool = True
+    """Whether it fits into a short run, cut to a few seconds."""
+
+
+class Fault(NamedTuple):
+    """One fault, from `at` to `at + seconds`, in seconds from the moment when the faults begin."""
+
+    at: float
+    kind: str
+    target: str
+    seconds: float
+    seed: int
+
+    def touches(self) -> set[str]:
+        """Returns the nodes that it affects."""
+        return {self.target, *HOSTS.get(self.target, ()), *(STORES if self.kind == "small_pool" else ())}
+
+    def collides(self, other: Fault) -> bool:
+        """Returns whether both affect a node at the same time, or so soon after another that it has not come back yet."""
+        apart = self.at > other.at + other.seconds + 3.0 or other.at > self.at + self.seconds + 3.0
+        return not apart and bool(self.touches() & other.touches())
+
+
+KINDS = (
+    Kind("kill", NODES, 0.1, 5.0, 4.0),
+    Kind("stop", NODES, 0.1, 55.0, 5.0),
+    Kind("cut", tuple(HOSTS), 0.2, 30.0, 3.0),
+    Kind("disk_full", ("engine-a",), 2.0, 20.0, 1.0),
+    Kind("disk_refuses", ("engine-a",), 2.0, 20.0, 1.0),
+    Kind("disk_damage", ("engine-a",), 0.2, 1.0, 2.0),
+    Kind("pool_damage", ("master",), 4.0, 12.0, 2.0),
+    Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
+    Kind("reset", (*ENGINES, "both"), 1.0, 3.0, 4.0),
+    Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
+    Kind("etcd_down", ("etcd",), 1.0, 30.0, 1.0),
+)
+"""Faults that follow one another."""
+LONG_KINDS = (
+    Kind("stop", (*STORES, *STORES, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
+    Kind("cut", STORES, 66.0, 90.0, 1.0),
+)
+"""Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
+
+
+def planned(seed: int, seconds: float) -> list[Fault]:
+    """Returns the faults of a run, by time. Every kind occurs once before one occurs again, as far as there is time."""
+    rng = random.Random(f"{seed}/faults")
+    short = seconds < SHORT_RUN_S
+
+    def drawn(kind: Kind, now: float) -> Fault:
+        longest = min(kind.longest, _QUICK_S) if short else kind.longest
+        shortest = min(kind.shortest, longest)
+        length = shortest * (longest / shortest) ** rng.random()  # as many short ones as long ones, by magnitude
+        length = min(length, max(0.1, seconds - now))
+        return Fault(round(now, 3), kind.name, rng.choice(kind.targets), round(length, 3), rng.randrange(1 << 30))
+
+    long_ones: list[Fault] = []
+    now = 5.0
+    while not short and now + 62.0 < seconds:
+        fault = drawn(rng.choices(LONG_KINDS, [kind.weight for kind in LONG_KINDS])[0], now)
+        if not long_ones:  # slots of staging memory have to outlive this one
+            fault = fault._replace(kind="stop", target=rng.choice(STORES))
+        long_ones.append(fault)
+        now += fault.seconds + rng.uniform(5.0, 25.0)
+    kinds = [kind for kind in KINDS if kind.quick or not short]
+    todo, found = rng.sample(kinds, len(kinds)), []
+    todo.sort(
+        key=lambda kind: kind.name != "reset"
+    )  # all that follow happen to engines with a second version of weights
+    now = rng.uniform(0.2, 1.0)
+    while now < seconds - 1.0:
+        for kind in [*todo, *rng.choices(kinds, [kind.weight for kind in kinds], k=8)]:
+            fault = drawn(kind, now)
+            if not any(fault.collides(other) for other in long_ones):
+                break
+        else:
+            now += 1.0
+            continue
+        if kind in todo:
+            todo.remove(kind)
+        found.append(fault)
+        now += fault.seconds + (rng.uniform(0.1, 0.5) if short else rng.uniform(0.3, 4.0))
+    return sorted(found + long_ones)
+
+
+Undo = Callable[[], None]
+Later = Callable[[float, Callable[[], None]], None]
+"""Runs an action on the cluster's thread after so many seconds."""
+
+
+class Weights:
+    """The weights of the engines: one change after the other, whatever happens to the engines meanwhile. On the cluster's thread."""
+
+    def __init__(self, cluster: Cluster, books: Books, later: Later) -> None:
+        self._cluster, self._books, self._later = cluster, books, later
+        self.number = 0
+        """Of the newest weights: 0 until the first change."""
+        self._who: tuple[str, ...] = ()
+        """The engines that say so themselves."""
+        self._waits: dict[str, int] = {}
+        """Engines that have not said yet that they compute with these weights, and how often each had been started when it was told."""
+        self._asked: dict[str, int] = {}
+        """Engines that were told to reset, and how often each had been started by then."""
+        self._command: threading.Thread | None = None
+        """What says to the master that all engines have these weights."""
+        self._told = True
+        """Whether all engines know that they have these weights."""
+        self._running = False
+
+    def change(self, who: str) -> None:
+        """Gives all engines new weights. When they have them, one says so, at the same time as a command, or both engines do. Does nothing
+        while a change is under way."""
+        if self._running:
+            return
+        self.number += 1
+        self._who = ENGINES if who == "both" else (who,)
+        self._asked = {}
+        self._begin(ENGINES)
+
+    def tell(self, engine: str) -> None:
+        """Tells an engine that was started which weights to compute with."""
+        if self.number:
+            self._waits[engine] = self._cluster[engine].starts
+            self._cluster[engine].tell(do="weights", number=self.number)
+            self._begin((engine,))
+
+    def _begin(self, engines: tuple[str, ...]) -> None:
+        self._told = False
+        for engine in engines:
+            self._waits.setdefault(engine, -1)
+        if not self._running:
+            self._running = True
+            self._step()
+
+    def _step(self) -> None:
+        """Looks again and again until the change is reported as done, and all engines know of it."""
+        cluster, books = self._cluster, self._books
+        for name in list(self._waits):
+            if books.answer(name, "weights", lambda answer: answer["number"] == self.number):
+                del self._waits[name]
+            elif self._waits[name] != cluster[name].starts:
+                self._waits[name] = cluster[name].starts
+                cluster[name].tell(do="weights", number=self.number)
+        commanding = self._command is not None and self._command.is_alive()
+        if self._told and not commanding:
+            self._running = False
+            return
+        if not self._waits:
+            if self.number not in books.resets:
+                for name in self._who:
+                    if self._asked.get(name) != cluster[name].starts and cluster[name].pid is not None:
+                        self._asked[name] = cluster[name].starts
+                        cluster[name].tell(do="reset", number=self.number)
+            both_speak = len(self._who) > 1 and self.number not in books.resets and not self._refused()
+            if not commanding and not both_speak:
+                self._command = threading.Thread(target=self._say, args=[self.number], name="reset")
+                self._command.start()
+        self._later(0.5 if self._asked else 0.05, self._step)
+
+    def _refused(self) -> bool:
+        """Returns whether an engine that was asked has said no, or is gone: then a command says it."""
+        answers = [
+            self._books.answer(name, "reset", lambda answer: answer["number"] == self.number) for name in self._who
+        ]
+        return any(answer is not None and not answer["taken"] for answer in answers) or any(
+            self._cluster[name].starts != self._asked.get(name) or self._cluster[name].pid is None for name in self._who
+        )
+
+    def _say(self, number: int) -> None:
+        with (
+            contextlib.closing(HttpChannel(self._cluster.versions)) as channel,
+            contextlib.suppress(RefusedError, UnavailableError),
+        ):
+            reply = channel.ask(Question(do="reset", model=MODEL, label=f"w{number}"), 5.0)
+            self._books.resets.setdefault(number, time.time())
+            self._told = self._told or not reply.untold
+
+
+class Stage:
+    """What faults are done to, and what they leave for the report."""
+
+    def __init__(self, cluster: Cluster, books: Books, weights: Weights, later: Later) -> None:
+        self.cluster, self.books, self.weights, self.later = cluster, books, weights, later
+        self.disk = cluster.disk
+
+    def press(self, seconds: float, loads: bool = False) -> None:
+        for engine in ENGINES:
+            self.cluster[engine].tell(do="press", seconds=seconds, loads=loads)
+
+    def begin(self, fault: Fault) -> Undo:
+        """Begins a fault. Returns what ends it."""
+        return ACTIONS[fault.kind](self, fault, random.Random(fault.seed))
+
+
+def _nothing() -> None:
+    return
+
+
+def _kill(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    stage.cluster[fault.target].kill(fault.seconds)
+    return _nothing
+
+
+def _stop(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """A store's peers have large transfers under way when it stops, and when it goes on after a long time."""
+    node = stage.cluster[fault.target]
+    begun: list[float] = []
+    over: list[bool] = []
+
+    def begin() -> None:
+        if not over:
+            begun.append(time.time())
+            node.pause()
+
+    def undo() -> None:
+        over.append(True)
+        if begun:
+            node.resume()
+            stage.books.stops.setdefault(node.name, []).append(Span(begun[0], time.time()))
+
+    if fault.target in STORES:
+        lead = min(_PRESS_S, fault.seconds / 4)
+        stage.press(2 * lead + 2.0)
+        stage.later(lead, begin)
+        if fault.seconds > 60:
+            stage.later(fault.seconds - lead, lambda: stage.press(2 * lead))
+    else:
+        begin()
+    return undo
+
+
+def _cut(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    host, begin = stage.cluster.hosts[fault.target], time.time()
+    host.cut()
+
+    def undo() -> None:
+        host.mend()
+        stage.books.stops.setdefault(f"link of {fault.target}", []).append(Span(begin, time.time()))
+
+    return undo
+
+
+def _small_pool(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    def again(*segment: str) -> None:
+        stage.cluster.write(*segment)
+        for store in STORES:
+            stage.cluster[store].kill(0.1)
+
+    again(SMALL_SEGMENT)
+    return again
+
+
+def _disk_full(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    filler = stage.disk / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            for _ in range(DISK_BYTES >> 12):
+                file.write(bytes(4096))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    return lambda: filler.unlink(missing_ok=True)
+
+
+def _disk_refuses(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """Nothing can be created, written or deleted, not even by root (EPERM)."""
+
+    def change(how: str) -> None:
+        subprocess.run(("chattr", "-R", how, str(stage.disk)), check=False, capture_output=True, timeout=20)
+
+    change("+i")
+    return lambda: change("-i")
+
+
+def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """Changes files of the disk tier in place: a bit, the length, or the contents for those of another."""
+    found = [file for file in stage.disk.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file()]
+    for file in rng.sample(found, min(_FILES, len(found))):
+        with contextlib.suppress(OSError):  # evicted meanwhile
+            how, changed = damaged(file.read_bytes(), rng.choice(found).read_bytes(), rng)
+            with file.open("r+b") as opened:  # in place, so that a file that was deleted meanwhile does not come back
+                opened.write(changed)
+                opened.truncate()
+            stage.books.damaged[f"on disk, {how}"] += 1
+    return _nothing
+
+
+def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    cluster, host = stage.cluster, stage.cluster.hosts["control"]
+    command = (sys.executable, "-m", "tests.soak.vandal", cluster.master, cluster.metrics, host.address, str(fault.seed))  # fmt: skip
+    out = cluster.logs / f"damage-{fault.seed}.log"
+    with out.open("wb") as lines:
+        vandal = subprocess.Popen(host.inside(*command), stdout=lines, stderr=lines, start_new_session=True)
+
+    def undo() -> None:
+        os.killpg(vandal.pid, signal.SIGKILL)
+        vandal.wait()
+        for line in out.read_text(errors="replace").splitlines():
+            if line.startswith("in the pool, "):
+                stage.books.damaged[line] += 1
+
+    return undo
+
+
+def _reset(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """All engines get other weights, and say so, one of them at the same time as a command, while all lanes load."""
+    stage.press(fault.seconds + 2.0, loads=True)
+    stage.weights.change(fault.target)
+    return _nothing
+
+
+def _etcd_down(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """etcd is stopped, or killed, or comes back with an empty disk."""
+    how = rng.choice(("stopped", "killed", "wiped"))
+    if how == "stopped":
+        return _stop(stage, fault, rng)
+    stage.cluster[fault.target].kill(fault.seconds)
+    if how == "wiped":
+        shutil.rmtree(stage.cluster.etcd_data, ignore_errors=True)
+    return _nothing
+
+
+def _strange_client(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """A client of the proxy: bodies cut off, headers that come slowly, nonsense, huge numbers, connections that end in the middle."""
+    gone = threading.Event()
+
+    def misbehave() -> None:
+        with contextlib.ExitStack() as stack:
+            unfinished: list[socket.socket] = []
+            while not gone.wait(0.02):
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection(stage.cluster.proxy, 1.0)
+                    connection.settimeout(0.3)
+                    connection.sendall(_nonsense(rng))
+                    if rng.random() < 0.3 and len(unfinished) < 24:
+                        unfinished.append(stack.enter_context(connection))  # never read
+                        continue
+                    with connection:
+                        if rng.random() < 0.7:
+                            connection.recv(rng.choice((1, 65536)))
+                for slow in unfinished:
+                    with contextlib.suppress(OSError):
+                        slow.sendall(b"x")  # a byte at a time
+
+    thread = threading.Thread(target=misbehave, name="strange-client", daemon=True)
+    thread.start()
+
+    def undo() -> None:
+        gone.set()
+        thread.join(10.0)
+
+    return undo
+
+
+def _nonsense(rng: random.Random) -> bytes:
+    usual = {"model": "tiny", "prompt": rng.choices(range(VOCABULARY), k=rng.randint(1, 200)), "max_tokens": 8, "stream": True}  # fmt: skip
+    odd: tuple[dict[str, Any], ...] = (
+        {"max_tokens": 10**30}, {"max_tokens": -1}, {"temperature": 1e308, "top_p": 1e-320, "seed": 2**80}, {"prompt": [2**63] * 4},
+        {"prompt": []}, {"prompt": {"a": [None] * 100}}, {"model": "x" * 100_000}, {"cache_salt": "\x00" * 5000},
+        {"kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}, {},
+    )  # fmt: skip
+    bodies = [json.dumps({**usual, **one}).encode() for one in odd]  # the last is valid; its answer may never be read
+    body = rng.choice([*bodies, b"[" * 100_000, b'{"prompt": NaN, "model": "\xff\xfe"}', rng.randbytes(3000), b""])
+    length = rng.choice((len(body), len(body), len(body) + 1000, 10**12))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
+    whole = head.encode() + b"\r\n" + body
+    return rng.choice((
+        whole,
+        whole,
+        whole[: rng.randrange(1, len(whole))],
+        head.encode() + b"X: " + b"y" * rng.choice((10, 20_000)),
+        b"GET " + b"/" * 10_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFF\r\nx",
+        rng.randbytes(200),
+    ))  # fmt: skip
+
+
+ACTIONS: Mapping[str, Callable[[Stage, Fault, random.Random], Undo]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "cut": _cut,
+    "small_pool": _small_pool,
+    "disk_full": _disk_full,
+    "disk_refuses": _disk_refuses,
+    "disk_damage": _disk_damage,
+    "pool_damage": _pool_damage,
+    "reset": _reset,
+    "strange_client": _strange_client,
+    "etcd_down": _etcd_down,
+}

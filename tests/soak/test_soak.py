@@ -1,0 +1,230 @@
+"""The soak: its oracle finds whatever is wrong in a paged buffer, its plan is a function of the seed, and a short run finds nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tests.soak.books import ALLOWANCE_S, Call, Span
+from tests.soak.faults import ACTIONS, KINDS, LONG_KINDS, planned
+from tests.soak.oracle import (  # fmt: skip
+    BLOCKS,
+    CHUNK,
+    Operation,
+    OperationKind,
+    PagedBuffer,
+    Performed,
+    Prompt,
+    kv_of,
+    operations,
+    perform,
+    places,
+    prefixes,
+)
+from tests.support.hosts import why_not
+from tests.support.needs import NO_ETCD
+from tests.support.pool import ROOT
+from tests.support.waiting import wait_for
+
+CANARY = 0x0123_4567_89AB_CDEF
+_NONE = np.zeros(0, np.int64)
+
+
+@pytest.fixture(scope="module")
+def buffer() -> PagedBuffer:
+    return PagedBuffer()
+
+
+def _loaded(buffer: PagedBuffer, weights: tuple[int, ...] = (0, 0, 0)) -> tuple[Any, Any]:
+    """Slots of three chunks that hold what they must, in a buffer of canaries."""
+    slots, tokens = places(1, 3 * CHUNK, True), range(3 * CHUNK)
+    buffer.words.fill(CANARY)
+    for chunk, number in enumerate(weights):
+        part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        buffer.put(slots[part], prefixes(tokens, number)[part])
+    return slots, prefixes(tokens)
+
+
+def test_what_is_right_is_found_right_and_no_word_occurs_twice(buffer: PagedBuffer) -> None:
+    slots, names = _loaded(buffer)
+    assert buffer.compare(slots, names, _NONE, CANARY) == (0, [])
+    assert bool((buffer.words == CANARY).all())
+    words = kv_of(np.concatenate([names, prefixes([9, 2, 3]), prefixes(range(9), 1)])).reshape(-1)
+    assert len(set(words.tolist())) == len(words)
+
+
+def test_a_single_wrong_byte_is_found_inside_the_slots_and_outside(buffer: PagedBuffer) -> None:
+    slots, names = _loaded(buffer)
+    buffer.words.view(np.uint8)[1, slots[17] // CHUNK, 1, slots[17] % CHUNK, 801] ^= 0x10
+    other = next(slot for slot in range(BLOCKS * CHUNK) if slot not in set(slots.tolist()))
+    buffer.words[0, other // CHUNK, 0, other % CHUNK, 3] += np.uint64(1)
+    count, (inside, outside) = buffer.compare(slots, names, _NONE, CANARY)
+    assert count == 2
+    assert inside.startswith(f"token 17 in slot {slots[17]}")
+    assert outside.startswith(f"untouched slot {other}")
+
+
+def test_kv_of_another_prompt_is_found_and_named(buffer: PagedBuffer) -> None:
+    slots, names = _loaded(buffer)
+    foreign = prefixes(range(1000, 1000 + CHUNK))
+    buffer.know(foreign, "the other prompt")
+    buffer.put(slots[:1], foreign[-1:])
+    count, (found,) = buffer.compare(slots, names, _NONE, CANARY)
+    assert count == 1
+    assert found.endswith(f"of the other prompt up to token {CHUNK}")
+
+
+def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer: PagedBuffer) -> None:
+    slots, _ = _loaded(buffer, (2, 0, 1))
+    names, earliest = buffer.recognise(slots, lambda weights: prefixes(range(3 * CHUNK), weights), 2)
+    assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (0, 0)
+    slots, _ = _loaded(buffer, (2, 3, 2))
+    names, earliest = buffer.recognise(slots, lambda weights: prefixes(range(3 * CHUNK), weights), 2)
+    assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (2, CHUNK)
+
+
+class _Dictionary:
+    """A cache that is right, but for what a test makes of it."""
+
+    removes = True
+
+    def __init__(self, buffer: PagedBuffer) -> None:
+        self.buffer = buffer
+        self.chunks: dict[int, Any] = {}
+        self.after: Callable[[Any], None] = lambda slots: None
+
+    def version(self) -> str | None:
+        return ""
+
+    def lookup(self, tokens: list[int], timeout: float) -> int:
+        names = prefixes(tokens)[CHUNK - 1 :: CHUNK].tolist()
+        return next((index for index, name in enumerate(names) if name not in self.chunks), len(names)) * CHUNK
+
+    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
+        answer, names = torch.zeros(len(tokens), dtype=torch.bool), prefixes(tokens)
+        for start in range(len(tokens) - int(mask.sum()), len(tokens) // CHUNK * CHUNK, CHUNK):
+            if (kv := self.chunks.get(int(names[start + CHUNK - 1]))) is None:
+                break
+            place = slots.numpy()[start : start + CHUNK]
+            self.buffer.words[:, place // CHUNK, :, place % CHUNK, :] = kv
+            answer[start : start + CHUNK] = True
+        self.after(slots.numpy())
+        return answer
+
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
+        names, before = prefixes(tokens), len(self.chunks)
+        for start in range(len(tokens) - int(mask.sum()), len(tokens) // CHUNK * CHUNK, CHUNK):
+            place = slots.numpy()[start : start + CHUNK]
+            kv = self.buffer.words[:, place // CHUNK, :, place % CHUNK, :].copy()
+            self.chunks.setdefault(int(names[start + CHUNK - 1]), kv)
+        self.after(slots.numpy())
+        return (len(self.chunks) - before) * CHUNK
+
+    def remove(self, tokens: list[int], timeout: float) -> None:
+        for name in prefixes(tokens)[CHUNK - 1 :: CHUNK].tolist():
+            self.chunks.pop(name, None)
+
+    def do(self, kind: OperationKind, first: int = 0) -> Performed:
+        return self.perform(Operation(kind, Prompt(0, 5 * CHUNK), first, False, 3, 1.0, 0.0))
+
+    def perform(self, operation: Operation) -> Performed:
+        return perform(self, self.buffer, operation, 4, CANARY, lambda: 0, lambda: None)
+
+
+def test_a_cache_that_is_right_passes_a_hundred_operations(buffer: PagedBuffer) -> None:
+    cache = _Dictionary(buffer)
+    done = [cache.perform(operation) for operation in islice(operations(4, "engine-a/0", True), 100)]
+    assert [one for one in done if one.wrong or one.complaint] == []
+    assert sum(one.hit for one in done)
+
+
+def test_a_byte_that_is_wrong_in_the_cache_is_caught_when_it_is_loaded(buffer: PagedBuffer) -> None:
+    cache = _Dictionary(buffer)
+    assert cache.do("store").hit == 5 * CHUNK
+    list(cache.chunks.values())[2].view(np.uint8)[4, 1, 1, 77] ^= 0x01
+    done = cache.do("retrieve")
+    assert (done.hit, done.wrong) == (5 * CHUNK, 1)
+    assert done.first[0].startswith(f"token {2 * CHUNK + 4} ")
+
+
+def test_a_cache_that_writes_where_it_should_not_is_caught(buffer: PagedBuffer) -> None:
+    cache = _Dictionary(buffer)
+    cache.do("store")
+    cache.after = lambda slots: buffer.put(slots[:1], prefixes([77]))
+    assert cache.do("retrieve", first=2).wrong == 1, "a slot that the mask leaves out"
+    assert cache.do("store").wrong == 1, "a store that changes what it reads"
+
+
+def test_answers_that_cannot_be_right_and_exceptions_are_complaints(buffer: PagedBuffer) -> None:
+    cache = _Dictionary(buffer)
+    cache.lookup = lambda tokens, timeout: CHUNK  # type: ignore[method-assign]
+    assert "no lane stores" in cache.do("unknown").complaint
+    cache.lookup = lambda tokens, timeout: 3  # type: ignore[method-assign]
+    assert "lookup answered 3" in cache.do("lookup").complaint
+    cache.lookup = lambda tokens, timeout: 1 // 0  # type: ignore[method-assign]
+    assert cache.do("lookup").raised
+
+
+def test_an_answer_is_late_unless_its_time_was_taken_by_the_machine_or_the_soak() -> None:
+    call = Call("engine-a", "lookup", Span(100.0, 100.0 + 1.0 + ALLOWANCE_S + 3.0), bound=1.0)
+    assert call.seconds_late([]) == pytest.approx(3.0)
+    assert call.seconds_late([Span(99.0, 102.0), Span(101.0, 101.5)]) == pytest.approx(0.5)
+    assert call._replace(starved=3.5).seconds_late([]) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [15.0, 600.0])
+def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one_time(seconds: float) -> None:
+    for seed in range(20):
+        faults = planned(seed, seconds)
+        assert faults == planned(seed, seconds) != planned(seed + 1, seconds)
+        assert any(fault.kind == "reset" for fault in faults)
+        long_ones = [fault for fault in faults if fault.seconds > 60]
+        assert (len(long_ones) >= 5) == (seconds > 60)
+        assert not [(one, other) for one in long_ones for other in faults if one is not other and one.collides(other)]
+        assert seconds < 60 or {fault.kind for fault in faults} == {kind.name for kind in KINDS}
+    assert {kind.name for kind in (*KINDS, *LONG_KINDS)} == set(ACTIONS)
+
+
+def _command(logs: Path, minutes: float) -> list[str]:
+    if reason := why_not() or (NO_ETCD if shutil.which("etcd") is None else None):
+        pytest.skip(reason)
+    return [sys.executable, "-m", "tests.soak", "--minutes", str(minutes), "--seed", "11", "--logs", str(logs)]
+
+
+@pytest.mark.slow(seconds=60)
+def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path: Path) -> None:
+    done = subprocess.run(_command(tmp_path, 0.2), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
+    logs = "".join(f"\n--- {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log")))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:] + logs
+    for what in ("requests, answered", "tokens, retrieve", "faults, reset", "resets"):
+        assert f"\n{what}: " in done.stdout, what
+
+
+def test_a_run_that_is_killed_leaves_no_process_mount_or_file(tmp_path: Path) -> None:
+    with subprocess.Popen(_command(tmp_path, 1), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+        try:
+            wait_for(lambda: (tmp_path / "proxy.log").exists() or run.poll() is not None, 120, "the nodes")
+            assert run.poll() is None, run.stderr and run.stderr.read()
+            children = psutil.Process(run.pid).children(recursive=True)
+            assert len(children) > 5
+            run.send_signal(signal.SIGKILL)
+            run.wait(90)
+        finally:
+            run.kill()
+    _, alive = psutil.wait_procs(children, 20)
+    assert not alive
+    # hosts of other tests are mounts, too, and come and go meanwhile
+    assert "pd-cache-soak" not in Path("/proc/mounts").read_text()
+    assert not [name for name in os.listdir("/dev/shm") if name == "soak"]

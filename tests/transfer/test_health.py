@@ -1,0 +1,125 @@
+"""When a pool counts as down, and when a silent peer is asked again, with the clock in hand."""
+
+from __future__ import annotations
+
+from transfer.health import _MOST, FORGOTTEN_S, TRIAL_S, CircuitBreaker, Peers
+from transfer.settings import BreakerSettings, TransferSettings
+
+
+def test_all_peers_may_be_asked_until_one_fails() -> None:
+    peers = Peers(1.0)
+    assert not peers.any_silent(0.0)
+    assert peers.may_ask("a", 0.0)
+    peers.failed("a", 0.0)
+    assert peers.any_silent(0.0)
+    assert not peers.may_ask("a", 0.5)
+    assert peers.may_ask("b", 0.5)
+
+
+def test_a_silent_peer_is_tried_by_one_caller_at_a_time_and_less_and_less_often() -> None:
+    peers = Peers(1.0, longest_s=3.0)
+    peers.failed("a", 0.0)
+    assert peers.may_ask("a", 1.0)
+    assert not peers.may_ask("a", 1.0), "the trial is under way"
+    peers.failed("a", 1.0)
+    peers.tried({"a"})
+    assert not peers.may_ask("a", 2.9)
+    assert peers.may_ask("a", 3.0)
+    peers.failed("a", 3.0)
+    peers.tried({"a"})
+    assert peers.may_ask("a", 6.0), "never rarer than the longest pause"
+
+
+def test_a_peer_that_delivers_is_like_any_other() -> None:
+    peers = Peers(1.0)
+    peers.failed("a", 0.0)
+    peers.delivered("a")
+    assert peers.may_ask("a", 0.0)
+    assert not peers.any_silent(0.0)
+
+
+def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_another() -> None:
+    peers = Peers(1.0)
+    peers.failed("a", 0.0)
+    peers.failed("b", 0.0)
+    assert peers.may_ask("a", 1.0)
+    assert not peers.may_ask("b", 2.0), "trials never hold more than one thread"
+    assert peers.may_ask("b", 1.0 + TRIAL_S)
+    peers.failed("b", 1.0 + TRIAL_S)
+    peers.tried({"b"})
+    assert peers.may_ask("a", 1.0 + TRIAL_S), "reported on"
+
+
+def test_reads_of_other_peers_do_not_end_a_trial() -> None:
+    peers = Peers(1.0)
+    peers.failed("a", 0.0)
+    assert peers.may_ask("a", 1.0)
+    peers.delivered("healthy")
+    peers.failed("b", 1.0)
+    peers.tried({"healthy", "b"})
+    assert not peers.may_ask("a", 2.0)
+
+
+def test_a_trial_that_told_nothing_is_over_when_its_read_is() -> None:
+    peers = Peers(1.0)
+    peers.failed("a", 0.0)
+    assert peers.may_ask("a", 1.0)
+    peers.tried({"a"})  # its objects were gone
+    assert peers.may_ask("a", 1.1)
+
+
+def test_a_peer_that_still_holds_a_thread_is_not_tried_with_another() -> None:
+    peers = Peers(1.0)
+    peers.failed("a", 0.0)
+    assert not peers.may_ask("a", 1.0, busy={"a"})
+    assert peers.may_ask("a", 1.0, busy={"b"})
+
+
+def test_the_peers_that_are_remembered_are_bounded() -> None:
+    peers = Peers(1.0)
+    for number in range(_MOST + 10):
+        peers.failed(str(number), 0.0)
+    assert peers.may_ask("0", 0.0)
+    assert not peers.may_ask(str(_MOST), 0.0)
+
+
+def test_a_peer_that_is_gone_from_the_pool_is_forgotten_and_one_that_still_has_objects_is_not() -> None:
+    """Otherwise each read would ask the master where its objects lie, for the life of the process."""
+    peers = Peers(1.0, longest_s=1000.0)
+    peers.failed("gone", 0.0)
+    peers.failed("stopped", 0.0)
+    for now in range(10, 91, 10):
+        if peers.may_ask("stopped", float(now)):
+            peers.failed("stopped", float(now))
+            peers.tried({"stopped"})
+    assert peers.any_silent(91.0)
+    assert peers.may_ask("gone", 91.0)
+    assert not peers.may_ask("stopped", 91.0)
+    assert not peers.any_silent(91.0 + FORGOTTEN_S + 1)
+
+
+def test_the_breaker_opens_after_calls_in_a_row_that_nothing_answered() -> None:
+    breaker = CircuitBreaker("a pool", TransferSettings(breaker=BreakerSettings(failures=3)))
+    down, missing, failed_transfer = [-900, -900], [-900, -704], [-800]
+    for codes, opened in (
+        (down, False),
+        (down, False),
+        (missing, False),  # an answer
+        (down, False),
+        (down, False),
+        (failed_transfer, False),  # says nothing about the master
+        (down, True),
+        (down, True),
+        ([1, 0], False),
+    ):
+        breaker.judge("a call", codes)
+        assert breaker.down is opened
+
+
+def test_a_time_out_counts_only_if_the_call_had_a_fair_time() -> None:
+    breaker = CircuitBreaker("a pool", TransferSettings(breaker=BreakerSettings(failures=1)))
+    breaker.timed_out("a call", 0.1)
+    assert not breaker.down
+    breaker.timed_out("a call", 0.5)
+    assert breaker.down
+    assert breaker.well_until == 0.0

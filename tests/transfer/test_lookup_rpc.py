@@ -1,0 +1,474 @@
+"""LookupRpc, against a real master and against masters that speak otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.transfer.test_store import fresh, opened, put
+from transfer.errors import Status
+from transfer.lookup_rpc import LookupRpc, lookup_rpc
+
+PATIENCE = 60.0
+
+
+def later() -> float:
+    return time.monotonic() + PATIENCE
+
+
+@contextmanager
+def connected(pool: Pool) -> Iterator[LookupRpc]:
+    rpc = lookup_rpc(pool.address)
+    assert rpc is not None
+    try:
+        rpc.connect()
+        yield rpc
+    finally:
+        rpc.close()
+
+
+def direct(store: object) -> LookupRpc:
+    rpc = store._lookup_rpc  # type: ignore[attr-defined]
+    assert isinstance(rpc, LookupRpc)
+    return rpc
+
+
+def asks_directly(store: object) -> bool:
+    """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
+    return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(direct(store)._idle)  # type: ignore[attr-defined]
+
+
+# --- a real master ---------------------------------------------------------------------------------------------------
+
+
+def test_it_answers_as_mooncakes_client_does(pool: Pool) -> None:
+    with opened(pool) as (store, staging), connected(pool) as rpc:
+        there = [*fresh(3), *(f"test/{'long' * length}/{fresh(1)[0]}" for length in (30, 60, 900))]
+        assert put(store, staging, there) == [Status.OK] * 6
+        absent = [*fresh(2), "", "x" * 127, "x" * 128, "x" * 255, "x" * 256, "x" * 4096]
+
+        @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @given(st.lists(st.sampled_from(there + absent), min_size=1, max_size=12), st.integers(1, 60))
+        def same(keys: list[str], times: int) -> None:
+            assert list(rpc.ask(keys * times, later()) or b"") == store._client.batch_is_exist(keys * times)
+
+        same()
+        many = there[:1] * 65535
+        assert rpc.ask(many, later()) == b"\x01" * 65535
+
+
+@pytest.mark.parametrize("key", ["é", "x" * 4097, "\udcff"], ids=["not ASCII", "too long", "half a character"])
+def test_a_key_that_it_cannot_spell_goes_the_long_way(pool: Pool, key: str) -> None:
+    with connected(pool) as rpc:
+        assert rpc.ask([key], later()) is None
+        assert rpc.ask(["a"] * 65536, later()) is None
+        assert rpc.ask(["a"], later()) == b"\x00", "and the connection is as before"
+
+
+def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pool) as (store, staging):
+        keys = fresh(3)
+        put(store, staging, keys[:2])
+        expected = [Status.OK, Status.OK, Status.MISSING]
+        assert store.batch_exist(keys, timeout=20) == expected
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+        store._breaker.well_until = float("inf")  # for however long the next line takes
+        monkeypatch.setattr(store._control, "submit", None)
+        assert store.batch_exist(keys, timeout=20) == expected
+
+
+def test_a_store_that_should_not_ask_directly_has_no_connection(pool: Pool) -> None:
+    with opened(pool, direct_lookups=False) as (store, _):
+        assert store._lookup_rpc is None
+
+
+def test_many_threads_share_a_bounded_number_of_connections(pool: Pool) -> None:
+    with opened(pool, slots=16) as (store, staging):
+        keys = fresh(8)
+        put(store, staging, keys[:4])
+        expected = [Status.OK] * 4 + [Status.MISSING] * 4
+        wrong: list[object] = []
+        most: list[int] = []
+
+        def work() -> None:
+            for _ in range(200):
+                if (found := store.batch_exist(keys, timeout=PATIENCE)) != expected:
+                    wrong.append(found)
+                most.append(len(direct(store)._connections))
+
+        threads = [threading.Thread(target=work) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert 1 <= max(most) <= 4
+
+
+def test_a_master_started_anew_is_asked_through_the_client_first_and_then_directly_again(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool().start()
+    with opened(pool, breaker={"probe_interval_ms": 100}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+        pool.kill("master")
+        assert direct(store).ask(["k"], later()) is None
+        assert not direct(store)._connections
+        pool.start("master")
+        wait_for(lambda: asks_directly(store), 60, "a new connection")
+
+
+def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+        (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
+        master.suspend()
+        # its threads go on until one of them has taken the signal
+        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], 20, "a time-out")
+        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], 20, "the breaker")
+        master.resume()
+        wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], 60, "the pool being found back")
+
+
+def test_a_client_that_does_not_reach_the_master_opens_the_breaker_although_the_short_cut_does(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 3_600_000}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+
+        class Cut:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(client, name)
+
+            def batch_is_exist(self, keys: list[str]) -> list[int]:
+                return [-900] * len(keys)
+
+        client, store._client = store._client, Cut()
+        try:
+            store._breaker.well_until = time.monotonic()
+            assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
+            assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
+            assert not store.available
+        finally:
+            store._client = client
+
+
+def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
+        wait_for(lambda: asks_directly(store), 20, "the connection being made")
+
+        def too_late(*_: object) -> None:
+            raise TimeoutError
+
+        monkeypatch.setattr(direct(store), "ask", too_late)
+        store._breaker.well_until = float("inf")
+        assert store.batch_exist(["k"], timeout=0.1) == [Status.TIMEOUT]
+        assert store._breaker.well_until == float("inf")
+        assert store.batch_exist(["k"], timeout=20) == [Status.TIMEOUT]
+        assert store.available
+        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING], "of the client"
+
+
+@pytest.mark.parametrize(
+    ("master", "protocol"), [("etcd://127.0.0.1:2379", "tcp"), ("nowhere", "tcp"), ("127.0.0.1:50051", "rdma")]
+)
+def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(
+    monkeypatch: pytest.MonkeyPatch, master: str, protocol: str
+) -> None:
+    monkeypatch.setenv("MC_RPC_PROTOCOL", protocol)
+    assert lookup_rpc(master) is None
+
+
+# --- masters that speak otherwise ------------------------------------------------------------------------------------
+
+HEAD = struct.Struct("<4B3I")
+TYPES = bytes.fromhex("5d8c5f2a 04 84870b0100")
+
+
+def answer(number: int, body: bytes, *, magic: int = 21, error: int = 0, length: int | None = None) -> bytes:
+    return HEAD.pack(magic, 0, error, 0, number, len(body) if length is None else length, 0) + body
+
+
+def verdicts(*keys: int) -> bytes:
+    return TYPES + bytes([len(keys)]) + b"".join(b"\x01" + bytes([key]) for key in keys)
+
+
+class Master:
+    """Answers the first request of each connection with no keys, as a connection's trial has it, and further ones by `script`."""
+
+    def __init__(
+        self, script: Callable[[int], Iterator[bytes]], *, trial: Callable[[int], bytes] | None = None
+    ) -> None:
+        self._script = script
+        self._trial = trial or (lambda number: answer(number, verdicts()))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.accepted = 0
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            self._connections.append(connection)
+            self._threads.append(threading.Thread(target=self._answer, args=(connection,)))
+            self._threads[-1].start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            for request in itertools.count():
+                head = connection.recv(20, socket.MSG_WAITALL)
+                if len(head) < 20:
+                    return
+                number, _, length, _ = struct.unpack("<4I", head[4:])
+                connection.recv(length, socket.MSG_WAITALL)
+                for part in [self._trial(number)] if request == 0 else self._script(number):
+                    if not part:
+                        return
+                    connection.sendall(part)
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+    def __enter__(self) -> Master:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join()
+
+
+def rpc_to(master: Master, clock: Callable[[], float] = time.monotonic) -> LookupRpc:
+    rpc = LookupRpc("127.0.0.1", master.port, clock=clock)
+    rpc.connect()
+    return rpc
+
+
+def test_an_answer_may_come_byte_by_byte() -> None:
+    with Master(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as master:
+        rpc = rpc_to(master)
+        assert [rpc.ask(["a", "b", "c"], later()) for _ in range(3)] == [b"\x01\x00\x01"] * 3
+        rpc.close()
+        assert master.accepted == 1
+
+
+@pytest.mark.parametrize(
+    "spoken",
+    {
+        "an error": lambda number: answer(number, b"no such function", error=3),
+        "another protocol": lambda number: b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "the answer to another request": lambda number: answer(number + 1, verdicts(1, 0)),
+        "another type": lambda number: answer(number, b"\0" + verdicts(1, 0)[1:]),
+        "other types": lambda number: answer(number, verdicts(1, 0).replace(b"\x0b", b"\x0c")),
+        "sizes of eight bytes": lambda number: answer(number, verdicts(1, 0).replace(b"\x04", b"\x1c")),
+        "fewer keys": lambda number: answer(number, verdicts(1)),
+        "more keys": lambda number: answer(number, verdicts(1, 0, 1)),
+        "no body": lambda number: answer(number, b""),
+        "4 GiB": lambda number: answer(number, verdicts(1, 0), length=2**32 - 1),
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.parametrize("at", ["trial", "request"])
+def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute(
+    spoken: tuple[str, Callable[[int], bytes]], at: str
+) -> None:
+    script, now = spoken[1], 100.0
+    with Master(lambda number: iter([script(number)]), trial=script if at == "trial" else None) as master:
+        rpc = rpc_to(master, lambda: now)
+        assert rpc.ask(["a", "b"], now + PATIENCE) is None
+        assert not rpc._connections
+        now += 59
+        assert not rpc.wants_connection
+        rpc.connect()
+        assert master.accepted == 1
+        now += 2
+        assert rpc.wants_connection
+        rpc.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        TYPES + b"\x02" + b"\x01\x01" + b"\x00" + struct.pack("<i", -900),
+        TYPES + b"\x02" + b"\x01\x01" + b"\x01\x07",
+        verdicts(1, 0) + b"\x01\x01",
+    ],
+    ids=["an error for one key", "neither yes nor no", "a key too many"],
+)
+def test_an_answer_without_a_verdict_on_each_key_says_nothing(body: bytes) -> None:
+    with Master(lambda number: iter([answer(number, body)])) as master:
+        clock = iter(range(0, 10_000, 2))
+        rpc = rpc_to(master, lambda: float(next(clock)))
+        assert rpc.ask(["a", "b"], 9_000) is None
+        assert not rpc._connections
+        assert rpc.wants_connection, "it may be asked again"
+        rpc.close()
+
+
+def test_an_answer_that_was_there_before_this_process_went_on_is_taken() -> None:
+    now = 100.0
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master, lambda: now)
+        received = rpc._receive
+
+        def stopped(connection: socket.socket, keys: int, deadline: float) -> bytes:
+            nonlocal now
+            assert select.select([connection], [], [], PATIENCE)[0]
+            now += 1000
+            return received(connection, keys, deadline)
+
+        rpc._receive = stopped  # type: ignore[method-assign]
+        assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
+        rpc.close()
+
+
+def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
+    now = 100.0
+
+    def drip(number: int) -> Iterator[bytes]:
+        nonlocal now
+        for byte in answer(number, verdicts(1)):
+            now += 1
+            yield bytes([byte])
+
+    with Master(drip) as master:
+        rpc = rpc_to(master, lambda: now)
+        with pytest.raises(TimeoutError):
+            rpc.ask(["a"], now + 3)
+        rpc.close()
+
+
+def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine() -> None:
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master)
+        with pytest.raises(TimeoutError):
+            rpc.ask(["a"], time.monotonic())
+        assert rpc.ask(["a"], float("inf")) == b"\x01"
+        assert master.accepted == 1
+        rpc.close()
+
+
+def test_a_socket_that_the_kernel_has_connected_to_itself_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Master(lambda number: iter([])) as master:
+
+        def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+            one = socket.socket()
+            one.bind(("127.0.0.1", 0))
+            one.connect(one.getsockname())
+            return one
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", to_itself)
+            rpc = rpc_to(master)
+        assert not rpc._connections
+        assert not rpc._gave_up
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "127.0.0.1:1"])
+def test_an_address_that_cannot_be_one_is_not_connected_to(host: str) -> None:
+    LookupRpc(host, 70_000).connect()
+
+
+@pytest.mark.parametrize("parts", [[], [b"\x15\x00"]], ids=["at once", "in the middle of the answer"])
+def test_a_connection_that_ends_says_nothing(parts: list[bytes]) -> None:
+    with Master(lambda number: iter([*parts, b""])) as master:
+        rpc = rpc_to(master)
+        assert rpc.ask(["a"], later()) is None
+        assert not rpc._connections
+        rpc.close()
+
+
+def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_used_again() -> None:
+    with Master(lambda number: iter([])) as master:
+        rpc = rpc_to(master)
+        with pytest.raises(TimeoutError):
+            rpc.ask(["a"], time.monotonic() + 0.05)
+        assert not rpc._connections
+        assert rpc.ask(["a"], later()) is None
+        rpc.close()
+
+
+def test_an_interrupted_request_leaves_no_connection_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master)
+
+        def interrupted(*_: object) -> bytes:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rpc, "_exchange", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rpc.ask(["a"], later())
+        assert not rpc._connections
+        rpc.connect()
+        assert rpc.ask(["a"], later()) == b"\x01"
+        rpc.close()
+
+
+def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None:
+    now = 100.0
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master, lambda: now)
+        now += 29
+        assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
+        now += 31
+        assert rpc.ask(["a"], now + PATIENCE) is None
+        assert rpc.wants_connection
+        rpc.connect()
+        assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
+        rpc.close()
+
+
+def test_after_a_failed_attempt_the_next_one_waits() -> None:
+    now = 100.0
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    rpc = LookupRpc("127.0.0.1", port, clock=lambda: now)
+    rpc.connect()
+    assert not rpc.wants_connection
+    now += 1
+    assert rpc.wants_connection
+
+
+def test_a_closed_one_closes_also_the_connection_that_was_in_use() -> None:
+    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
+        rpc = rpc_to(master)
+        taken = rpc._take()
+        assert taken is not None
+        rpc.close()
+        rpc._put_back(taken, answered=True)
+        assert taken.fileno() == -1
+        assert rpc.ask(["a"], later()) is None
+        assert not rpc.wants_connection

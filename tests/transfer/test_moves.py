@@ -1,0 +1,352 @@
+"""Reads and writes in steps, and what is done when Mooncake may have given one up: on a client that answers as told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.waiting import wait_for
+from transfer.errors import Status, status_of
+from transfer.health import CircuitBreaker
+from transfer.moves import LATE, Batch, Moves, Watch, keys_per_step
+from transfer.settings import Timeouts, TransferSettings, stall_seconds
+from transfer.staging import Quota, Slot, StagingPool
+
+FAILED = -800
+EXISTS = -705
+
+
+class Replica:
+    """A replica in a peer's memory, as Mooncake describes one."""
+
+    def __init__(self, peer: str) -> None:
+        self.transport_endpoint = peer
+        self.buffer_descriptor = self
+
+    def is_memory_replica(self) -> bool:
+        return True
+
+    def get_memory_descriptor(self) -> Replica:
+        return self
+
+
+class Client:
+    """A client whose objects lie at peers, some of which are dead; it notes what it was asked to move."""
+
+    def __init__(self) -> None:
+        self.peer_of: dict[str, str] = {}
+        """Where each object is read from."""
+        self.further_copies: dict[str, list[str]] = {}
+        self.dead: set[str] = set()
+        self.begun_by_others: set[str] = set()
+        self.full: set[str] = set()
+        self.gets: list[list[str]] = []
+        self.revoked: list[str] = []
+        self.located = 0
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self.gets.append(keys)
+        return [FAILED if self.peer_of[key] in self.dead else size for key, size in zip(keys, sizes, strict=True)]
+
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
+        self.located += 1
+        return {key: [Replica(peer) for peer in (self.peer_of[key], *self.further_copies.get(key, ()))] for key in keys}
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [int(key in self.peer_of) for key in keys]
+
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]:
+        taken = self.begun_by_others | self.peer_of.keys()
+        return [-200 if key in self.full else EXISTS if key in taken else 0 for key in keys]
+
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]:
+        return [FAILED if "dead" in key else sum(some) for key, some in zip(keys, sizes, strict=True)]
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        self.peer_of.update(dict.fromkeys(keys, "a"))
+        return [0] * len(keys)
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        self.revoked += keys
+        self.full.clear()
+        return [0] * len(keys)
+
+    def register_buffer(self, address: int, size: int) -> int:
+        return 0
+
+
+class Hours(Watch):
+    """A watch after which Mooncake may have given up everything."""
+
+    def may_have_given_up(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def staging() -> Iterator[StagingPool]:
+    staging = StagingPool(64 * 4096, 4096, prefaulted=False)
+    yield staging
+    staging.check_integrity()
+    staging.close()
+
+
+@pytest.fixture
+def slots(staging: StagingPool) -> Iterator[list[Slot]]:
+    leased = [slot for _ in range(64) if (slot := staging.try_lease()) is not None]
+    yield leased
+    for slot in leased:
+        slot.release()
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Mooncake's that another store of this process has set, or the user."""
+    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
+    monkeypatch.delenv("MC_TCP_LANES_PER_PEER", raising=False)
+
+
+def moves_of(
+    client: Client, given: TransferSettings | None = None, memory: Sequence[StagingPool] = (), **how: Any
+) -> Moves:
+    given = given or settings()
+    return Moves(client, given, CircuitBreaker("a pool", given), memory, **how)
+
+
+def whole(keys: list[str], slots: list[Slot]) -> Batch:
+    return Batch(keys, slots, [slot.size for slot in slots])
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+def settings(**timeouts: int) -> TransferSettings:
+    return TransferSettings(timeouts=Timeouts(**timeouts))
+
+
+@pytest.mark.parametrize("milliseconds", [1, 1000, 3000, 10_000, 60_000, 3_600_000])
+def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_are(milliseconds: int) -> None:
+    given = settings(get_ms=milliseconds, put_ms=milliseconds)
+    rounds = keys_per_step(given) / 4
+    assert rounds >= 1
+    assert rounds * (stall_seconds(given) + 0.6) < 30
+
+
+def test_a_users_own_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_LANES_PER_PEER", "2")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "120")
+    assert keys_per_step(settings()) == 2
+
+
+def test_the_watch_suspects_a_long_wait_on_either_clock_and_a_wall_clock_that_was_set() -> None:
+    now = {"monotonic": 0.0, "wall": 1000.0}
+
+    def after(monotonic: float, wall: float) -> bool:
+        now.update(monotonic=0.0, wall=1000.0)
+        watch = Watch(60, lambda: now["monotonic"], lambda: now["wall"])
+        now.update(monotonic=monotonic, wall=1000.0 + wall)
+        return watch.may_have_given_up()
+
+    assert not after(10, 10)
+    assert not after(30, 30.5)
+    assert after(55, 55)
+    assert after(1, 62), "set forward: Mooncake asks this clock"
+    assert after(1, -3600), "set back: it may have been forward in between"
+
+
+def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_others(
+    staging: StagingPool, slots: list[Slot]
+) -> None:
+    client = Client()
+    keys = [f"k{index}" for index in range(12)]
+    client.peer_of = {key: "dead" if index in (1, 9) else "well" for index, key in enumerate(keys)}
+    client.dead = {"dead"}
+    moves = moves_of(client, memory=[staging], watch=Hours)
+    codes = moves.get(whole(keys, slots[:12]), soon())
+    assert [index for index, code in enumerate(codes) if code < 0] == [1, 9]
+    assert staging.forfeited_bytes == 8 * 4096, "the second step did not ask the silent peer, and so ended well"
+    lost = {slot.address for slot in slots[:8]}
+    while slots:
+        slots.pop().release()
+    slots += [slot for _ in range(64) if (slot := staging.try_lease()) is not None]
+    assert len(slots) == 64, "other memory has taken its place"
+    assert not lost & {slot.address for slot in slots}
+
+
+def test_a_read_that_failed_at_once_forfeits_nothing(staging: StagingPool, slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of, client.dead = {"k": "p"}, {"p"}
+    assert moves_of(client, memory=[staging]).get(whole(["k"], slots[:1]), soon()) == [FAILED]
+    assert not staging.forfeited_bytes
+
+
+def test_no_step_begins_after_the_deadline(slots: list[Slot]) -> None:
+    client = Client()
+    keys = [f"k{index}" for index in range(20)]
+    client.peer_of = dict.fromkeys(keys, "p")
+    codes = moves_of(client).get(whole(keys, slots[:20]), time.monotonic() - 1)
+    assert client.gets == [keys[:8]]
+    assert codes == [4096] * 8 + [LATE] * 12
+    assert status_of(LATE) is Status.TIMEOUT
+
+
+def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of, client.dead = {"a0": "a", "a1": "a", "b0": "b"}, {"a"}
+    given = msgspec.structs.replace(
+        settings(), breaker=msgspec.structs.replace(settings().breaker, probe_interval_ms=3_600_000)
+    )
+    moves = moves_of(client, given)
+    assert moves.get(whole(["a0", "b0"], slots[:2]), soon()) == [FAILED, 4096]
+    assert moves.get(whole(["a1", "b0"], slots[:2]), soon()) == [FAILED, 4096]
+    assert client.gets == [["a0", "b0"], ["b0"]]
+
+
+def test_of_several_copies_only_the_peer_that_was_read_from_is_blamed_or_cleared(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"a0": "a", "b0": "b", "b1": "b"}
+    client.further_copies = {"a0": ["b"], "b0": ["a"]}
+    client.dead = {"a"}
+    moves = moves_of(client)
+    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
+    now = time.monotonic()
+    assert moves.peers.may_ask("b", now), "it has a copy that nobody read"
+    assert moves.get(whole(["b0", "b1"], slots[:2]), soon()) == [4096] * 2
+    assert moves.peers.any_silent(time.monotonic()), "nor did the healthy peer's delivery clear the other"
+    assert not moves.peers.may_ask("a", now)
+    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
+    assert client.gets == [["a0"], ["b0", "b1"]], "Mooncake would read the same copy again"
+
+
+def test_what_a_process_reads_from_its_own_segment_says_nothing_about_peers(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"mine": "me", "a0": "a"}
+    client.further_copies = {"mine": ["a"]}
+    client.dead = {"a"}
+    moves = moves_of(client)
+    moves.own_peer = "me"
+    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
+    client.peer_of["mine"], client.further_copies["mine"] = "a", ["me"]
+    client.dead = set()
+    assert moves.get(whole(["mine"], slots[:1]), soon()) == [4096], "whichever copy the master names first"
+    assert moves.peers.any_silent(time.monotonic())
+
+
+def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"a": "hangs", "b": "well"}
+    release = threading.Event()
+    hangs = client.batch_get_into
+    client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]  # type: ignore[method-assign, assignment]
+    moves = moves_of(client, settings(get_ms=1, put_ms=1))
+    moves._stall_s = 0
+    reader = threading.Thread(target=moves.get, args=(whole(["a"], slots[:1]), soon()))
+    reader.start()
+    wait_for(lambda: moves._reading)
+    moves.suspect_slow_peers()
+    assert not moves.peers.may_ask("hangs", time.monotonic())
+    assert moves.peers.may_ask("well", time.monotonic())
+    release.set()
+    reader.join(60)
+    assert not moves.peers.any_silent(time.monotonic()), "it delivered"
+
+
+def test_where_objects_lie_is_not_asked_while_all_peers_deliver(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"k": "p"}
+    moves_of(client).get(whole(["k"], slots[:1]), soon())
+    assert client.located == 0
+
+
+def test_a_put_says_ok_only_for_what_the_pool_holds(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"there": "p"}
+    client.begun_by_others = {"begun"}
+    keys = ["new", "there", "begun", "dead"]
+    codes = moves_of(client).put(Batch(keys, slots[:4], [100] * 4), None, soon())
+    assert [status_of(code) for code in codes] == [Status.OK, Status.OK, Status.BUSY, Status.TRANSFER_FAILED]
+    assert client.revoked == ["dead"]
+
+
+def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_its_key(slots: list[Slot]) -> None:
+    client = Client()
+    moves = moves_of(client)
+    revoke, refused = client.batch_put_session_revoke, [-900]
+
+    def unheard(keys: list[str]) -> list[int]:
+        revoke(keys)
+        return refused
+
+    client.batch_put_session_revoke = unheard  # type: ignore[method-assign]
+    moves.put(Batch(["dead", "well"], slots[:2], [100] * 2), None, soon())
+    assert client.revoked == ["dead"]
+    refused[:] = [0]
+    moves.put(Batch(["dead"], slots[:1], [100]), None, soon())
+    assert client.revoked == ["dead"] * 3, "before it is begun, and because it failed again"
+    moves.put(Batch(["well"], slots[:1], [100]), None, soon())
+    assert client.revoked == ["dead"] * 3
+
+
+def test_a_put_that_found_no_room_is_tried_once_more(slots: list[Slot]) -> None:
+    client = Client()
+    client.full = {"x"}
+    refused = moves_of(client).put(Batch(["x"], slots[:1], [100]), None, soon())
+    assert [status_of(code) for code in refused] == [Status.NO_SPACE]
+    client.batch_put_session_start = lambda keys, sizes, config: answers.pop(0)  # type: ignore[method-assign]
+    answers = [[-200], [0]]
+    assert moves_of(client).put(Batch(["y"], slots[:1], [100]), None, soon()) == [0]
+
+
+def test_no_step_of_a_put_begins_after_the_deadline(slots: list[Slot]) -> None:
+    client, keys = Client(), [f"k{index}" for index in range(20)]
+    codes = moves_of(client).put(Batch(keys, slots[:20], [100] * 20), None, time.monotonic() - 1)
+    assert codes == [0] * 8 + [LATE] * 12
+    assert set(client.peer_of) == set(keys[:8])
+
+
+def test_a_key_of_which_the_master_does_not_say_whether_it_is_there_is_not_stored(slots: list[Slot]) -> None:
+    client = Client()
+    client.begun_by_others = {"begun"}
+    client.batch_is_exist = lambda keys: [-900] * len(keys)  # type: ignore[method-assign]
+    codes = moves_of(client).put(Batch(["begun"], slots[:1], [100]), None, soon())
+    assert [status_of(code) for code in codes] == [Status.BUSY]
+
+
+def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slots: list[Slot]) -> None:
+    client = Client()
+    client.peer_of = {"a0": "a", "a1": "a"}
+    client.batch_get_into = lambda keys, addresses, sizes: [FAILED, *sizes[1:]]  # type: ignore[method-assign]
+    moves = moves_of(client)
+    assert moves.get(whole(["a0", "a1"], slots[:2]), soon()) == [FAILED, 4096]
+    assert not moves.peers.any_silent(time.monotonic())
+
+
+def test_reads_that_the_master_does_not_answer_open_the_breaker(slots: list[Slot]) -> None:
+    client, given = Client(), settings()
+    client.batch_get_into = lambda keys, addresses, sizes: [-900] * len(keys)  # type: ignore[method-assign]
+    breaker = CircuitBreaker("a pool", given)
+    moves = Moves(client, given, breaker, [])
+    for _ in range(given.breaker.failures):
+        assert not breaker.down
+        moves.get(whole(["a"], slots[:1]), soon())
+    assert breaker.down
+
+
+def test_after_a_put_its_slots_wait_for_no_peer_although_another_tier_holds_them(staging: StagingPool) -> None:
+    quota = Quota(1)
+    slot = staging.lease(soon(), quota)
+    assert slot is not None
+    batch = Batch(["k"], [slot], [100])
+    batch.retain()
+    batch.settle_and_release()
+    other = staging.lease(time.monotonic() + 0.1, quota)
+    assert other is not None
+    for one in (slot, other):
+        one.release()

@@ -1,0 +1,110 @@
+"""KV events and vLLM: its own classes read ours, ours read those of its publisher, and a real node's events say what its cache holds."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from launch.discovery import file_records
+from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.prefixes import PromptNamer
+from pd_cache.chunks import Namespace
+from pd_cache.cluster import ClusterConfig, load_config, read_about
+from pd_cache.events import EventEndpoints, EventSubscriber
+from tests.support.pool import Pool, free_port
+from tests.support.waiting import wait_for
+from tests.vllm.servers import PdCacheServer, cluster_file, running
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
+
+
+def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_replay(tmp_path: Path) -> None:
+    """More batches than a socket holds: vLLM's replays lose what does not fit, and the rest is asked for again."""
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+
+    ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
+    publisher = ZmqEventPublisher(0, ends.stream, ends.replay)
+    known = KnownCache(BlockBudget(1 << 20))
+    try:
+        for number in range(6000):
+            event = BlockStored(
+                [number], None, [1, 2], 2, None, "GPU", None, group_idx=0, kv_cache_spec_kind="full_attention"
+            )
+            publisher.publish(KVEventBatch(ts=float(number), events=[event]))
+        with closing(EventSubscriber(again_s=0.02)) as subscriber:
+            subscriber.follow({"vllm": (ends, known.apply)})
+            wait_for(lambda: len(known) == 6000, what="everything was replayed")
+            publisher.publish(KVEventBatch(ts=6001.0, events=[BlockRemoved([3], "GPU", 0)]))
+            wait_for(lambda: len(known) == 5999, what="the stream goes on")
+            publisher.publish(KVEventBatch(ts=6002.0, events=[AllBlocksCleared()]))
+            wait_for(lambda: len(known) == 0, what="all were cleared")
+    finally:
+        publisher.shutdown()
+
+
+class Observed(NamedTuple):
+    """A real node, and what its events say."""
+
+    node: PdCacheServer
+    cache: KnownCache
+    namer: PromptNamer
+    config: ClusterConfig
+
+
+@pytest.fixture(scope="module")
+def observed(model: Path, vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    folder = tmp_path_factory.mktemp("events")
+    file = cluster_file(folder, vllm_pool, model, {"prefill-0": {"events_port": free_port()}})
+    config = load_config(file)
+    node = config.node("prefill-0")
+    assert node is not None
+    addresses = config.event_addresses(node)
+    assert addresses is not None
+    with running(file, "prefill-0") as (server,), closing(EventSubscriber(check_s=0.5)) as subscriber:
+        (space,) = spaces(server)
+        cache = KnownCache(BlockBudget(1 << 20))
+        cache.fingerprint = space.fingerprint()
+        subscriber.follow({"node": (EventEndpoints(*addresses), cache.apply)})
+        yield Observed(server, cache, PromptNamer(space), config)
+
+
+def spaces(server: PdCacheServer) -> list[Namespace]:
+    return [msgspec.convert({k: v for k, v in server.health()["namespace"].items() if k != "token_hash"}, Namespace)]
+
+
+def test_a_real_node_says_how_large_its_own_cache_is(observed: Observed) -> None:
+    (block,) = {space.block_size for space in spaces(observed.node)}
+    told = read_about(json.dumps(observed.node.health()))
+    record = next(one for one in file_records(observed.config) if one.name == "prefill-0")
+    assert record.telling(told).capacity.kv_tokens == (1024 - 1) * block, (
+        "as `num-gpu-blocks-override` says, without the null block"
+    )
+
+
+def prompt_of(seed: int, tokens: int = 700) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 200) for _ in range(tokens)]
+
+
+def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(observed: Observed) -> None:
+    tokens = prompt_of(1)
+    named = observed.namer.name(tokens, None).prompt
+    observed.node.complete(tokens)
+    whole = len(named.blocks) * named.block_tokens
+    wait_for(lambda: observed.cache.tokens(named) == whole, what="the node's events say that it has the prompt")
+    salted = observed.namer.name(tokens, "tenant").prompt
+    assert observed.cache.tokens(salted) == 0
+    observed.node.complete(tokens, cache_salt="tenant")
+    wait_for(lambda: observed.cache.tokens(salted) == whole, what="another tenant's are other blocks")
+    # vLLM forgets nothing while blocks are being stored, and publishes what it forgot with its next step
+    wait_for(lambda: not observed.node.blocks_in_use, what="everything is stored")
+    observed.node.forget_prefixes()
+    observed.node.complete(tokens[:3], 1)
+    wait_for(lambda: len(observed.cache) == 0, what="it forgot all")

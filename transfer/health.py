@@ -1,0 +1,161 @@
+"""Whether the pool and its peers answer: the breaker of a pool, and the peers that are silent. Neither waits for anything.
+
+A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing about other peers, nor about the
+master. So the pool counts as down only after calls to the master have failed, and each peer has a breaker of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from transfer.errors import OUTAGE, Status, status_of
+from transfer.settings import TransferSettings
+
+log = logging.getLogger(__name__)
+
+_FAIR = 0.9
+"""The part of its usual time that a call must have had before its time-out counts against the pool."""
+_WELL_S = 5.0
+"""For how long after an answer to Mooncake's client lookups may ask the master directly."""
+
+TRIAL_S = 65.0
+"""How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never spoken."""
+FORGOTTEN_S = 60.0
+"""After how long a silent peer is forgotten if no object was found at it meanwhile: the master drops the objects of a node that is gone."""
+_MOST = 4096
+"""How many silent peers are remembered. Beyond that the oldest are forgotten, and so are tried again."""
+
+
+class CircuitBreaker:
+    """Counts calls to the master that failed in a row. After some of them the pool is down until a probe or a call succeeds.
+
+    Thread-safe. Callers on a hot path read only `down` and `well_until`.
+    """
+
+    def __init__(self, pool: str, settings: TransferSettings) -> None:
+        """`pool` names the master in the log."""
+        self._pool = pool
+        self._limit = settings.breaker.failures
+        self._again_ms = settings.breaker.probe_interval_ms
+        self._usual_s = settings.timeouts.exist_ms / 1000
+        self._in_a_row = 0
+        self._lock = threading.Lock()
+        self.down = False
+        self.well_until = 0.0
+        """Until when lookups may ask the master directly."""
+
+    def judge(self, what: str, codes: Sequence[int]) -> None:
+        """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says nothing about the master."""
+        statuses = {status_of(code) for code in set(codes)}
+        if statuses == {Status.POOL_DOWN}:
+            self.failed(what)
+        elif not statuses <= OUTAGE:
+            self.succeeded()
+
+    def timed_out(self, what: str, had_s: float) -> None:
+        """Counts a call whose deadline has passed as failed, if it had a fair time to run."""
+        if self.is_fair(had_s):
+            self.failed(f"{what} (no answer within {had_s:.3g} s)")
+
+    def is_fair(self, had_s: float) -> bool:
+        """Returns whether a call that had this much time should have been answered."""
+        return had_s >= _FAIR * self._usual_s
+
+    def failed(self, what: str) -> None:
+        """Counts a call that the pool failed."""
+        with self._lock:
+            self.well_until = 0.0
+            self._in_a_row += 1
+            opens = not self.down and self._in_a_row >= self._limit
+            self.down |= opens
+        if opens:
+            log.warning("pool %s counts as down: %s failed; trying again every %d ms", self._pool, what, self._again_ms)
+
+    def succeeded(self) -> None:
+        """Notes a call that the pool answered."""
+        self.well_until = time.monotonic() + _WELL_S
+        if self._in_a_row or self.down:
+            with self._lock:
+                was_down, self.down, self._in_a_row = self.down, False, 0
+            if was_down:
+                log.info("pool %s is back", self._pool)
+
+
+class _Silence(NamedTuple):
+    again: float
+    """When to try the peer again."""
+    pause: float
+    """The pause before that."""
+    named: float
+    """When an object was last found at the peer."""
+
+
+class Peers:
+    """Remembers the peers that did not deliver when they were last asked, and when to ask each again.
+
+    A pure state machine: callers pass the time. Thread-safe.
+    """
+
+    def __init__(self, retry_s: float, longest_s: float = 30.0) -> None:
+        """A silent peer is tried again after `retry_s` seconds, then after twice as long each time, up to `longest_s`."""
+        self._retry_s = retry_s
+        self._longest_s = longest_s
+        self._lock = threading.Lock()
+        self._silent: dict[str, _Silence] = {}
+        self._trial = ""
+        """The peer of the trial under way; empty if there is none."""
+        self._trial_ends = 0.0
+        """When to stop waiting for the trial's outcome."""
+
+    def any_silent(self, now: float) -> bool:
+        """Returns whether any peer is silent, so that it matters where an object lies. Forgets peers that are gone from the pool."""
+        if not self._silent:
+            return False
+        with self._lock:
+            for peer in [peer for peer, silence in self._silent.items() if now - silence.named > FORGOTTEN_S]:
+                del self._silent[peer]
+            return bool(self._silent)
+
+    def delivered(self, peer: str) -> None:
+        """Notes that a peer delivered."""
+        with self._lock:
+            was_silent = self._silent.pop(peer, None) is not None
+        if was_silent:
+            log.info("peer %s delivers objects again", peer)
+
+    def failed(self, peer: str, now: float) -> None:
+        """Notes that a peer did not deliver."""
+        with self._lock:
+            known = self._silent.pop(peer, None)
+            pause = self._retry_s if known is None else min(self._longest_s, 2 * known.pause)
+            self._silent[peer] = _Silence(now + pause, pause, now)
+            if len(self._silent) > _MOST:
+                del self._silent[next(iter(self._silent))]
+        if known is None:
+            log.warning("peer %s does not deliver; its objects count as misses until it does", peer)
+
+    def tried(self, peers: Collection[str]) -> None:
+        """Notes that a read of objects at `peers` has ended, with any outcome. If it was the trial, the trial is over."""
+        with self._lock:
+            if self._trial in peers:
+                self._trial = ""
+
+    def may_ask(self, peer: str, now: float, busy: Collection[str] = ()) -> bool:
+        """Returns whether to read an object from `peer`: it is not silent, or this is its trial, which begins now.
+
+        Only one trial is under way at a time, because it may hold its thread for as long as `TRIAL_S`. A peer that already holds a thread
+        (`busy`) gets none.
+        """
+        with self._lock:
+            silence = self._silent.get(peer)
+            if silence is None:
+                return True
+            self._silent[peer] = silence._replace(named=now)
+            if (self._trial and now < self._trial_ends) or now < silence.again or peer in busy:
+                return False
+            self._trial, self._trial_ends = peer, now + TRIAL_S
+            return True

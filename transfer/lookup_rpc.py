@@ -1,0 +1,266 @@
+"""LookupRpc: asks a master which keys it has, over connections of our own.
+
+Mooncake's client cannot be given a deadline: a request blocks for as long as the master does not answer. So requests run on other threads
+(`transfer.calls`), and waking two of them costs as much as the request itself. A lookup is one such request. On a socket it has its
+deadline without another thread.
+
+The request is `BatchExistKey`, byte for byte as Mooncake's client sends it, which is no public interface. So this is only a short cut.
+Whatever it cannot do goes the long way, through the client: if there is no connection, if all of them are in use, if a key is one
+that it cannot spell. Requests carry a hash of the method's name and one of its parameters' types, so a master of another version refuses
+them. After an answer that is not as expected, all requests go the long way for a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+_MOST = 4
+"""Connections of one store. Further threads go the long way meanwhile."""
+_FRESH_S = 30.0
+"""A connection that was not used for longer is closed: firewalls forget idle ones without a word."""
+_CONNECT_S = 0.5
+"""How long connecting may take for each of the master's addresses, and the trial of the connection."""
+_AGAIN_S = 1.0
+"""How long after a failed attempt to connect the next one may follow."""
+_STRANGER_S = 60.0
+"""The same after an unexpected answer."""
+_LOOK_S = 100e-6
+"""For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
+_LONGEST_S = 3600.0
+"""Sockets refuse much longer waits."""
+
+_MAGIC = 21
+_REQUEST = struct.Struct("<4B4I")
+"""Magic, version, how the arguments are serialized, kind of message; number, method, bytes of the body, bytes of attachments."""
+_ANSWER = struct.Struct("<4B3I")
+"""Magic, version, error, kind of message; number, bytes of the body, bytes of attachments."""
+_METHOD = 0xB89FA6B0
+"""yalantinglibs' hash of the name `mooncake::WrappedMasterService::BatchExistKey`."""
+_PARAMETERS = bytes.fromhex("638df700 0c fd84800c800cff 00")
+"""A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more, spelled out."""
+_TENANT = b"\x07\x00default"
+"""The tenant of every client that `setup()` is given none for."""
+_MOST_KEYS, _LONGEST_KEY = 0xFFFF, 4096
+_RESULTS = [(bytes.fromhex("5d8c5f2a 04 84870b0100"), 1), (bytes.fromhex("5d8c5f2a 0c 84870b0100"), 2)]
+"""How a vector of `expected<bool, ErrorCode>` begins, with the bytes of its size: the hash of the types, how wide sizes are, the types."""
+
+
+class UnexpectedAnswerError(Exception):
+    """The master does not speak as the version of Mooncake that this was made for."""
+
+
+class NoVerdictError(Exception):
+    """The master has answered, but with an error for at least one key."""
+
+
+def lookup_rpc(master: str) -> LookupRpc | None:
+    """Returns a `LookupRpc` to the master at `host:port`; None for elected masters, and if requests do not go over TCP."""
+    host, _, port = master.rpartition(":")
+    usable = host and "/" not in host and port.isdecimal() and os.environ.get("MC_RPC_PROTOCOL", "tcp") == "tcp"
+    return LookupRpc(host.strip("[]"), int(port)) if usable else None
+
+
+class LookupRpc:
+    """Connections to one master. Thread-safe; closed ones answer nothing."""
+
+    def __init__(self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Connects to nothing yet."""
+        self._address = (host, port)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[socket.socket, float]] = deque()
+        """Connections that no thread uses, and since when. The one used last is at the end."""
+        self._connections: set[socket.socket] = set()
+        self._connecting = threading.Lock()
+        self._not_before = 0.0
+        self._gave_up = False
+        """Whether the master has once answered what is not expected."""
+        self._closed = False
+        self._numbers = itertools.count(1)
+
+    def ask(self, keys: Sequence[str], deadline: float) -> bytes | None:
+        """Returns 1 or 0 for each key: whether the master has it. It leases those that it has.
+
+        Returns None if the keys have to go the long way. Raises TimeoutError if the master has not answered by `deadline`, on the clock.
+        """
+        if not self._idle:
+            return None
+        self._left(deadline)
+        try:
+            body = _spelled(keys)
+        except ValueError:
+            return None
+        if (connection := self._take()) is None:
+            return None
+        answered = False
+        try:
+            verdicts = self._exchange(connection, body, len(keys), deadline)
+            answered = True
+            return verdicts
+        except NoVerdictError:
+            answered = True
+        except TimeoutError:
+            raise
+        except OSError:  # the master is gone, or was started anew: the long way tells which
+            self.drop_idle()
+        except UnexpectedAnswerError as error:
+            self._give_up(error)
+        finally:
+            self._put_back(connection, answered)
+        return None
+
+    @property
+    def wants_connection(self) -> bool:
+        """Whether a thread that has time should call `connect`."""
+        needed = not self._closed and not self._idle and len(self._connections) < _MOST
+        return needed and self._clock() >= self._not_before
+
+    def connect(self) -> None:
+        """Makes one more connection and tries it, unless another thread does.
+
+        Takes a second at most, and half a second more for each further address of the master, and as long as a name server takes.
+        """
+        if not self._connecting.acquire(blocking=False):
+            return
+        connection, answered = None, False
+        try:
+            if self.wants_connection:
+                connection = socket.create_connection(self._address, timeout=_CONNECT_S)
+                if connection.getsockname() == connection.getpeername():
+                    raise OSError("the kernel has connected the socket to itself: nobody listens")
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
+                self._connections.add(connection)
+                answered = True
+        except (OSError, ValueError, OverflowError) as error:  # the last two: of an address that cannot be one
+            log.debug("no connection to the master at %s:%d: %s", *self._address, error)
+            self._not_before = self._clock() + _AGAIN_S
+        except UnexpectedAnswerError as error:
+            self._give_up(error)
+        finally:
+            if connection is not None:
+                self._put_back(connection, answered)
+            self._connecting.release()
+
+    def drop_idle(self) -> None:
+        """Closes the connections that are not in use."""
+        with self._lock:
+            while self._idle:
+                self._discard(self._idle.pop()[0])
+
+    def close(self) -> None:
+        """Closes the connections, also for forked children; one in use, as soon as its request is over. Idempotent."""
+        self._closed = True
+        self.drop_idle()
+
+    def _take(self) -> socket.socket | None:
+        with self._lock:
+            stale = self._clock() - _FRESH_S
+            while self._idle and self._idle[0][1] < stale:
+                self._discard(self._idle.popleft()[0])
+            return self._idle.pop()[0] if self._idle else None
+
+    def _put_back(self, connection: socket.socket, answered: bool) -> None:
+        with self._lock:
+            if answered and not self._closed and self._clock() >= self._not_before:
+                self._idle.append((connection, self._clock()))
+            else:
+                self._discard(connection)
+
+    def _discard(self, connection: socket.socket) -> None:
+        self._connections.discard(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # a forked child may still have it open
+        connection.close()
+
+    def _give_up(self, error: UnexpectedAnswerError) -> None:
+        if not self._gave_up:
+            log.info("the master at %s:%d is asked through Mooncake's client only: %s", *self._address, error)
+        self._gave_up = True
+        self._not_before = self._clock() + _STRANGER_S
+        self.drop_idle()
+
+    def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
+        number = next(self._numbers) & 0xFFFFFFFF
+        connection.settimeout(self._left(deadline))
+        connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, number, _METHOD, len(body), 0) + body)
+        answer = self._receive(connection, keys, deadline)
+        while (verdicts := read_answer(answer, number, keys)) is None:
+            self._left(deadline)
+            answer += self._receive(connection, keys, deadline)
+        return verdicts
+
+    def _receive(self, connection: socket.socket, keys: int, deadline: float) -> bytes:
+        """Returns what has come. Looks once even if the deadline has passed: this process may have been stopped meanwhile."""
+        look_until = self._clock() + _LOOK_S
+        connection.setblocking(False)
+        while True:
+            try:
+                more = connection.recv(_most_bytes(keys))
+                break
+            except BlockingIOError:
+                if self._clock() < look_until:
+                    os.sched_yield()
+                else:
+                    connection.settimeout(self._left(deadline))
+        if not more:
+            raise ConnectionError("the master ended the connection")
+        return more
+
+    def _left(self, deadline: float) -> float:
+        if (left := deadline - self._clock()) <= 0:
+            raise TimeoutError("no answer from the master in time")
+        return min(left, _LONGEST_S)
+
+
+def _spelled(keys: Sequence[str]) -> bytes:
+    """Returns the body of a request. Raises ValueError if there are too many keys, or one is too long or not ASCII."""
+    if len(keys) > _MOST_KEYS:
+        raise ValueError(f"{len(keys)} keys")
+    parts = [_PARAMETERS, len(keys).to_bytes(2, "little")]
+    for length, group in itertools.groupby(keys, len):
+        run = list(group)
+        if length > _LONGEST_KEY or not "".join(run).isascii():
+            raise ValueError(run[0][:100])
+        size = length.to_bytes(2, "little").decode("latin-1")
+        parts.append((size + size.join(run)).encode("latin-1"))
+    return b"".join([*parts, _TENANT])
+
+
+def _most_bytes(keys: int) -> int:
+    """Returns how long an answer is at most: a verdict takes 2 bytes, an error 5."""
+    return _ANSWER.size + len(_RESULTS[0][0]) + 2 + 5 * keys
+
+
+def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
+    """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
+
+    Raises UnexpectedAnswerError if it is no answer to that request, NoVerdictError if there is an error in place of a verdict.
+    """
+    if len(answer) < _ANSWER.size:
+        return None
+    *head, length, attached = _ANSWER.unpack_from(answer)
+    body = answer[_ANSWER.size :]
+    too_long = _ANSWER.size + length > _most_bytes(keys) or len(body) > length
+    if head != [_MAGIC, 0, 0, 0, number] or attached or too_long:
+        raise UnexpectedAnswerError(f"an answer begins with {answer[: _ANSWER.size].hex()}")
+    if len(body) < length:
+        return None
+    for beginning, width in _RESULTS:
+        if body.startswith(beginning + keys.to_bytes(2, "little")[:width]):
+            known, verdicts = body[len(beginning) + width :: 2], body[len(beginning) + width + 1 :: 2]
+            if len(known) != keys or known.count(1) != keys or verdicts.count(1) + verdicts.count(0) != keys:
+                raise NoVerdictError
+            return verdicts
+    raise UnexpectedAnswerError(f"the result of an answer begins with {body[:16].hex()}")

@@ -1,0 +1,347 @@
+"""Reads and writes many objects at once, in steps that end long before Mooncake would give one of them up.
+
+Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although the transfer still runs*
+(`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer goes on to write into the
+memory that it was asked to fill, whatever that memory is then used for. Therefore:
+
+1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after the other when the TCP
+   time-out has passed, and the step ends with a code for each key, within about the caller's deadline.
+2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was set), the step
+   *forfeits* its slots: their memory is never used again.
+3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the peers deliver again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from transfer.errors import Status, status_of
+from transfer.health import CircuitBreaker, Peers
+from transfer.settings import TransferSettings, stall_seconds
+from transfer.staging import RegistersMemory, Slot, StagingPool
+
+log = logging.getLogger(__name__)
+
+_GIVES_UP_AFTER_S = 60.0
+_NEAR = 0.8
+"""The share of Mooncake's time limit after which we assume that Mooncake may have given up a transfer."""
+_CLOCK_STEP_S = 1.0
+"""If the wall clock and the monotonic clock drift apart by more than this within a step, the wall clock was set."""
+_ENDS_WITHIN_S = 25.0
+"""The longest that a step may take, whatever the time-outs are set to."""
+_ROUND_EXTRA_S = 0.6
+"""How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
+_LANES = 4
+"""How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to `_MOST_LANES`)."""
+_MOST_LANES = 16
+_MOST_UNREVOKED = 1 << 16
+_RETRY_FULL_AFTER_S = 0.02
+"""Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
+
+_SILENT = -800
+"""Mooncake's code for a transfer that failed."""
+LATE = -9001
+"""Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a time-out."""
+
+
+class MovesClient(RegistersMemory, Protocol):
+    """The methods of a Mooncake client that are used here. They return negative ints as codes, and raise nothing."""
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
+    ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]: ...
+
+
+def keys_per_step(settings: TransferSettings) -> int:
+    """Returns how many objects a step has: as many as a silent peer fails within the longer of `get_ms` and `put_ms`."""
+    patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
+    stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
+    rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
+    return rounds * min(_MOST_LANES, _variable("MC_TCP_LANES_PER_PEER", _LANES))
+
+
+def _variable(name: str, usual: int) -> int:
+    """Returns a number from one of Mooncake's variables, or `usual` if it is not a number above 0, which Mooncake ignores, too."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and int(text) else usual
+
+
+class Watch:
+    """Finds out whether Mooncake may have given up a transfer since this object was made.
+
+    Mooncake goes by the wall clock, which can be set.
+    """
+
+    def __init__(
+        self,
+        gives_up_after_s: float = _GIVES_UP_AFTER_S,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._enough = _NEAR * gives_up_after_s
+        self._monotonic, self._wall = monotonic, wall
+        self._began, self._began_wall = monotonic(), wall()
+
+    def may_have_given_up(self) -> bool:
+        elapsed, elapsed_wall = self._monotonic() - self._began, self._wall() - self._began_wall
+        return max(elapsed, elapsed_wall) > self._enough or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
+
+
+class Batch(NamedTuple):
+    """Objects that move together: their keys, the slots in which they lie, and how many bytes of each slot they take."""
+
+    keys: list[str]
+    slots: list[Slot]
+    sizes: list[int]
+
+    @property
+    def addresses(self) -> list[int]:
+        return [slot.address for slot in self.slots]
+
+    def take(self, indices: Sequence[int]) -> Batch:
+        """Returns some of the objects, in this order."""
+        keys, slots, sizes = self
+        return Batch([keys[i] for i in indices], [slots[i] for i in indices], [sizes[i] for i in indices])
+
+    def parts(self, size: int) -> Iterator[Batch]:
+        """Yields the objects again, `size` at a time."""
+        for first in range(0, len(self.keys), size):
+            yield self.take(range(first, min(first + size, len(self.keys))))
+
+    def retain(self) -> None:
+        """Takes one more reference to each slot, for a call that may use it."""
+        for slot in self.slots:
+            slot.retain()
+
+    def release(self) -> None:
+        """Gives the references of `retain` back. A reader settles a slot when it takes what was read into it."""
+        for slot in self.slots:
+            slot.release()
+
+    def settle_and_release(self) -> None:
+        """Gives the references of `retain` back after a put. Other tiers may still hold the slots, but nothing waits for a peer."""
+        for slot in self.slots:
+            slot.settle()
+            slot.release()
+
+
+class Moves:
+    """Does the transfers of one client. They block the calling thread. Codes are Mooncake's, or `LATE`."""
+
+    def __init__(
+        self,
+        client: MovesClient,
+        settings: TransferSettings,
+        breaker: CircuitBreaker,
+        memory: Sequence[StagingPool],
+        watch: Callable[[], Watch] = Watch,
+    ) -> None:
+        """`memory`: what is registered with the client; the caller may add to it."""
+        self._client = client
+        self._breaker = breaker
+        self._memory = memory
+        self._watch = watch
+        self._step = keys_per_step(settings)
+        self._stall_s = stall_seconds(settings)
+        self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self.own_peer = ""
+        """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
+        self._unrevoked: dict[str, None] = {}
+        """Keys whose put sessions were given up but are still open in Mooncake's client."""
+        self._stalled: dict[int, frozenset[str]] = {}
+        """For each thread, the peers that have held it up for longer than a peer may stall."""
+        self._reading: dict[int, tuple[float, list[str]]] = {}
+        """For each thread, when its read began and the keys of that read."""
+
+    # --- reads ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: Batch, deadline: float) -> list[int]:
+        """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the first begins after `deadline`."""
+        codes: list[int] = []
+        for part in batch.parts(self._step):
+            late = bool(codes) and time.monotonic() >= deadline
+            codes += [LATE] * len(part.keys) if late else self._get_part(part)
+        self._breaker.judge("a transfer", codes)
+        return codes
+
+    def _get_part(self, part: Batch) -> list[int]:
+        now = time.monotonic()
+        # 1. objects of silent peers are left out: each would hold this thread for seconds
+        where = self._where(part.keys) if self.peers.any_silent(now) else {}
+        wanted = self._from_others_than_silent_peers(part.keys, where, now)
+        asked = part.take(wanted) if len(wanted) < len(part.keys) else part
+        if not wanted:
+            return [_SILENT] * len(part.keys)
+        # 2. while the read runs, `suspect_slow_peers` can see what it waits for
+        me = threading.get_ident()
+        self._reading[me] = (now, asked.keys)
+        watch = self._watch()
+        try:
+            found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
+        finally:
+            del self._reading[me]
+            self._stalled.pop(me, None)
+        # 3. slots to which Mooncake may still write are never used again
+        failed = self._forfeit_if_given_up(asked, found, watch)
+        # 4. the codes show which peers deliver
+        if failed or self.peers.any_silent(time.monotonic()):
+            self._learn(asked.keys, found, where or self._where(asked.keys))
+        if asked is part:
+            return found
+        codes = [_SILENT] * len(part.keys)
+        for index, code in zip(wanted, found, strict=True):
+            codes[index] = code
+        return codes
+
+    def suspect_slow_peers(self) -> None:
+        """Marks peers as silent if reads of their objects have run for longer than a peer may stall.
+
+        Call it when a reader's deadline has passed. If this process has never spoken with a peer, Mooncake waits a minute for each key,
+        so codes would come too late.
+        """
+        now = time.monotonic()
+        for thread, (began, keys) in list(self._reading.items()):
+            if now - began > self._stall_s:
+                peers = frozenset(self._where(keys).values())
+                if thread in self._reading:
+                    self._stalled[thread] = peers
+                for peer in peers:
+                    self.peers.failed(peer, now)
+
+    # --- puts ----------------------------------------------------------------------------------------------------
+
+    def put(self, batch: Batch, config: Any, deadline: float) -> list[int]:
+        """Writes the objects under their keys. Returns a code for each; 0 means that the pool holds the whole object.
+
+        A key that found no room is tried once more. No step but the first begins after `deadline`.
+        """
+        codes = [LATE] * len(batch.keys)
+        wanted: Sequence[int] = range(len(codes))
+        for _ in range(2):
+            for first in range(0, len(wanted), self._step):
+                if first and time.monotonic() >= deadline:
+                    break
+                part = wanted[first : first + self._step]
+                for index, code in zip(part, self._put_part(batch.take(part), config), strict=True):
+                    codes[index] = code
+            wanted = [index for index, code in enumerate(codes) if status_of(code) is Status.NO_SPACE]
+            if not wanted or time.monotonic() >= deadline:
+                break
+            time.sleep(_RETRY_FULL_AFTER_S)
+        self._breaker.judge("a transfer", codes)
+        return codes
+
+    def _put_part(self, part: Batch, config: Any) -> list[int]:
+        """Does what `batch_put_from` does, at the same cost.
+
+        But `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session reports such keys, and keys
+        that already exist.
+        """
+        watch = self._watch()
+        # 1. Mooncake's client refuses a key whose last session is still open
+        if left := [key for key in part.keys if key in self._unrevoked]:
+            self._revoke(left)
+        codes = self._client.batch_put_session_start(part.keys, part.sizes, config)
+        # 2. write what is ours, and end it; what was not written whole is given up, with all of its copies
+        ours = [index for index, code in enumerate(codes) if code == 0]
+        if ours:
+            some = part.take(ours)
+            written = self._client.batch_put_from_multi_buffer_ranges(
+                some.keys, [[address] for address in some.addresses], [[size] for size in some.sizes], [[0]] * len(ours)
+            )
+            for index, code in zip(ours, written, strict=True):
+                codes[index] = min(code, 0)
+            whole = [index for index in ours if codes[index] == 0]
+            if whole:
+                ended = self._client.batch_put_session_end([part.keys[i] for i in whole])
+                for index, code in zip(whole, ended, strict=True):
+                    codes[index] = code
+            if broken := [part.keys[i] for i in ours if codes[i] != 0]:
+                self._revoke(broken)
+        self._forfeit_if_given_up(part, codes, watch)
+        # 3. other keys are already there, or were begun by another writer, perhaps on another thread of ours
+        others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
+        if others:
+            there = self._client.batch_is_exist([part.keys[i] for i in others])
+            for index, exists in zip(others, there, strict=True):
+                if exists == 1:
+                    codes[index] = 0
+        return codes
+
+    def _revoke(self, keys: list[str]) -> None:
+        """Gives up sessions. If the master does not answer, a session stays open in Mooncake's client, which then refuses its key (-600).
+
+        Such a session is revoked again before the next put.
+        """
+        for key, code in zip(keys, self._client.batch_put_session_revoke(keys), strict=True):
+            if code == 0 or status_of(code) is Status.MISSING:
+                self._unrevoked.pop(key, None)
+            else:
+                self._unrevoked[key] = None
+        while len(self._unrevoked) > _MOST_UNREVOKED:
+            del self._unrevoked[next(iter(self._unrevoked))]
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def _forfeit_if_given_up(self, part: Batch, codes: list[int], watch: Watch) -> bool:
+        """Forfeits the slots of a step whose transfers may go on although the step has ended. Returns whether any of them failed."""
+        failed = any(status_of(code) is Status.TRANSFER_FAILED for code in codes)
+        if failed and watch.may_have_given_up():
+            log.warning(
+                "Mooncake gave up a transfer of %d objects that may go on; their memory is not used again",
+                len(part.keys),
+            )
+            for pool in self._memory:
+                pool.forfeit(part.slots, self._client)
+        return failed
+
+    # --- peers ---------------------------------------------------------------------------------------------------
+
+    def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
+        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, if any peer is silent."""
+        busy = frozenset[str]().union(*list(self._stalled.values()))
+        # ask once for each peer, so that a silent one gets one trial and not one for each key
+        asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
+        return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
+
+    def _learn(self, keys: list[str], codes: list[int], where: dict[str, str]) -> None:
+        """Learns from a read which peers deliver."""
+        now = time.monotonic()
+        peers = [where.get(key, "") for key in keys]
+        delivered = {peer for peer, code in zip(peers, codes, strict=True) if peer and code >= 0}
+        failed = {
+            peer for peer, code in zip(peers, codes, strict=True) if peer and status_of(code) is Status.TRANSFER_FAILED
+        }
+        for peer in delivered:
+            self.peers.delivered(peer)
+        for peer in failed - delivered:
+            self.peers.failed(peer, now)
+        self.peers.tried(frozenset(peers))
+
+    def _where(self, keys: list[str]) -> dict[str, str]:
+        """Returns the peer from which each object is read. Leaves out unknown keys, and keys that this process reads from its own segment.
+
+        If there are several copies in memory, Mooncake reads its own, or else the first that the master names. If that fails, it tries no
+        other (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
+        """
+        where: dict[str, str] = {}
+        for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():
+            peers = [
+                replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+                for replica in replicas
+                if replica.is_memory_replica()
+            ]
+            if peers and self.own_peer not in peers:
+                where[key] = peers[0]
+        return where
