@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from launch.discovery import known_master
 from launch.status import ClusterStatus, cluster_status
-from launch.versions import known_versions
+from launch.versions import known_versions, tell_all
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
-from pd_cache.versions import FIRST, HttpChannel, Question, RefusedError, Reply, UnavailableError, Version
+from pd_cache.versions import FIRST, RefusedError, UnavailableError
 from transfer.store import MooncakeStore
 
 _OPEN_S = 10.0
-_QUESTION_S = 15.0
 _REMOVAL_S = 60.0
-_TRIES = 3
 
 
 class ResetModel(NamedTuple):
@@ -55,57 +51,23 @@ def reset_models(
         there = f"they serve {', '.join(sorted(set(names.values())))}" if names else "none has told its namespace"
         raise PdCacheError(f"no node serves {'any model' if model is None else model}: {there}; see `pd-cache status`")
     for weights, name in chosen.items():
-        label = version or f"{secrets.token_hex(4)}-reset"
-        replies, silent = _told(authorities, weights, label)
+        label = version or secrets.token_hex(8)
+        try:
+            processes = tell_all(authorities, weights, label)
+        except (RefusedError, UnavailableError) as error:
+            raise PdCacheError(
+                f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
+                f"try again with --version {label}"
+            ) from error
         before = known[weights].current if weights in known else FIRST
         removed = _remove(config, status, weights, before) if remove and before != label else None
-        reached = sorted({one for reply in replies for one in reply.told})
-        untold = sorted({one for reply in replies for one in reply.untold} - set(reached))
-        told(ResetModel(name, label, reached, untold + silent, removed))
+        told(ResetModel(name, label, processes.told, processes.untold, removed))
 
 
 def _names(status: ClusterStatus) -> dict[str, str]:
     """Returns the models that nodes serve: what identifies the weights, and what the nodes call it."""
     spaces = [(row.record, row.record.cache_namespaces[0]) for row in status.nodes if row.record.cache_namespaces]
     return {space.model: record.model or space.model for record, space in spaces}
-
-
-def _told(authorities: Sequence[str], weights: str, label: str) -> tuple[list[Reply], list[str]]:
-    """Tells all authorities, each of which knows other processes: one makes the version, the others get that one.
-
-    Returns their answers, and what stands for the processes of those that did not answer. Raises PdCacheError if none of them takes it.
-    """
-    replies: list[Reply] = []
-    problems: list[str] = []
-    silent: list[str] = []
-    begun = time.monotonic()
-    for url in authorities:
-        try:
-            replies.append(_asked(url, weights, label, replies[0].version if replies else None, begun))
-        except (RefusedError, UnavailableError) as error:
-            problems.append(f"{url}: {error}")
-            silent.append(f"the processes that ask {url}")
-    if not replies:
-        raise PdCacheError(
-            f"no master has answered for the versions of {weights} ({'; '.join(problems) or 'none is known'}): nothing is known to be "
-            f"reset; see `pd-cache status`, and try again with --version {label}"
-        )
-    return replies, silent
-
-
-def _asked(url: str, weights: str, label: str, made: Version | None, begun: float) -> Reply:
-    """Asks one authority for a reset. If versions begin meanwhile, looks and asks again: the command is meant now."""
-    with contextlib.closing(HttpChannel(url)) as channel:
-        for left in reversed(range(_TRIES)):
-            current = channel.ask(Question(do="poll", model=weights), _QUESTION_S).history[-1]
-            age = time.monotonic() - begun if made is not None else 0.0
-            question = Question(do="reset", model=weights, label=label, after=current.number, made=made, age=age)
-            try:
-                return channel.ask(question, _QUESTION_S)
-            except RefusedError:
-                if not left:
-                    raise
-    raise AssertionError
 
 
 def _remove(config: ClusterConfig, status: ClusterStatus, weights: str, label: str) -> int:

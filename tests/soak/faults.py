@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pd_cache.versions import HttpChannel, Question, RefusedError, UnavailableError
+from launch.versions import tell_all
+from pd_cache.versions import RefusedError, UnavailableError
 from tests.soak.books import Books, Span
 from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SMALL_SEGMENT, STORES, Cluster
 from tests.soak.oracle import VOCABULARY
@@ -211,13 +212,10 @@ class Weights:
         )
 
     def _say(self, number: int) -> None:
-        with (
-            contextlib.closing(HttpChannel(self._cluster.versions)) as channel,
-            contextlib.suppress(RefusedError, UnavailableError),
-        ):
-            reply = channel.ask(Question(do="reset", model=MODEL, label=f"w{number}"), 5.0)
+        with contextlib.suppress(RefusedError, UnavailableError):
+            done = tell_all([self._cluster.versions], MODEL, f"w{number}")
             self._books.resets.setdefault(number, time.time())
-            self._told = self._told or not reply.untold
+            self._told = self._told or not done.untold
 
 
 class Stage:

@@ -21,9 +21,9 @@ import psutil
 import yaml
 
 from launch.supervise import end, spawn_child
+from launch.versions import Told, tell_all
 from pd_cache.cluster.addresses import port_of
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.versions import HttpChannel, Question, Reply
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
 from transfer.settings import TransferSettings
@@ -188,10 +188,9 @@ class Pool:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=60) as page:
             return str(page.read().decode())
 
-    def reset(self, model: str, label: str | None = None) -> Reply:
+    def reset(self, model: str, label: str | None = None) -> Told:
         """Says that all nodes have other weights, as `pd-cache reset` does."""
-        with contextlib.closing(HttpChannel(self.versions)) as channel:
-            return channel.ask(Question(do="reset", model=model, label=label), 60)
+        return tell_all([self.versions], model, label)
 
     def keys(self) -> set[str]:
         """The keys of all chunks in the pool."""

@@ -16,6 +16,7 @@ from bench.lib import sglang_pools
 from pd_cache.config import NodeSettings
 from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_SGLANG
+from tests.support.waiting import wait_for
 
 PAGES = 16
 TOKENS = 4
@@ -98,6 +99,8 @@ class SglangSubject(AdapterSubject):
 
     def wait_available(self) -> None:
         self.backend.cache.wait_available(60)
+        # a pool that has just started does not know yet which weights are current
+        wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), what="a store")
 
     def close(self) -> None:
         self.backend.close()
