@@ -331,8 +331,7 @@ def config() -> None:
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
     """Read FILE as strictly as every command does, and say what is in it. Flags of vLLM are checked by vLLM itself."""
-    from pd_cache.cluster.addresses import local_nodes
-    from pd_cache.cluster.machine import check_machine
+    from pd_cache.cluster.machine import check_machine, local_nodes
 
     config, source = read_config(file)
     if not file_only:
@@ -343,7 +342,7 @@ def config_check(file: Path, file_only: bool) -> None:
 
 def _check_vllm(config: ClusterConfig, source: Source) -> None:
     from launch.engines.vllm_command import refused_flags
-    from pd_cache.cluster.addresses import local_nodes
+    from pd_cache.cluster.machine import local_nodes
 
     if isinstance(config.engine, VllmEngineConfig):
         nodes = [node for node in local_nodes(config) if isinstance(node, PrefillNode | DecodeNode)]

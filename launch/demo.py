@@ -23,8 +23,7 @@ from rich.table import Table
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.up import quiet, running
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from pd_cache.cluster.addresses import local_nodes
-from pd_cache.cluster.machine import check_machine
+from pd_cache.cluster.machine import check_machine, local_nodes
 from pd_cache.decoding import decode_json
 from pd_cache.errors import ConfigError, PdCacheError
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from launch.http import fetch
-from pd_cache.cluster.addresses import host_of
+from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import decode_json
 
 LEADER = "leader"

@@ -18,7 +18,7 @@ import msgspec
 from launch.discovery import View, open_directory
 from launch.masters import Segment, segments_at
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, NodeRecord
-from pd_cache.cluster.addresses import host_of, port_of
+from pd_cache.cluster.machine import host_of, port_of
 from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0

@@ -28,8 +28,7 @@ from launch.http import NOBODY, Access, fetch, proxy_access
 from launch.masters import LEADER, Segment, master_health, segments_at
 from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
-from pd_cache.cluster.addresses import host_of, is_local
-from pd_cache.cluster.machine import shown_bytes
+from pd_cache.cluster.machine import host_of, is_local, shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 

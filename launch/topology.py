@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pd_cache.cluster import CacheServerNode, ClusterConfig, EtcdDiscovery, MasterNode, Node, Problem
-from pd_cache.cluster.addresses import PORT_FIELDS, bound_socket, local_nodes
+from pd_cache.cluster.machine import PORT_FIELDS, bound_socket, local_nodes
 from pd_cache.errors import ConfigError
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from launch.supervise import Program, StopFlag, Supervisor, to_stderr
 from launch.topology import choose_ports, choose_sockets
 from pd_cache.cluster import ROLES, ClusterConfig, Node, Source, dump_config, parse_config
-from pd_cache.cluster.addresses import local_nodes
-from pd_cache.cluster.machine import check_machine
+from pd_cache.cluster.machine import check_machine, local_nodes
 from pd_cache.errors import ConfigError
 from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_folder
 

@@ -50,7 +50,7 @@ HOMES = {
     "grpc": ("launch/discovery/etcd.py",),
     "google.protobuf": ("launch/discovery/stubs.py",),
     "click": ("launch/cli.py",),
-    "yaml": ("pd_cache/cluster/document.py",),
+    "yaml": ("pd_cache/cluster/reader.py",),
     "xxhash": ("pd_cache/checksum.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),

@@ -11,7 +11,7 @@ from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
 from launch.supervise import ForeignProgram, LocalProcesses, Program, StopFlag
 from pd_cache.cluster import Argument
-from pd_cache.cluster.addresses import free_port
+from pd_cache.cluster.machine import free_port
 
 _GRACE_S = 30.0
 _LINES = 60

@@ -25,8 +25,8 @@ from pd_cache.cluster import (
     NodeRecord,
     ReferenceEngineConfig,
 )
-from pd_cache.cluster.addresses import port_of
 from pd_cache.cluster.checks import ELECTION_S
+from pd_cache.cluster.machine import port_of
 from pd_cache.errors import ConfigError
 
 log = logging.getLogger(__name__)

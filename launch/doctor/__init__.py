@@ -46,7 +46,7 @@ from launch.masters import Segment
 from launch.reachability import targets_of
 from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.addresses import is_local, local_nodes
+from pd_cache.cluster.machine import is_local, local_nodes
 from pd_cache.errors import ConfigError
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "as_json", "examine", "report_table"]

@@ -27,8 +27,7 @@ from launch.masters import Segment, places_at
 from launch.reachability import PeerAddress, PeerReport, Reach, reach, read_peers
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
-from pd_cache.cluster.addresses import host_of
-from pd_cache.cluster.machine import shown_bytes
+from pd_cache.cluster.machine import host_of, shown_bytes
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts

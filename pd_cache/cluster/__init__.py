@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from pd_cache.cluster.checks import Problem, consistency_problems
-from pd_cache.cluster.document import KeyPath
+from pd_cache.cluster.checks import Problem
 from pd_cache.cluster.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
-from pd_cache.cluster.records import (
-    About,
-    Capacity,
-    Namespaced,
-    NodeRecord,
-    RecordError,
-    decode_record,
-    differences,
-    read_about,
-)
+from pd_cache.cluster.records import About, Capacity, NodeRecord, RecordError, decode_record, differences, read_about
 from pd_cache.cluster.schema import (
-    HOST,
     LARGEST_BODY,
     ROLES,
     SECRET_VARIABLES,
@@ -25,7 +14,6 @@ from pd_cache.cluster.schema import (
     ClusterConfig,
     ConnectorConfig,
     DecodeNode,
-    DiscoveryConfig,
     EngineConfig,
     EngineNode,
     EtcdDiscovery,
@@ -33,7 +21,6 @@ from pd_cache.cluster.schema import (
     MasterNode,
     MastersConfig,
     ModelConfig,
-    Name,
     Node,
     PrefillNode,
     ProxyConfig,
@@ -41,7 +28,6 @@ from pd_cache.cluster.schema import (
     RandomModel,
     ReferenceEngineConfig,
     ServerTlsConfig,
-    StaticDiscovery,
     StoreNode,
     SupervisorConfig,
     TlsConfig,
@@ -49,7 +35,6 @@ from pd_cache.cluster.schema import (
 )
 
 __all__ = [
-    "HOST",
     "LARGEST_BODY",
     "ROLES",
     "SECRET_VARIABLES",
@@ -60,17 +45,13 @@ __all__ = [
     "ClusterConfig",
     "ConnectorConfig",
     "DecodeNode",
-    "DiscoveryConfig",
     "EngineConfig",
     "EngineNode",
     "EtcdDiscovery",
     "HandoffConfig",
-    "KeyPath",
     "MasterNode",
     "MastersConfig",
     "ModelConfig",
-    "Name",
-    "Namespaced",
     "Node",
     "NodeRecord",
     "PrefillNode",
@@ -82,12 +63,10 @@ __all__ = [
     "ReferenceEngineConfig",
     "ServerTlsConfig",
     "Source",
-    "StaticDiscovery",
     "StoreNode",
     "SupervisorConfig",
     "TlsConfig",
     "VllmEngineConfig",
-    "consistency_problems",
     "decode_custom",
     "decode_record",
     "differences",

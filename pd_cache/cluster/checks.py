@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
-from pd_cache.cluster.document import KeyPath
 from pd_cache.cluster.schema import (
     SECRET_VARIABLES,
     Argument,
-    Arguments,
     CacheServerNode,
     ClusterConfig,
     EngineNode,
     EtcdDiscovery,
     MasterNode,
-    ProxyNode,
+    Node,
     ReferenceEngineConfig,
     StaticDiscovery,
     StoreNode,
@@ -30,6 +26,8 @@ from pd_cache.cluster.schema import (
 from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, StorageTier
 from transfer.settings import MIN_SEGMENT
 
+KeyPath = tuple[str | int, ...]
+
 _LONGEST_SOCKET = 100
 """The most bytes of an address. The kernel takes paths of 107 bytes, and we append a few."""
 
@@ -39,13 +37,13 @@ ELECTION_S = 20
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
 """Flags of `vllm serve` that follow from the rest of the file."""
 
-
 _SECRET_NAME = re.compile(r"(^|[.-])(key|apikey|token|secret|password|passwd|credentials?)$")
 """Matches flags such as --some-secret, but not --ssl-keyfile or --max-num-batched-tokens."""
 _SECRET_KEY = re.compile(
     r"(?i)[\"'](\w*[_-])?(api_?key|access_?key|private_?key|token|secret\w*|password|passwd|credentials?)[\"']\s*:\s*[\"']"
 )
 """Matches a secret inside a JSON argument, with its value."""
+_EVERY_USER_READS = "and every user of the machine can read vLLM's arguments; give it in `env`"
 
 
 class Problem(NamedTuple):
@@ -57,124 +55,36 @@ class Problem(NamedTuple):
 
 def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     """Yields what cannot work although each value is allowed, the most basic problems first."""
-    seen: dict[str, int] = {}
+    yield from _master_problems(config)
+    names: dict[str, int] = {}
+    ports: dict[tuple[str, int], tuple[str, str]] = {}
     for index, node in enumerate(config.nodes):
-        if node.name in seen:
-            yield Problem(
-                ("nodes", index, "name"), f"is also the name of nodes[{seen[node.name]}]; names must be unique"
-            )
-        seen[node.name] = index
-    yield from _address_problems(config)
-    masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
-    yield from _master_problems(config, masters)
-    ports: dict[tuple[str, int], str] = {}
-    for index, node in enumerate(config.nodes):
-        events = getattr(node, "events_port", 0)
-        if events == 65535:
-            yield Problem(("nodes", index, "events_port"), "must be below 65535, because replays are at the next port")
-        if events and isinstance(config.engine, ReferenceEngineConfig):
-            yield Problem(
-                ("nodes", index, "events_port"),
-                "the reference engine has no prefix cache of its own, and so no events; leave it out",
-            )
-        if events and isinstance(node, EngineNode) and isinstance(config.engine, VllmEngineConfig):
-            for args in (node.args, config.engine.args):
-                if argument(args, "kv-events-config") is not None:
-                    yield Problem(
-                        ("nodes", index, "events_port"),
-                        "sets vLLM's kv-events-config, which `args` sets, too; use one of them",
-                    )
-        taken = {"port": getattr(node, "port", 0), "metrics_port": getattr(node, "metrics_port", 0)}
-        if isinstance(node, MasterNode):
-            if node.versions > 65535:
-                yield Problem(
-                    ("nodes", index, "versions_port"),
-                    f"must be given, because there is no port {node.versions}, 10 above `port`",
-                )
-            taken = {**taken, "versions_port": node.versions}
-        for field, port in (*taken.items(), ("events_port", events), ("events_port", events and events + 1)):
+        first = names.setdefault(node.name, index)
+        if first != index:
+            yield Problem(("nodes", index, "name"), f"is also the name of nodes[{first}]; names must be unique")
+        for key, port in _ports(node):
             if not port:
-                continue
-            other = ports.setdefault((node.host, port), node.name)
-            if other != node.name or (field != "port" and port in list(taken.values())[: 1 + (field == "events_port")]):
-                yield Problem(("nodes", index, field), f"{other} already uses this port of {node.host}")
-        size = getattr(node, "segment_size", None)
-        if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
-            allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
-            yield Problem(("nodes", index, "segment_size"), f"must be {allowed}, the smallest that Mooncake takes")
-    yield from _cache_server_problems(config)
-    yield from _placement_problems(config)
-    engines = [index for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
+                continue  # chosen later
+            holder = ports.setdefault((node.host, port), (node.name, key))
+            if holder != (node.name, key):
+                yield Problem(("nodes", index, key), f"{holder[0]} already uses this port of {node.host}")
+        for key, message in _node_problems(config, node):
+            yield Problem(("nodes", index, key), message)
+    engines = [(index, node) for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
     if engines and config.engine is None:
-        yield Problem(("engine",), f"missing, but nodes[{engines[0]}] is a {config.nodes[engines[0]].role} node")
-    static = isinstance(config.discovery, StaticDiscovery)
-    if static and any(isinstance(node, ProxyNode) for node in config.nodes) and not config.by_role("decode"):
-        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
+        yield Problem(("engine",), f"missing, but nodes[{engines[0][0]}] is a {engines[0][1].role} node")
     yield from _proxy_problems(config)
     yield from _engine_problems(config)
     yield from _tier_problems(config.cache.tiers)
-    pool = any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers)
-    if engines and not pool:
+    if engines and not any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers):
         yield Problem(
             ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
         )
-    slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
-    for index, node in enumerate(config.nodes):
-        if isinstance(node, MasterNode) and node.lease_ttl_ms < slowest:
-            yield Problem(
-                ("nodes", index, "lease_ttl_ms"),
-                f"a read that outlives its lease is lost, and transfer.timeouts allow one "
-                f"{slowest} ms; make this at least that",
-            )
+    yield from _placement_problems(config)
 
 
-def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Finds addresses that stand for many machines, or for all networks of one machine.
-
-    No process can connect to such an address, and one that binds it listens on more networks than the file says.
-    """
-    found: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
-    for index, node in enumerate(config.nodes):
-        if isinstance(node, CacheServerNode) and node.url.startswith("tcp://"):
-            found.append((("nodes", index, "url"), node.url.removeprefix("tcp://").rpartition(":")[0]))
-    if "://" in config.transfer.metadata:
-        try:
-            server = urllib.parse.urlsplit(config.transfer.metadata)
-            found.append((("transfer", "metadata"), server.hostname or ""))
-            if not server.hostname or not config.transfer.metadata.isprintable() or (server.port or 1) < 1:
-                raise ValueError
-        except ValueError:
-            yield Problem(("transfer", "metadata"), "must be an address such as http://10.0.0.1:8080/metadata")
-            return
-    if isinstance(config.discovery, EtcdDiscovery):
-        found += [
-            (("discovery", "endpoints", n), endpoint.rpartition(":")[0].strip("[]"))
-            for n, endpoint in enumerate(config.discovery.endpoints)
-        ]
-    for path, host in found:
-        address = _literal(host)
-        if address is not None and (
-            address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
-        ):
-            yield Problem(
-                path, f"{address} is not the address of one machine; write the one at which the other nodes reach it"
-            )
-
-
-def _literal(host: str) -> IPv4Address | IPv6Address | None:
-    """Returns the address that a host spells, in any spelling that the resolver takes (`0` is 0.0.0.0); None for a name."""
-    try:
-        return ip_address(socket.inet_aton(host))
-    except OSError:
-        pass
-    try:
-        return ip_address(host)
-    except ValueError:
-        return None
-
-
-def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Problem]:
-    found = f"{len(masters)} nodes have the role master"
+def _master_problems(config: ClusterConfig) -> Iterator[Problem]:
+    masters = [index for index, node in enumerate(config.nodes) if isinstance(node, MasterNode)]
     discovery = config.discovery
     if config.masters.ha:
         if not isinstance(discovery, EtcdDiscovery):
@@ -184,22 +94,97 @@ def _master_problems(config: ClusterConfig, masters: list[int]) -> Iterator[Prob
                 ("master", "ha"),
                 "Mooncake's election supports neither users nor TLS of etcd; use an etcd without them, or one master",
             )
-        for index, node in enumerate(config.nodes):
-            if isinstance(node, MasterNode) and node.client_ttl_s < ELECTION_S:
-                yield Problem(
-                    ("nodes", index, "client_ttl_s"),
-                    f"segments, and the keys in them, must outlive an election, which takes up to 18 s; "
-                    f"make this at least {ELECTION_S}",
-                )
-    elif len(masters) > 1:
-        yield Problem(("nodes", masters[1]), f"{found}; there must be exactly one, unless `master: {{ha: true}}`")
+        return
+    found = f"{len(masters)} nodes have the role master; there must be exactly one"
+    if len(masters) > 1:
+        yield Problem(("nodes", masters[1]), f"{found}, unless `master: {{ha: true}}`")
     elif not masters and isinstance(discovery, StaticDiscovery):
-        yield Problem(("nodes",), f"{found}; there must be exactly one")
+        yield Problem(("nodes",), found)
+
+
+def _ports(node: Node) -> Iterator[tuple[str, int]]:
+    """Yields the ports at which a node listens, each with its key."""
+    for key in ("port", "metrics_port"):
+        yield key, getattr(node, key, None) or 0
+    if isinstance(node, MasterNode):
+        yield "versions_port", node.versions
+    if isinstance(node, EngineNode) and node.events_port:
+        yield "events_port", node.events_port
+        yield "events_port", node.events_port + 1
+
+
+def _node_problems(config: ClusterConfig, node: Node) -> Iterator[tuple[str, str]]:
+    """Yields the problems of one node, each with its key."""
+    if node.host == "0.0.0.0":
+        yield "host", "is not the address of one machine; write the one at which the other nodes reach it"
+    size = getattr(node, "segment_size", None)
+    if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
+        allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
+        yield "segment_size", f"must be {allowed}, the smallest that Mooncake takes"
+    if isinstance(node, MasterNode):
+        yield from _settings_of_a_master(config, node)
+    elif isinstance(node, CacheServerNode):
+        url = config.server_url(node)
+        if url.startswith("ipc://") and len(url.encode()) > _LONGEST_SOCKET:
+            yield "url", f"{url[:60]}… must have at most {_LONGEST_SOCKET} bytes"
+        if urllib.parse.urlsplit(url).hostname == "0.0.0.0":
+            yield "url", "is not the address of one machine; write the one at which the engines reach it"
+    elif isinstance(node, EngineNode):
+        yield from _settings_of_an_engine(config, node)
+
+
+def _settings_of_a_master(config: ClusterConfig, node: MasterNode) -> Iterator[tuple[str, str]]:
+    if config.masters.ha and node.client_ttl_s < ELECTION_S:
+        yield (
+            "client_ttl_s",
+            f"segments, and the keys in them, must outlive an election, which takes up to 18 s; make this at least {ELECTION_S}",
+        )
+    if node.versions > 65535:
+        yield "versions_port", f"must be given, because there is no port {node.versions}, 10 above `port`"
+    slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
+    if node.lease_ttl_ms < slowest:
+        yield (
+            "lease_ttl_ms",
+            f"a read that outlives its lease is lost, and transfer.timeouts allow one {slowest} ms; make this at least that",
+        )
+
+
+def _settings_of_an_engine(config: ClusterConfig, node: EngineNode) -> Iterator[tuple[str, str]]:
+    engine = config.engine
+    if isinstance(engine, ReferenceEngineConfig):
+        if node.events_port:
+            yield (
+                "events_port",
+                "the reference engine has no prefix cache of its own, and so no events; leave it out",
+            )
+        for key in ("args", "env"):
+            if getattr(node, key):
+                yield key, "is for vLLM, and engine.kind is reference"
+    elif engine is not None and node.events_port:
+        if node.events_port == 65535:
+            yield "events_port", "must be below 65535, because replays are at the next port"
+        if any(argument(args, "kv-events-config") is not None for args in (node.args, engine.args)):
+            yield "events_port", "sets vLLM's kv-events-config, which `args` sets, too; use one of them"
+    if node.cache_server is None:
+        return
+    server = config.node(node.cache_server)
+    if not isinstance(server, CacheServerNode):
+        names = ", ".join(other.name for other in config.by_role("cache-server")) or "none"
+        yield "cache_server", f"is not a cache-server node; there are: {names}"
+    elif server.host != node.host:
+        yield (
+            "cache_server",
+            f"is on {server.host}, but must be on this node's host, {node.host}: they share memory",
+        )
+    if node.segment_size:
+        yield "segment_size", "must be 0 or absent: the node's cache_server gives memory to the pool"
 
 
 def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
     if not config.by_role("proxy"):
         return
+    if isinstance(config.discovery, StaticDiscovery) and not config.by_role("decode"):
+        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
     proxy, grace = config.proxy, config.supervisor.stop_grace_s
     if proxy.drain_s >= grace:
         yield Problem(
@@ -226,40 +211,41 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
         yield Problem(
             ("cache", "chunk_size"), f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}"
         )
-    if isinstance(engine, ReferenceEngineConfig):
-        if engine.num_blocks * engine.block_size < engine.max_model_len:
-            yield Problem(
-                ("engine", "num_blocks"),
-                f"{engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
-                f"{engine.max_model_len}; at least {-(-engine.max_model_len // engine.block_size)} are needed",
-            )
-        if config.cache.hash_mode == "blocks":
-            yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
-        for index, node in enumerate(config.nodes):
-            for field in ("args", "env"):
-                if getattr(node, field, None):
-                    yield Problem(("nodes", index, field), "is for vLLM, and engine.kind is reference")
+    if isinstance(engine, VllmEngineConfig):
+        yield from _vllm_problems(config, engine)
         return
-    for where, args in ((("engine", "args"), engine.args), *_own_args(config)):
+    if engine.num_blocks * engine.block_size < engine.max_model_len:
+        yield Problem(
+            ("engine", "num_blocks"),
+            f"{engine.num_blocks} blocks of {block} tokens cannot hold one request of max_model_len "
+            f"{engine.max_model_len}; at least {-(-engine.max_model_len // engine.block_size)} are needed",
+        )
+    if config.cache.hash_mode == "blocks":
+        yield Problem(("cache", "hash_mode"), "the reference engine has no block hashes; use tokens")
+
+
+def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[Problem]:
+    nodes = [(index, node) for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
+    given: list[tuple[KeyPath, dict[str, Argument]]] = [(("engine", "args"), engine.args)]
+    given += [(("nodes", index, "args"), node.args) for index, node in nodes]
+    for where, args in given:
         for name, value in args.items():
             if name.replace("_", "-") in _OURS:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
             if problem := _secret_problem(name.replace("_", "-"), value):
                 yield Problem((*where, name), problem)
-    shards = config.shards
-    if shards > MAX_SHARDS:
-        sizes = sorted({tensor_parallel(engine, node) for node in config.nodes if isinstance(node, EngineNode)})
-        shown = ", ".join(str(size)[:20] for size in sizes[:8])
+    sizes = {index: tensor_parallel(engine, node) for index, node in nodes}
+    if config.shards > MAX_SHARDS:
+        shown = ", ".join(str(size) for size in sorted(set(sizes.values()))[:8])
         yield Problem(
             ("engine", "args"),
             f"tensor-parallel sizes {shown} cut a chunk into more than {MAX_SHARDS} parts, the most that are allowed",
         )
         return
-    for index, node in enumerate(config.nodes):
-        if isinstance(node, EngineNode) and shards % tensor_parallel(engine, node):
+    for index, size in sizes.items():
+        if config.shards % size:
             yield Problem(
-                ("cache", "shards"),
-                f"must be a multiple of the tensor-parallel size {tensor_parallel(engine, node)} of nodes[{index}]",
+                ("cache", "shards"), f"must be a multiple of the tensor-parallel size {size} of nodes[{index}]"
             )
 
 
@@ -271,45 +257,11 @@ def _secret_problem(name: str, value: Argument) -> str | None:
         if isinstance(one, list) or (isinstance(one, bool) and name == "api-key"):
             return f"must be a single text: pd-cache passes it to vLLM in {variable}"
         return None
-    texts = [str(part) for part in (value if isinstance(value, list) else [value])]
     if _SECRET_NAME.search(name) and not isinstance(value, bool | int | float):
-        return "looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
-    if any(_SECRET_KEY.search(text) for text in texts):
-        return (
-            "holds what looks like a secret, and every user of the machine can read vLLM's arguments; give it in `env`"
-        )
+        return f"looks like a secret, {_EVERY_USER_READS}"
+    if any(_SECRET_KEY.search(str(part)) for part in (value if isinstance(value, list) else [value])):
+        return f"holds what looks like a secret, {_EVERY_USER_READS}"
     return None
-
-
-def _own_args(config: ClusterConfig) -> Iterator[tuple[KeyPath, Arguments]]:
-    for index, node in enumerate(config.nodes):
-        if isinstance(node, EngineNode):
-            yield ("nodes", index, "args"), node.args
-
-
-def _cache_server_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Checks cache servers, and the engines that name one."""
-    for index, node in enumerate(config.nodes):
-        if isinstance(node, CacheServerNode):
-            url = config.server_url(node)
-            if url.startswith("ipc://") and len(url.encode()) > _LONGEST_SOCKET:
-                yield Problem(("nodes", index, "url"), f"{url[:60]}… must have at most {_LONGEST_SOCKET} bytes")
-        if not isinstance(node, EngineNode) or node.cache_server is None:
-            continue
-        server = config.node(node.cache_server)
-        if not isinstance(server, CacheServerNode):
-            names = ", ".join(other.name for other in config.by_role("cache-server")) or "none"
-            yield Problem(("nodes", index, "cache_server"), f"is not a cache-server node; there are: {names}")
-        elif server.host != node.host:
-            yield Problem(
-                ("nodes", index, "cache_server"),
-                f"is on {server.host}, but must be on this node's host, {node.host}: they share memory",
-            )
-        if node.segment_size:
-            yield Problem(
-                ("nodes", index, "segment_size"),
-                "must be 0 or absent: the node's cache_server gives memory to the pool",
-            )
 
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Checks whether this machine can run nodes of the file: its devices, memory, files and ports.
+"""What this machine has for the nodes of a file: addresses, ports, devices, memory and files; and whether that is enough.
 
 `config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. Memory is compared
 with limits only: free memory changes by the minute, and only `doctor` knows which nodes already have theirs.
@@ -10,19 +10,22 @@ import os
 import re
 import resource
 import shutil
+import socket
 import sys
+import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_cache.cluster.addresses import is_bindable, ports_of
-from pd_cache.cluster.checks import Problem
-from pd_cache.cluster.document import KeyPath
+import msgspec
+
+from pd_cache.cluster.checks import KeyPath, Problem
 from pd_cache.cluster.reader import Source
 from pd_cache.cluster.schema import ClusterConfig, EngineNode, EtcdDiscovery, Node, ProxyNode, VllmEngineConfig
 from pd_cache.config import LocalTier
 from transfer.settings import ByteSize, rdma_devices
 
+PORT_FIELDS = ("port", "metrics_port", "versions_port")
 _CAP_IPC_LOCK = 14
 
 
@@ -37,7 +40,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = 
     mine = list(nodes)
     yield from _device_problems(config)
     yield from _memory_problems(config, mine, root)
-    yield from file_problems(config, mine)
+    yield from _file_problems(config, mine)
     yield from _port_problems(config, mine)
 
 
@@ -64,60 +67,35 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
 def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -> Iterator[Problem]:
     wanted = needs(config, nodes)
     if lacking := shortage(wanted, machine_memory(root)):
-        yield Problem(_largest_size(config, nodes), lacking)
-    if config.transfer.protocol == "rdma" and (lacking := locked_shortage(wanted, locked_limit(), root)):
+        largest = max(wanted, key=lambda need: need.total)
+        yield Problem(("nodes", [node.name for node in config.nodes].index(largest.node)), lacking)
+    if config.transfer.protocol == "rdma" and (lacking := locked_shortage(wanted, root)):
         yield Problem(("transfer", "protocol"), f"rdma locks memory: {lacking}; run `ulimit -l unlimited`, or use tcp")
 
 
-def _largest_size(config: ClusterConfig, nodes: Sequence[Node]) -> KeyPath:
-    """Returns the key of the largest size that `nodes` need: the first one to lower."""
-    sizes: dict[KeyPath, int] = {}
-    for node in nodes:
-        own = getattr(node, "segment_size", None)
-        path = ("transfer", "segment_size") if own is None else ("nodes", config.nodes.index(node), "segment_size")
-        sizes[path] = config.segment_size(node)
-        if node in config.caching_nodes():
-            sizes["transfer", "staging_size"] = config.transfer.staging_size
-            sizes |= {
-                ("cache", "tiers", index, "capacity"): tier.capacity
-                for index, tier in enumerate(config.cache.tiers)
-                if isinstance(tier, LocalTier) and tier.device == "cpu"
-            }
-    return max(sizes, key=lambda path: sizes[path])
-
-
-def file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Problem]:
+def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Problem]:
     """Yields the files and folders that the configuration names and that the processes of `nodes` cannot read on this machine."""
-    yield from _model_problems(config, nodes)
-    files: dict[KeyPath, str | None] = {}
-    if any(isinstance(node, ProxyNode) for node in nodes):
-        files["proxy", "api_keys_file"] = config.proxy.api_keys_file
-        files["proxy", "monitor_keys_file"] = config.proxy.monitor_keys_file
-        files["proxy", "node_key_file"] = config.proxy.node_key_file
-        if (own := config.proxy.tls) is not None:
-            files |= {("proxy", "tls", name): getattr(own, name) for name in own.__struct_fields__}
-    if nodes and isinstance(config.discovery, EtcdDiscovery):
-        files["discovery", "password_file"] = config.discovery.password_file
-        if (tls := config.discovery.tls) is not None:
-            files |= {("discovery", "tls", name): getattr(tls, name) for name in tls.__struct_fields__}
-    for path, file in files.items():
-        if file is not None and not os.access(file, os.R_OK):
-            yield Problem(path, "does not exist on this machine, or cannot be read")
-
-
-def _model_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
     engine = config.engine
-    if engine is None or not any(isinstance(node, EngineNode) for node in nodes):
-        return
-    if not isinstance(engine, VllmEngineConfig):
-        return
-    if find_program(engine.executable) is None:
-        yield Problem(
-            ("engine", "executable"),
-            f"is not installed: neither beside {sys.executable} nor in PATH",
-        )
-    if engine.model.startswith(("/", ".")) and not (Path(engine.model) / "config.json").is_file():
-        yield Problem(("engine", "model"), "is not a Hugging Face model folder on this machine: it has no config.json")
+    if isinstance(engine, VllmEngineConfig) and any(isinstance(node, EngineNode) for node in nodes):
+        if find_program(engine.executable) is None:
+            yield Problem(("engine", "executable"), f"is not installed: neither beside {sys.executable} nor in PATH")
+        if engine.model.startswith(("/", ".")) and not (Path(engine.model) / "config.json").is_file():
+            yield Problem(
+                ("engine", "model"), "is not a Hugging Face model folder on this machine: it has no config.json"
+            )
+    files: list[tuple[KeyPath, object]] = []
+    if any(isinstance(node, ProxyNode) for node in nodes):
+        keys = ("api_keys_file", "monitor_keys_file", "node_key_file")
+        files += [(("proxy", key), getattr(config.proxy, key)) for key in keys]
+        if config.proxy.tls is not None:
+            files += [(("proxy", "tls", key), file) for key, file in msgspec.structs.asdict(config.proxy.tls).items()]
+    if nodes and isinstance(config.discovery, EtcdDiscovery):
+        files.append((("discovery", "password_file"), config.discovery.password_file))
+        if (tls := config.discovery.tls) is not None:
+            files += [(("discovery", "tls", key), file) for key, file in msgspec.structs.asdict(tls).items()]
+    for path, file in files:
+        if file is not None and not os.access(str(file), os.R_OK):
+            yield Problem(path, "does not exist on this machine, or cannot be read")
 
 
 def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
@@ -128,6 +106,71 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
                     ("nodes", config.nodes.index(node), field),
                     f"another process uses this port of {node.host}; choose another port, or 0 for any free one",
                 )
+
+
+# --- addresses and ports ---------------------------------------------------------------------------------------------
+
+
+def is_local(host: str) -> bool:
+    """Returns whether an address belongs to this machine, that is, whether it can be bound."""
+    return is_bindable(host, 0)
+
+
+def local_nodes(config: ClusterConfig) -> list[Node]:
+    """Returns the nodes that run on this machine."""
+    local = {host: is_local(host) for host in {node.host for node in config.nodes}}
+    return [node for node in config.nodes if local[node.host]]
+
+
+def ports_of(node: Node) -> Iterator[tuple[str, int]]:
+    """Yields the ports that the file gives a node, each with its key. Leaves out port 0, which is chosen later."""
+    for field in PORT_FIELDS:
+        if port := getattr(node, field, 0):
+            yield field, port
+
+
+def is_bindable(host: str, port: int) -> bool:
+    """Returns whether an address belongs to this machine and nothing listens at it."""
+    try:
+        with bound_socket(host, port):
+            return True
+    except (OSError, UnicodeError):
+        return False
+
+
+def free_port(host: str) -> int:
+    """Returns a port of `host` that was free a moment ago."""
+    with bound_socket(host, 0) as bound:
+        return int(bound.getsockname()[1])
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is impossible."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, proto)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port` or of a URL; empty if there is none."""
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def port_of(address: str) -> int:
+    """Returns the port of `host:port` or of a URL; 0 if there is none."""
+    try:
+        return urllib.parse.urlsplit(address if "://" in address else f"//{address}").port or 0
+    except ValueError:
+        return 0
 
 
 # --- memory: what nodes need, and what the machine and its cgroups allow -----------------------------------------------
@@ -192,28 +235,15 @@ def shortage(wanted: Sequence[Need], memory: MachineMemory) -> str | None:
     )
 
 
-def locked_limit() -> int | None:
-    """Returns how many bytes this process may lock; None if there is no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def locked_shortage(wanted: Sequence[Need], limit: int | None, root: Path = Path("/")) -> str | None:
+def locked_shortage(wanted: Iterable[Need], root: Path = Path("/")) -> str | None:
     """Returns why RDMA, which locks every byte that it registers, cannot register a node's memory; None if it can."""
-    largest = largest_need(wanted)
-    if limit is None or limit >= largest or may_lock_all(root):
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    largest = max((need.total for need in wanted), default=0)
+    capable = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
+    exempt = capable is not None and int(capable[1], 16) >> _CAP_IPC_LOCK & 1
+    if exempt or limit == resource.RLIM_INFINITY or limit >= largest:
         return None
     return f"the limit is {shown_size(limit)}, but the largest process locks {shown_size(largest)}"
-
-
-def may_lock_all(root: Path = Path("/")) -> bool:
-    """Returns whether this process is exempt from the limit of locked memory (CAP_IPC_LOCK)."""
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
-    return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
-
-
-def largest_need(wanted: Iterable[Need]) -> int:
-    return max((need.total for need in wanted), default=0)
 
 
 def shown_needs(wanted: Iterable[Need]) -> str:

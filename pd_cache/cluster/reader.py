@@ -1,4 +1,4 @@
-"""Reads the file strictly. Nothing here reads the environment.
+"""Reads the file strictly. Only this module knows YAML, and nothing here reads the environment.
 
 An unknown key, a value of the wrong type or a combination that cannot work raises one error. Its message names file, line, key path, value
 and what is allowed.
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import yaml
 
-from pd_cache.cluster.checks import Problem, consistency_problems
-from pd_cache.cluster.document import LARGEST, KeyPath, dump_document, parse_document, shown_path, shown_value
+from pd_cache.cluster.checks import KeyPath, Problem, consistency_problems
 from pd_cache.cluster.schema import ClusterConfig
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
@@ -31,7 +31,6 @@ _POOLS_EVENTS = (
     "went in 0.2.0: vLLM nodes publish what their own caches hold (their events_port), and the proxy looks up what the pool holds; "
     "for events of the pool itself, Mooncake's master has --enable_kv_events from 0.3.14 on"
 )
-
 _BY_NGINX = "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/deploy.md)"
 REMOVED: dict[str, str] = {
     "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
@@ -55,8 +54,17 @@ Example: `{"transfer.client": "went in 0.2.0: give the host a cache-server node"
 """
 
 
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = {
+    f"{_TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
+    f"{_TAG}float": re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?\Z"),
+}
+_SHOWN = 120
+"""The most characters of a value in a message."""
+
+
 class Source:
-    """A parsed file, with the line of each key."""
+    """A parsed file: a tree of plain values, and the line of each key."""
 
     def __init__(self, file: Path, tree: Any, lines: Mapping[KeyPath, int]) -> None:
         self.file = file
@@ -67,9 +75,14 @@ class Source:
         """Returns the problem as one message: `file:line: key.path: value: what is allowed`."""
         path = problem.path
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 1)
-        value = _lookup(self.tree, path)
-        shown = "" if value is None or isinstance(value, (dict, list)) else f" {shown_value(value)}:"
-        return ConfigError(f"{self.file}:{line}: {shown_path(path)}:{shown} {problem.message}")
+        value = self.tree
+        for part in path:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                value = None
+        shown = "" if value is None or isinstance(value, (dict, list)) else f" {_shortened(repr(value))}:"
+        return ConfigError(f"{self.file}:{line}: {_shown_path(path)}:{shown} {problem.message}")
 
 
 def load_config(file: str | Path) -> ClusterConfig:
@@ -78,13 +91,21 @@ def load_config(file: str | Path) -> ClusterConfig:
 
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
-    """Does the same as `load_config`, and also returns the source, for checks that need more than the file (ports, devices, memory)."""
-    return parse_config(_text(Path(file)), file)
+    """Reads a file as `load_config` does. Also returns the source, for checks that need more than the file (ports, devices, memory)."""
+    try:
+        text = Path(file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_config(text, file)
 
 
 def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
-    """Does the same as `read_config` for text that was already read. Messages name `file`."""
-    source = Source(Path(file), *parse_document(text, Path(file)))
+    """Checks text that was already read. Messages name `file`."""
+    source = parse_document(text, Path(file))
+    if source.tree is None:
+        raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
     try:
         config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
     except msgspec.ValidationError:
@@ -98,21 +119,7 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
 
 def dump_config(config: ClusterConfig) -> str:
     """Returns the configuration as YAML text. `load_config` reads it back as an equal configuration."""
-    return dump_document(msgspec.to_builtins(config, enc_hook=str))
-
-
-def _text(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(LARGEST + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
-        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > LARGEST:
-        raise ConfigError(f"{file}: is larger than {LARGEST >> 10} KiB, the largest allowed size")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
+    return str(yaml.safe_dump(msgspec.to_builtins(config, enc_hook=str), sort_keys=False))
 
 
 def decode_custom(kind: type, value: object) -> object:
@@ -120,6 +127,70 @@ def decode_custom(kind: type, value: object) -> object:
     if kind is ByteSize:
         return ByteSize.parse(value)
     raise NotImplementedError(kind)  # says to msgspec that the type is not one of ours
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its surprises: a date is text, and so are `010`, which it reads as 8, and `1:30`, which it reads as 90."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, _NUMBERS.get(tag, pattern)) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_document(text: str, file: Path) -> Source:
+    """Parses a file's text. Its tree is None if the file is empty. Raises ConfigError with file and line if it is not YAML."""
+    lines: dict[KeyPath, int] = {}
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return Source(file, None, lines)
+        _add_lines(root, (), lines, file)
+        return Source(file, loader.construct_document(root), lines)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{file}:{line}: is not valid YAML: {error.problem or error}") from None
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # PyYAML's scanner raises the others for invalid numbers in directives and escapes, and for an alias inside its own value
+        raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _add_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> None:
+    """Adds the lines of a node and of all nodes below it. Follows aliases, so that each place has its line."""
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _add_lines(value, (*path, index), lines, file)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+                raise ConfigError(f"{file}:{line}: a key must be text; quote it")
+            here = (*path, key.value)
+            if here in lines:
+                raise ConfigError(f"{file}:{line}: {_shown_path(here)}: is given twice, first on line {lines[here]}")
+            lines[here] = line
+            _add_lines(value, here, lines, file)
+
+
+def _shown_path(path: KeyPath) -> str:
+    """Returns a path of keys as text for people, such as `nodes[0].port`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{_shortened(part)}" for part in path)
+    return "".join(parts).lstrip(".") or "file"
+
+
+def _shortened(text: str) -> str:
+    """Returns text of the file as a message shows it: on one line, and not long."""
+    shown = text if text.isprintable() else repr(text)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+
+
+# --- the first problem of a tree that is no configuration --------------------------------------------------------------
 
 
 def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
@@ -140,21 +211,19 @@ def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
 
 def _problem_inside(kind: Any, value: Any, path: KeyPath) -> Problem | None:
     """Returns the first problem of a part of a value."""
-    structs = [one for one in _alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    allowed = list(_alternatives(kind))
+    structs = [one for one in allowed if isinstance(one, type) and issubclass(one, msgspec.Struct)]
     if structs and isinstance(value, dict):
         return _problem_in_section(structs, value, path)
-    for one in _alternatives(kind):
-        parts: list[tuple[Any, Any, KeyPath]] = []
+    parts: list[tuple[Any, Any, KeyPath]] = []
+    for one in allowed:
         if isinstance(value, dict) and typing.get_origin(one) is dict:
             names, values = typing.get_args(one)
             for key, part in value.items():
                 parts += (names, key, path), (values, part, (*path, key))
         elif isinstance(value, list) and typing.get_origin(one) in (list, tuple):
             parts = [(typing.get_args(one)[0], part, (*path, index)) for index, part in enumerate(value)]
-        for part in parts:
-            if problem := _first_problem(*part):
-                return problem
-    return None
+    return next((problem for part in parts if (problem := _first_problem(*part))), None)
 
 
 def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath) -> Problem | None:
@@ -196,16 +265,18 @@ def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath)
 
 def _in_words(kind: Any, value: Any) -> str | None:
     """Returns what is allowed in place of a value, if the schema says more than msgspec does; otherwise None."""
-    for one in _alternatives(kind):
+    allowed = list(_alternatives(kind))
+    bounds = [one for one in allowed if isinstance(one, msgspec.Meta)]
+    for one in allowed:
         if typing.get_origin(one) is Literal:
             options = [str(option) for option in typing.get_args(one)]
-            if int in _alternatives(kind):
-                least = next((meta.ge for meta in _constraints(kind) if meta.ge is not None), None)
-                return f"must be {' or '.join(options)}, or a whole number{'' if least is None else f' of at least {least}'}"
-            return _one_of(options, value)
-    for meta in _constraints(kind):
-        if meta.pattern and meta.description and isinstance(value, str) and not re.search(meta.pattern, value):
-            return f"must be {meta.description}"
+            if int not in allowed:
+                return _one_of(options, value)
+            least = next((f" of at least {bound.ge}" for bound in bounds if bound.ge is not None), "")
+            return f"must be {' or '.join(options)}, or a whole number{least}"
+    for bound in bounds:
+        if bound.pattern and isinstance(value, str) and not re.search(bound.pattern, value):
+            return f"must be {bound.description}"
     return None
 
 
@@ -220,31 +291,9 @@ def _near(word: str, options: list[str], hint: str) -> str:
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
-    """Yields the types that an annotation allows, without their constraints."""
-    if typing.get_origin(kind) is typing.Annotated:
-        yield from _alternatives(typing.get_args(kind)[0])
-    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+    """Yields the types that an annotation allows, and their constraints (`msgspec.Meta`)."""
+    if typing.get_origin(kind) in (typing.Annotated, typing.Union, types.UnionType):
         for one in typing.get_args(kind):
             yield from _alternatives(one)
     else:
         yield kind
-
-
-def _constraints(kind: Any) -> Iterator[msgspec.Meta]:
-    """Yields the constraints of the types that an annotation allows."""
-    if typing.get_origin(kind) is typing.Annotated:
-        inner, *metas = typing.get_args(kind)
-        yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))
-        yield from _constraints(inner)
-    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
-        for one in typing.get_args(kind):
-            yield from _constraints(one)
-
-
-def _lookup(tree: Any, path: KeyPath) -> Any:
-    for part in path:
-        try:
-            tree = tree[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return tree

@@ -50,7 +50,7 @@ from pd_cache.cluster import (
     load_config,
     read_about,
 )
-from pd_cache.cluster.addresses import host_of
+from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.errors import ConfigError
 from pd_cache.events.subscriber import StreamOrder

@@ -21,7 +21,7 @@ from launch.cli import example_file, main
 from launch.up import LocalCluster
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import dump_config
-from pd_cache.cluster.addresses import port_of
+from pd_cache.cluster.machine import port_of
 from pd_cache.reasons import RequestReport
 from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_with_server, started
 from tests.support.engines import CHUNK as SMALL

@@ -15,7 +15,7 @@ from pd_cache.cluster import (
     ReferenceEngineConfig,
     StoreNode,
 )
-from pd_cache.cluster.addresses import local_nodes
+from pd_cache.cluster.machine import local_nodes
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 

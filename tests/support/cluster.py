@@ -19,7 +19,7 @@ from launch.status import cluster_status
 from launch.up import LocalCluster, running
 from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from pd_cache.cluster.addresses import PORT_FIELDS
+from pd_cache.cluster.machine import PORT_FIELDS
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 

@@ -22,7 +22,7 @@ import yaml
 
 from launch.supervise import end, spawn_child
 from launch.versions import Told, tell_all
-from pd_cache.cluster.addresses import port_of
+from pd_cache.cluster.machine import port_of
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from pd_cache.cluster import CacheServerNode
-from pd_cache.cluster.addresses import port_of
+from pd_cache.cluster.machine import port_of
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_cache.cluster.document import parse_document
+from pd_cache.cluster.reader import parse_document
 from pd_cache.errors import ConfigError
 
 _LARGEST = 64 << 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,17 @@ import msgspec
 import pytest
 import yaml
 
-from pd_cache.cluster import CacheServerNode, ClusterConfig, PrefillNode, StoreNode, dump_config, load_config
+from pd_cache.cluster import (
+    CacheServerNode,
+    ClusterConfig,
+    DecodeNode,
+    PrefillNode,
+    dump_config,
+    load_config,
+    parse_config,
+)
 from pd_cache.config import MooncakeTier
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize
 
 GOOD = """\
 name: test
@@ -31,14 +40,19 @@ nodes:
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 
 
-def load(tmp_path: Path, text: str) -> ClusterConfig:
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    return load_config(file)
+def load(text: str) -> ClusterConfig:
+    return parse_config(text, "c.yaml")[0]
 
 
-def test_a_good_file_is_read_with_its_defaults(tmp_path: Path) -> None:
-    config = load(tmp_path, GOOD)
+def refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_good_file_is_read_with_its_defaults() -> None:
+    config = load(GOOD)
     assert config.master_address == "127.0.0.1:0"
     assert config.transfer.segment_size == 1 << 30
     prefill, decode = config.node("p0"), config.node("d0")
@@ -49,27 +63,27 @@ def test_a_good_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert config.node("nobody") is None
 
 
-def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
-    config = load(tmp_path, GOOD)
-    assert load(tmp_path, dump_config(config)) == config
+def test_a_dumped_configuration_reads_back_equal() -> None:
+    config = load(GOOD)
+    assert load(dump_config(config)) == config
 
 
-def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster(tmp_path: Path) -> None:
+def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster() -> None:
     etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
-    assert load(tmp_path, etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
+    assert load(etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
     masters = (
         "nodes: [{name: m, role: master, client_ttl_s: 20}, {name: n, role: master, client_ttl_s: 20, host: 127.0.0.2}]"
     )
-    elected = load(tmp_path, "master: {ha: true}\n" + etcd + masters)
+    elected = load("master: {ha: true}\n" + etcd + masters)
     assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379/pd-cache"
-    assert load(tmp_path, dump_config(elected)) == elected
-    with pytest.raises(ConfigError, match=r"nodes\[0\]\.client_ttl_s.*must outlive an election"):
-        load(tmp_path, "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]")
+    assert load(dump_config(elected)) == elected
+    alone = "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]"
+    refused(alone, "nodes[0].client_ttl_s: segments, and the keys in them, must outlive an election")
 
 
-def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool(tmp_path: Path) -> None:
+def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool() -> None:
     text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
-    config = load(tmp_path, text)
+    config = load(text)
     assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
     assert [config.settings_of(node).segment_size for node in config.nodes if node.name in ("c", "d0")] == [
         0,
@@ -77,12 +91,12 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
     ]
 
 
-def test_with_etcd_the_address_of_a_cache_server_needs_no_master(tmp_path: Path) -> None:
+def test_with_etcd_the_address_of_a_cache_server_needs_no_master() -> None:
     here = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nnodes: [{name: c, role: cache-server}]"
     elsewhere = here.replace("10.0.0.1", "10.0.0.2")
     urls = []
     for text in (here, elsewhere):
-        config = load(tmp_path, text)
+        config = load(text)
         node = config.node("c")
         assert isinstance(node, CacheServerNode)
         urls.append(config.server_url(node))
@@ -114,234 +128,143 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "role: decode",
-            "role: decode, cache_server: p0",
-            "nodes[2].cache_server: 'p0': is not a cache-server node; there are: none",
-        ),
-        (
-            "role: decode}",
-            "role: decode, cache_server: c}\n  - {name: c, role: cache-server, host: 10.0.0.1}",
-            "is on 10.0.0.1, but must be on this node's host, 127.0.0.1: they share memory",
-        ),
-        (
-            "role: decode}",
-            "role: decode, segment_size: 1GiB, cache_server: c}\n  - {name: c, role: cache-server}",
-            "nodes[2].segment_size: '1GiB': must be 0 or absent",
-        ),
-        (
-            "role: decode}",
-            "role: decode}\n  - {name: c, role: cache-server, url: 'ipc:///" + "x" * 100 + "'}",
-            "must have at most 100 bytes",
-        ),
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
-        (
-            "name: test",
-            "'x` - at `$.cache.chunk_size': 1",
-            "c.yaml:1: x` - at `$.cache.chunk_size: 1: unknown key (allowed here: name, transfer,",
-        ),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
-        (
-            "chunk_size: 256",
-            "chunk_size: big",
-            "c.yaml:3: cache.chunk_size: 'big': must be auto, or a whole number of at least 1",
-        ),
-        (
-            "chunk_size: 256",
-            "chunk_size: 0",
-            "c.yaml:3: cache.chunk_size: 0: must be auto, or a whole number of at least 1",
-        ),
-        (
-            "chunk_size: 256",
-            "chunk_size: 100",
-            "c.yaml:3: cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112",
-        ),
+        ("chunk_size: 256", "chunk_size: big", "cache.chunk_size: 'big': must be auto, or a whole number of at least 1"),
+        ("chunk_size: 256", "chunk_size: 0", "cache.chunk_size: 0: must be auto, or a whole number of at least 1"),
+        ("size: 256", "size: 100", "cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112"),
+        ("chunk_size: 256", "hash_mode: blocks", "the reference engine has no block hashes; use tokens"),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
         ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: must be 0 for none, or at least 16MiB, got 1MiB"),
-        ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
-        (
-            "role: decode",
-            "role: decoder",
-            "nodes[2].role: 'decoder': must be one of master, store, cache-server, prefill, decode",
-        ),
-        ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
-        ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
-        (
-            "name: tiny, random: {seed: 1}",
-            "name: tiny, path: /m",
-            "engine.model.path: '/m': went in 0.2.0: the reference",
-        ),
-        ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
-        ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
-        ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
-        ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
-        ("name: test", "master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
-        ("name: test", "master: {hah: true}", "c.yaml:1: master.hah: True: unknown key; did you mean ha?"),
-        ("name: test", "master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
-        ("name: test", "discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: []}",
-            "discovery.endpoints: expected `array` of length >= 1",
-        ),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: ['http://a:1']}",
-            "endpoints[0]: 'http://a:1': must be `host:port` without a scheme, e.g. 10.0.0.1:2379",
-        ),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: ['a:65536']}",
-            "endpoints[0]: 'a:65536': must be `host:port`",
-        ),
-        ("name: test", "name: -test", "c.yaml:1: name: '-test': must be 1 to 63 letters, digits, dots"),
-        (
-            "name: test",
-            "proxy: {drain_s: 10}",
-            "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s, after which `up` kills the proxy",
-        ),
-        (
-            "name: test",
-            "proxy: {request_timeout_s: 60}",
-            "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s, 60 s: a prefill node that hangs would leave the decode",
-        ),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: ['a:1'], user: u}",
-            "`user` and `password_file` go together",
-        ),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: ['a:1'], ttl_s: 1}",
-            "discovery.ttl_s: 1: expected `int` >= 2",
-        ),
-        (
-            "name: test",
-            "discovery: {kind: etcd, endpoints: ['a:1'], tls: {ca_file: a, key_file: b}}",
-            "`cert_file` and `key_file` go together",
-        ),
-        (
-            "name: test",
-            "master: {ha: true}\ndiscovery: {kind: etcd, endpoints: ['a:1'], user: u, password_file: p}",
-            "master.ha: True: Mooncake's election supports neither users nor TLS",
-        ),
-        ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
-        ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
+        ("1GiB", "99999999TiB", "c.yaml:2: transfer.segment_size: '99999999TiB': expected a size"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
         ("segment_size: 1GiB", "devices: [mlx5_0]", "only protocol: rdma uses devices"),
         ("segment_size: 1GiB", "protocol: udp", "transfer.protocol: 'udp': must be one of tcp, rdma"),
-        ("name: test", "name: test\nname: again", "c.yaml:2: name: is given twice, first on line 1"),
-        ("name: test", "name: [", "is not valid YAML"),
-        ("name: test", "name: &a [*a]", "c.yaml:1: an alias stands inside the value that it refers to"),
-        ("1GiB", "'" + "9" * 400 + "'", "expected a size such as 512MiB"),
-        ("cache: {chunk_size: 256}", "cache: {tiers: []}", "cache.tiers: expected `array` of length >= 1"),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: mooncake}, {kind: local, capacity: 1GiB}]}",
-            "c.yaml:3: cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: local, capacity: 1GiB}, {kind: mooncake}]}",
-            "cache.tiers[1]: memory stands after a disk; the fastest tier comes first",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: local, capacity: 1GiB}, {kind: local, capacity: 2GiB}, {kind: mooncake}]}",
-            "cache.tiers[1]: is the second local tier on cpu; make it one",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: disk, path: /a, capacity: 1GiB}, {kind: disk, path: /a, capacity: 1GiB}]}",
-            "cache.tiers[1].path: '/a': is already the path of another tier",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: local, capacity: 1GiB}]}",
-            "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: disk, path: here, capacity: 1GiB}, {kind: mooncake}]}",
-            "cache.tiers[0].path: 'here': must be an absolute path",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: local}, {kind: mooncake}]}",
-            "cache.tiers[0]: the key capacity is missing",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: local, capacity: 1GiB, polcy: lfu}, {kind: mooncake}]}",
-            "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: local, capacity: 1GiB, policy: lru2}, {kind: mooncake}]}",
-            "cache.tiers[0].policy: 'lru2': must be one of lru, lfu, s3fifo",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: locl}]}",
-            "cache.tiers[0].kind: 'locl': must be one of local, disk, mooncake",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {hash_mode: blocks}",
-            "the reference engine has no block hashes; use tokens",
-        ),
+        ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
+        ("kind: reference", "kind: reference\n  num_blocks: 4", "cannot hold one request of max_model_len 8192"),
+        ("random: {seed: 1}", "path: /m", "engine.model.path: '/m': went in 0.2.0: the reference"),
+        ("512MiB", "1MiB", "c.yaml:9: nodes[1].segment_size: '1MiB': must be 0 for none, or at least 16MiB"),
+        ("role: decode", "role: decoder", "nodes[2].role: 'decoder': must be one of master, store, cache-server, prefill"),
+        ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
+        ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
+        ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
+        ("name: d0", 'name: "d0\\n"', "nodes[2].name: 'd0\\n': must be 1 to 63 letters"),
+        ("name: d0", "name: d0, host: '*'", "nodes[2].host: '*': must be a host name or an IPv4 address"),
+        ("name: d0", "name: d0, host: 0.0.0.0", "nodes[2].host: '0.0.0.0': is not the address of one machine"),
+        ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
+        ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
         ("metrics_port: 0", "metrics_port: 0, lease_ttl_ms: 500", "lease_ttl_ms: 500: a read that outlives its lease"),
-        (
-            "  kind: reference\n",
-            "  kind: reference\n  num_blocks: 4\n",
-            "cannot hold one request of max_model_len 8192",
-        ),
-        (
-            "{segment_size: 1GiB}\ncache: {chunk_size: 256}",
-            "{}\ncache: {tiers: [{kind: mooncake, replicas: 2}]}",
-            "c.yaml:3: cache.tiers[0].replicas: 2: each replica needs its own segment, and only 1 nodes give memory",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: mooncake, preferred_segment: '127.0.0.1:5'}]}",
-            "preferred_segment: '127.0.0.1:5': must be own, any or the host:port of a store node; there are: none; give a store node a port",
-        ),
-        (
-            "cache: {chunk_size: 256}",
-            "cache: {tiers: [{kind: mooncake, pin: firm}]}",
-            "must be one of none, soft, hard",
-        ),
-        (
-            "port: 8000",
-            "port: 8000}\n  - {name: q, role: proxy, port: 8000",
-            "proxy already uses this port of 127.0.0.1",
-        ),
+        ("port: 0, metrics", "port: 65530, metrics", "nodes[0].versions_port: must be given, because there is no port 65540"),
+        ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
+        ("port: 8000", "port: 010051", "nodes[3].port: '010051': expected `int`, got `str`"),
+        ("port: 8000", "port: 8000}\n  - {name: q, role: proxy, port: 8000", "proxy already uses this port of 127.0.0.1"),
+        ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
+        ("role: decode", "role: decode, cache_server: p0", "nodes[2].cache_server: 'p0': is not a cache-server node"),
+        ("role: decode", "role: decode, args: {a: 1}", "nodes[2].args: is for vLLM, and engine.kind is reference"),
     ],
-)
-def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
+)  # fmt: skip
+def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, new: str, message: str) -> None:
     assert old in GOOD
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, GOOD.replace(old, new, 1))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    refused(GOOD.replace(old, new, 1), message)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "is empty"), ("[1]", "expected `object`, got `array`"), ("nodes: []", "length >= 1")]
-)
-def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path, text)
+    ("section", "message"),
+    [
+        ("name: -test", "c.yaml:1: name: '-test': must be 1 to 63 letters, digits, dots"),
+        ("master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
+        ("master: {hah: true}", "c.yaml:1: master.hah: True: unknown key; did you mean ha?"),
+        ("master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
+        ("discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
+        ("discovery: {kind: etcd, endpoints: []}", "discovery.endpoints: expected `array` of length >= 1"),
+        ("discovery: {kind: etcd, endpoints: ['http://a:1']}", "endpoints[0]: 'http://a:1': must be `host:port` without a"),
+        ("discovery: {kind: etcd, endpoints: ['a:65536']}", "endpoints[0]: 'a:65536': must be `host:port`"),
+        ("discovery: {kind: etcd, endpoints: ['a:1'], user: u}", "`user` and `password_file` go together"),
+        ("discovery: {kind: etcd, endpoints: ['a:1'], ttl_s: 1}", "discovery.ttl_s: 1: expected `int` >= 2"),
+        ("discovery: {kind: etcd, endpoints: ['a:1'], tls: {ca_file: a, key_file: b}}", "`cert_file` and `key_file` go"),
+        (
+            "master: {ha: true}\ndiscovery: {kind: etcd, endpoints: ['a:1'], user: u, password_file: p}",
+            "master.ha: True: Mooncake's election supports neither users nor TLS",
+        ),
+        ("proxy: {drain_s: 10}", "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s"),
+        ("proxy: {request_timeout_s: 60}", "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s"),
+        ("proxy: {drain_s: .nan}", "c.yaml:1: proxy.drain_s: '.nan': expected `float`, got `str`"),
+        ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': expected `float`, got `str`"),
+        ("connector: {load: layerwise}", "connector.load: 'layerwise': went in 0.2.0, because loads layer by layer"),
+        ("connector: {load: auto}", "connector.load: 'auto': went in 0.2.0, because loads layer by layer"),
+        ("proxy: {body_timeout_s: 3}", "c.yaml:1: proxy.body_timeout_s: 3: went in 0.2.0: put nginx in front of the proxy"),
+        ("nodes: [{name: m, role: master, events_port: 1}]", "nodes[0].events_port: 1: went in 0.2.0: vLLM nodes publish"),
+        ("name: a\nname: b", "c.yaml:2: name: is given twice, first on line 1"),
+        ("cache: {chunk_size: 1, 'chunk_size': 2}", "c.yaml:1: cache.chunk_size: is given twice, first on line 1"),
+        ("name: [", "c.yaml:3: is not valid YAML: "),
+        ("name: &a [*a]", "c.yaml: is not valid YAML: "),
+        ("name: !!python/name:os.system x", "c.yaml:1: is not valid YAML: could not determine a constructor for the tag"),
+        ("name: a\0", "c.yaml: is not valid YAML: unacceptable character"),
+        ('name: "\\Uffffffff"', "is not valid YAML"),
+        ("1: x", "c.yaml:1: a key must be text; quote it"),
+        ("[a]: x", "c.yaml:1: a key must be text; quote it"),
+        ("", "c.yaml: is empty"),
+        ("[1]", "c.yaml:1: file: expected `object`, got `array`"),
+        ("nodes: []", "length >= 1"),
+    ],
+)  # fmt: skip
+def test_a_mistaken_section_is_refused_in_one_message(section: str, message: str) -> None:
+    rest = (
+        GOOD.partition("\n")[2]
+        if re.match("name: .|proxy|master|discovery: .*endpoints: .*:1'|discovery: .*}", section)
+        else ""
+    )
+    refused(f"{section}\n{rest}", message)
 
 
-def test_an_engine_section_is_needed_where_engines_are(tmp_path: Path) -> None:
+LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity: 1GiB}"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ("", "cache.tiers: expected `array` of length >= 1"),
+        (f"{{kind: mooncake}}, {LOCAL}", "cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier"),
+        (f"{DISK}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: memory stands after a disk; the fastest tier comes first"),
+        (f"{LOCAL}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: is the second local tier on cpu; make it one"),
+        (f"{DISK}, {DISK}", "cache.tiers[1].path: '/a': is already the path of another tier"),
+        (LOCAL, "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}"),
+        ("{kind: disk, path: here, capacity: 1GiB}", "cache.tiers[0].path: 'here': must be an absolute path"),
+        ("{kind: local, capacity: 0}, {kind: mooncake}", "cache.tiers[0].capacity: 0: holds nothing"),
+        ("{kind: local}, {kind: mooncake}", "cache.tiers[0]: the key capacity is missing"),
+        ("{kind: local, capacity: 1GiB, polcy: lfu}", "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?"),
+        ("{kind: local, capacity: 1GiB, policy: lru2}", "tiers[0].policy: 'lru2': must be one of lru, lfu, s3fifo"),
+        ("{kind: locl}", "cache.tiers[0].kind: 'locl': must be one of local, disk, mooncake"),
+        ("{kind: mooncake, pin: firm}", "must be one of none, soft, hard"),
+        ("{kind: mooncake, replicas: 4}", "tiers[0].replicas: 4: each replica needs its own segment, and only 2 nodes"),
+        ("{kind: mooncake, preferred_segment: 'h:5'}", "must be own, any or the host:port of a store node; there are: none"),
+    ],
+)  # fmt: skip
+def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers: str, message: str) -> None:
+    refused(GOOD.replace("chunk_size: 256", f"tiers: [{tiers}]"), message)
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("host: 10.0.0.1", "is on 10.0.0.1, but must be on this node's host, 127.0.0.1: they share memory"),
+        (f"url: 'ipc:///{'x' * 100}'", "nodes[4].url: 'ipc:///xxxx"),
+        ("url: 'tcp://*:7000'", "nodes[4].url: 'tcp://*:7000': must be ipc:///ABSOLUTE/PATH or tcp://HOST:PORT"),
+        ("url: 'tcp://0.0.0.0:7000'", "nodes[4].url: 'tcp://0.0.0.0:7000': is not the address of one machine"),
+        ("url: 'ipc://@name'", "nodes[4].url: 'ipc://@name': must be ipc:///ABSOLUTE/PATH"),
+        ("url: ''", "nodes[2].segment_size: '1GiB': must be 0 or absent: the node's cache_server gives memory"),
+    ],
+)  # fmt: skip
+def test_a_mistake_about_a_cache_server_is_refused_in_one_message(server: str, message: str) -> None:
+    engine = "role: decode, cache_server: c" + (", segment_size: 1GiB" if server == "url: ''" else "")
+    refused(GOOD.replace("role: decode", engine) + f"  - {{name: c, role: cache-server, {server}}}\n", message)
+
+
+def test_an_engine_section_is_needed_where_engines_are() -> None:
     tree = yaml.safe_load(GOOD)
     del tree["engine"]
-    with pytest.raises(ConfigError, match=r"engine: missing, but nodes\[1\] is a prefill node"):
-        load(tmp_path, yaml.safe_dump(tree))
+    refused(yaml.safe_dump(tree), "engine: missing, but nodes[1] is a prefill node")
 
 
 VLLM = """\
@@ -355,35 +278,70 @@ nodes:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "8192",
-            "null",
-            "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`",
-        ),
+        ("8192", "null", "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`"),
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
+        ("max-model-len", "port", "c.yaml:1: engine.args.port: 8192: is set by pd-cache itself; leave it out"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
+        ("max-model-len: 8192", "tp: 1031", "tensor-parallel sizes 1031 cut a chunk into more than 1024 parts"),
+        ("engine", "cache: {shards: 3}\nengine", "cache.shards: 3: must be a multiple of the tensor-parallel size 2"),
     ],
-)
-def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    assert load(tmp_path, VLLM).engine
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, VLLM.replace(old, new, 1))
-    assert message in str(caught.value)
+)  # fmt: skip
+def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(old: str, new: str, message: str) -> None:
+    text = VLLM.replace("role: decode", "role: decode, args: {tp: 2}") if "shards" in new else VLLM
+    assert load(VLLM).engine
+    refused(text.replace(old, new, 1), message)
+
+
+def test_the_shards_of_a_chunk_are_a_common_multiple_of_the_nodes_tensor_parallel_sizes() -> None:
+    nodes = (f"  - {{name: e{tp}, role: decode, port: {8100 + tp}, args: {{tp: {tp}}}}}\n" for tp in (2, 3, 4))
+    assert load(VLLM + "".join(nodes)).shards == 12
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)])
+def test_a_host_that_no_name_service_takes_is_refused(host: str) -> None:
+    refused(f"nodes: [{{name: m, role: master, host: {host}}}]\n", "nodes[0].host")
+
+
+def test_a_date_is_text() -> None:
+    assert load(GOOD + "connector: {revision: 2026-01-31}\n").connector.revision == "2026-01-31"
+
+
+def test_keys_of_another_mapping_can_be_merged() -> None:
+    text = GOOD.replace("{name: p0,", "&p {name: p0,").replace("{name: d0,", "{<<: *p, name: d0,")
+    node = load(text).node("d0")
+    assert isinstance(node, DecodeNode)
+    assert node.segment_size == 512 << 20
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_config(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe4")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        load_config(tmp_path / "latin.yaml")
+    for file, message in (("none.yaml", "No such file"), ("latin.yaml", "not UTF-8"), ("a\0b", "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            load_config(tmp_path / file)
 
 
-def test_nodes_know_their_role() -> None:
-    assert StoreNode(name="s", segment_size=ByteSize(16 << 20)).role == "store"
+@pytest.mark.parametrize("seed", range(2))
+def test_a_file_with_changes_at_random_is_read_or_refused_in_one_line(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "\n".join(line.partition("#")[0] for line in CONFIGS[0].read_text().splitlines())
+    words = [*re.findall(r"\S+", text), "010", "1e999", "[", "{", "*a", "&a", "null", "~", "'", "\x1b", "é"]
+    messages, read = [], 0
+    for _ in range(150):
+        lines = [line.split(" ") for line in text.splitlines()]
+        for _ in range(rng.randint(1, 2)):
+            line = rng.choice([line for line in lines if "".join(line)])
+            line[rng.choice([at for at, word in enumerate(line) if word])] = rng.choice(words)
+        try:
+            config = load("\n".join(map(" ".join, lines)))
+        except ConfigError as error:
+            messages.append(str(error))
+        else:
+            assert load(dump_config(config)) == config
+            read += 1
+    assert read > 0
+    assert len(messages) > 30
+    assert [message for message in messages if not re.fullmatch(r"c\.yaml(:\d+)?: .{1,2900}", message)] == []
 
 
 HOST = """\
@@ -395,39 +353,8 @@ nodes:
 """
 
 
-def test_segments_that_the_file_does_not_name_may_have_registered(tmp_path: Path) -> None:
+def test_segments_that_the_file_does_not_name_may_have_registered() -> None:
     tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
-    with pytest.raises(ConfigError, match="only 1 nodes give memory"):
-        load(tmp_path, tiers + HOST)
-    config = load(tmp_path, "discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + HOST)
+    refused(tiers + HOST, "tiers[0].replicas: 2: each replica needs its own segment, and only 1 nodes")
+    config = load("discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + HOST)
     assert isinstance(config.cache.tiers[0], MooncakeTier)
-
-
-def test_a_key_or_value_of_an_earlier_version_says_what_to_do_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = {"nodes.prefill.speed": "went: buy a GPU", "cache.hash_mode: words": "went: use tokens"}
-    monkeypatch.setattr("pd_cache.cluster.reader.REMOVED", gone)
-    for old, new, message in (
-        ("role: prefill", "role: prefill, speed: 3", r"nodes\[1\]\.speed: 3: went: buy a GPU"),
-        ("chunk_size: 256", "hash_mode: words", r"cache\.hash_mode: 'words': went: use tokens"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load(tmp_path, GOOD.replace(old, new))
-
-
-@pytest.mark.parametrize(
-    ("old", "message"),
-    [
-        ("connector: {load: layerwise}", r"connector\.load: 'layerwise': went in 0\.2\.0, .*: use async"),
-        ("transfer: {client: host}", r"transfer\.client: 'host': went in 0\.2\.0: .*`cache_server: NAME`"),
-        (
-            "transfer: {client_address: 'h:1'}",
-            r"transfer\.client_address: 'h:1': went in 0\.2\.0: .*`cache_server: NAME`",
-        ),
-        ("connector: {load: auto}", r"connector\.load: 'auto': went in 0\.2\.0, .*: use async"),
-    ],
-)
-def test_what_went_says_what_to_use_instead(tmp_path: Path, old: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path, old + "\n")
