@@ -116,18 +116,18 @@ class _Pause:
 
 
 def prefix_of(cluster: str, folder: str = "nodes") -> str:
-    """Returns the prefix in etcd of a cluster's nodes or of its other entries. The name of the entry follows it."""
+    """Returns the prefix in etcd of a cluster's nodes, or of its versions of weights. The name of the entry follows it."""
     return f"/pd-cache/{cluster}/{folder}/"
 
 
 class EtcdRegistration:
     """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
 
-    def __init__(self, settings: EtcdDiscovery, cluster: str, *, folder: str = "nodes") -> None:
-        """Sends nothing yet. `folder`: see `prefix_of`. Raises ConfigError if a password or certificate cannot be read."""
+    def __init__(self, settings: EtcdDiscovery, cluster: str) -> None:
+        """Sends nothing yet. Raises ConfigError if a password or certificate cannot be read."""
         self._connector = _EtcdOpener(settings)
         self._ttl_s = settings.ttl_s
-        self._prefix = prefix_of(cluster, folder)
+        self._prefix = prefix_of(cluster)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._lease: int | None = None
@@ -279,16 +279,15 @@ class EtcdWatch:
         settings: EtcdDiscovery,
         cluster: str,
         *,
-        folder: str = "nodes",
         seeds: Iterable[NodeRecord] = (),
         on_change: Callable[[View], None] | None = None,
     ) -> None:
-        """Begins to follow. `folder`: see `prefix_of`. `seeds`: nodes to assume until etcd has been read for the first time.
+        """Begins to follow. `seeds`: nodes to assume until etcd has been read for the first time.
 
         The watch's own threads call `on_change` with each new view, one after the other. It must return quickly.
         """
         self._connector = _EtcdOpener(settings)
-        self._prefix = prefix_of(cluster, folder)
+        self._prefix = prefix_of(cluster)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
         # a live node registers again within two pauses and a call, which is less than this

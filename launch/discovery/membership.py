@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 from pd_cache.cluster import NodeRecord
 
-MAX_NODES = 4096
-_TOO_MANY = f"left out: there are more than {MAX_NODES} nodes"
-
 
 @dataclass(frozen=True)
 class View:
@@ -29,7 +26,7 @@ class View:
     doubted: frozenset[str] = frozenset()
     """The names of nodes that have been missing since an outage."""
     unreadable: tuple[tuple[str, str], ...] = ()
-    """The names of entries that are not readable records or were left out, each with the reason; sorted, at most `MAX_NODES`."""
+    """The names of entries that are not readable records, each with the reason; sorted."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """Returns the nodes of these roles."""
@@ -57,11 +54,8 @@ class Membership:
 
     def sync(self, records: Iterable[NodeRecord], now: float, unreadable: Mapping[str, str] | None = None) -> None:
         """Notes a full list, which ends an outage. `unreadable`: its unreadable entries, by name, with the reason."""
-        # known nodes first: a flood of new ones must not drive them out
-        ordered = sorted(records, key=lambda record: record.name not in self._nodes)
-        listed = {record.name: record for record in ordered[:MAX_NODES]}
-        left_out = {record.name: _TOO_MANY for record in ordered[MAX_NODES:]}
-        self._unreadable = dict(list((left_out | dict(unreadable or {})).items())[:MAX_NODES])
+        self._unreadable = dict(unreadable or {})
+        listed = {record.name: record for record in records}
         listed |= {name: self._nodes[name] for name in self._unreadable if name in self._nodes}
         if self._stale_since is not None:
             self._settled_at = now + self._grace_s
@@ -75,18 +69,14 @@ class Membership:
         self._nodes = listed
 
     def put(self, record: NodeRecord) -> None:
-        """Notes that a node is there. A new one beyond `MAX_NODES` is left out, and counts as unreadable."""
-        if record.name not in self._nodes and len(self._nodes) >= MAX_NODES:
-            self.spoil(record.name, _TOO_MANY)
-            return
+        """Notes that a node is there."""
         self._unreadable.pop(record.name, None)
         self._nodes[record.name] = record
         self._doubted.discard(record.name)
 
     def spoil(self, name: str, why: str) -> None:
         """Notes that the entry under a name is not a readable record now."""
-        if name in self._unreadable or len(self._unreadable) < MAX_NODES:
-            self._unreadable[name] = why
+        self._unreadable[name] = why
 
     def delete(self, name: str, now: float) -> None:
         """Notes that a node has vanished."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
@@ -34,15 +32,15 @@ EventAddress = Annotated[
     str, msgspec.Meta(pattern=rf"^(tcp://{_HOST}{_PORT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)
 ]
 
-_EXPECTED = {
-    "master": (re.compile(rf"{_HOST}{_PORT}"), "a master's address is host:port"),
-    "store": (re.compile(rf"{_HOST}{_PORT}"), "a store's address is host:port"),
-    "cache-server": (re.compile(rf"ipc://.+|tcp://{_HOST}{_PORT}"), "a cache-server's address is ipc://path or tcp://host:port"),
-    "prefill": (re.compile(rf"https?://{_HOST}{_PORT}"), "a prefill node's address is http://host:port"),
-    "decode": (re.compile(rf"https?://{_HOST}{_PORT}"), "a decode node's address is http://host:port"),
-    "proxy": (re.compile(rf"https?://{_HOST}{_PORT}"), "a proxy's address is http://host:port"),
-}  # fmt: skip
-"""The form of an address, by role. For a role that this version does not know, any of the forms is allowed."""
+_FORMS = {
+    "master": ("host:port",),
+    "store": ("host:port",),
+    "cache-server": ("ipc://path", "tcp://host:port"),
+    "prefill": ("http://host:port", "https://host:port"),
+    "decode": ("http://host:port", "https://host:port"),
+    "proxy": ("http://host:port", "https://host:port"),
+}
+"""The forms of an address, by role. For a role that this version does not know, any form is allowed."""
 
 
 class RecordError(PdCacheError):
@@ -145,24 +143,15 @@ def decode_record(raw: bytes) -> NodeRecord:
         record = decode_json(raw, NodeRecord)
     except UndecodableError as error:
         raise RecordError(f"it is not the record of a node: {error}") from None
-    expected, words = _EXPECTED.get(record.role, (None, ""))
-    if expected is not None and not expected.fullmatch(record.address):
-        raise RecordError(f"{words}, not {record.address}")
-    if not _port_of(record.address) and record.role != "store":  # a segment's address is only a name
-        raise RecordError(f"{record.address} is not an address: port 0")
-    if record.metrics is not None:
-        _port_of(record.metrics)
+    scheme = record.address.rpartition("://")[0]
+    forms = _FORMS.get(record.role, (record.address,))
+    if scheme not in [form.rpartition("://")[0] for form in forms]:
+        raise RecordError(f"the address of a {record.role} is {' or '.join(forms)}, not {record.address}")
+    for address in filter(None, (record.address, record.metrics, record.versions)):
+        port = address.rpartition(":")[2]
+        if port.isdigit() and int(port) > 65535:
+            raise RecordError(f"{address} is no address: a port is at most 65535")
     return record
-
-
-def _port_of(address: str) -> int:
-    if address.startswith("ipc://"):
-        return -1
-    try:
-        port = urllib.parse.urlsplit(address if "://" in address else f"//{address}").port
-    except ValueError as error:
-        raise RecordError(f"{address} is not an address: {error}") from None
-    return port or 0
 
 
 def read_about(body: bytes | str) -> About:
