@@ -6,12 +6,9 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import logging
-import math
-import os
 import re
 import signal
 import sys
@@ -27,7 +24,6 @@ from pd_cache.cluster import (
     DecodeNode,
     PrefillNode,
     Problem,
-    Source,
     VllmEngineConfig,
     load_config,
     read_config,
@@ -35,23 +31,13 @@ from pd_cache.cluster import (
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
 _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
-
-
-class _Seconds(click.FloatRange):
-    """A number in a range. click's own type accepts NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return found
 
 
 def _only_one(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> Path | None:
@@ -66,6 +52,28 @@ def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.
     )
 
 
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+
+
+def _running(file: Path) -> ClusterConfig:
+    """Returns the cluster of a file; with the ports that `up` chose, if `up` runs the file here."""
+    from launch.up import running_config
+
+    return running_config(file) or load_config(file)
+
+
+@contextlib.contextmanager
+def _ended_by_signals(*orderly: signal.Signals) -> Iterator[None]:
+    """Ends the command when a signal asks it to stop, with what it opened closed. For `orderly` signals that is no failure."""
+    from launch.supervise import StoppedError, signals_as_exceptions
+
+    try:
+        with signals_as_exceptions():
+            yield
+    except StoppedError as stopped:
+        raise SystemExit(0 if stopped.args[0] in orderly else 128 + stopped.args[0]) from None
+
+
 class _Commands(click.Group):
     """Turns the project's exceptions into one line and an exit code."""
 
@@ -74,25 +82,14 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
-        try:
-            return super().main(*args, **extra)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            click.echo(f"pd-cache: {error.strerror}", err=True)
-            # what is left in the buffer would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+        return super().main(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
-            click.echo(f"pd-cache: {error}", err=True)
-            ctx.exit(2)
         except PdCacheError as error:
             click.echo(f"pd-cache: {error}", err=True)
-            ctx.exit(1)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -153,7 +150,7 @@ def up(file: Path) -> None:
 
 @main.command()
 @_file_option(required=False, says="Another file than `config example local`.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@_json_option
 def demo(file: Path | None, as_json: bool) -> None:
     """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
     from launch.demo import run_demo
@@ -164,7 +161,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 
 @main.command()
 @_file_option()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@_json_option
 @click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
 def status(file: Path, as_json: bool, watch: bool) -> None:
     """Show the nodes of the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
@@ -174,9 +171,8 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
     from rich.console import Console
 
     from launch import status as shown
-    from launch.up import running_config
 
-    config = running_config(file) or load_config(file)  # if `up` runs the file, its ports are known
+    config = _running(file)
     if watch:
         shown.watch(config)
         return
@@ -194,7 +190,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 @click.option("--once", is_flag=True, help="Print one table and end; the default where the output is no terminal.")
 @click.option(
     "--interval",
-    type=_Seconds(0.5, 30.0),
+    type=click.FloatRange(0.5, 30.0),
     default=2.0,
     show_default=True,
     help="How often each node is asked, in seconds.",
@@ -204,16 +200,11 @@ def top(file: Path, once: bool, interval: float) -> None:
 
     `h` shows the keys, `q` ends.
     """
-    from launch.supervise import StoppedError, signals_as_exceptions
     from launch.top import top as shown
-    from launch.up import running_config
 
-    config = running_config(file) or load_config(file)
-    try:
-        with signals_as_exceptions():
-            shown(config, once=once, interval_s=interval)
-    except StoppedError as stopped:
-        raise SystemExit(0 if stopped.args[0] == signal.SIGINT else 128 + stopped.args[0]) from None
+    config = _running(file)
+    with _ended_by_signals(signal.SIGINT):
+        shown(config, once=once, interval_s=interval)
 
 
 @main.command()
@@ -233,7 +224,6 @@ def reset(file: Path, model: str | None, version: str | None, remove: bool) -> N
     do not know yet that they have these weights, e.g. one that was started since.
     """
     from launch.reset import ResetModel, reset_models
-    from launch.up import running_config
     from pd_cache.versions import LABEL
 
     if version is not None and (not version or not re.match(LABEL, version)):
@@ -248,12 +238,12 @@ def reset(file: Path, model: str | None, version: str | None, remove: bool) -> N
         if one.untold:
             click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(one.untold)}", err=True)
 
-    reset_models(running_config(file) or load_config(file), model, version, remove=remove, told=report)
+    reset_models(_running(file), model, version, remove=remove, told=report)
 
 
 @main.command()
 @_file_option(required=False, says="The cluster's YAML file; without it only this machine is checked.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@_json_option
 def doctor(file: Path | None, as_json: bool) -> None:
     """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
 
@@ -262,15 +252,10 @@ def doctor(file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from launch import doctor as examined
-    from launch.supervise import StoppedError, signals_as_exceptions
-    from launch.up import running_config
 
-    config = None if file is None else running_config(file) or load_config(file)
-    try:
-        with signals_as_exceptions(), Console(stderr=True).status("examining …"):
-            report = examined.examine(config, file)
-    except StoppedError as stopped:
-        raise SystemExit(128 + stopped.args[0]) from None
+    config = None if file is None else _running(file)
+    with _ended_by_signals(), Console(stderr=True).status("examining …"):
+        report = examined.examine(config, file)
     if as_json:
         click.echo(examined.as_json(report))
     else:
@@ -289,7 +274,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
 )
 @click.option("--cache-salt", help="With --prompt: the request's `cache_salt`.")
 @_file_option()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+@_json_option
 def explain(
     request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
 ) -> None:
@@ -305,9 +290,8 @@ def explain(
     import msgspec
 
     from launch import explain as explained
-    from launch.up import running_config
 
-    config = running_config(file) or load_config(file)
+    config = _running(file)
     if request_id is not None:
         found = explained.explain_request(config, request_id)
         click.echo(msgspec.json.encode(found).decode() if as_json else explained.request_text(found))
@@ -331,23 +315,21 @@ def config() -> None:
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
     """Read FILE as strictly as every command does, and say what is in it. Flags of vLLM are checked by vLLM itself."""
+    from launch.engines.vllm_command import refused_flags
     from pd_cache.cluster.machine import check_machine, local_nodes
 
     config, source = read_config(file)
     if not file_only:
-        check_machine(config, source, local_nodes(config))
-        _check_vllm(config, source)
-    click.echo(f"{file}: ok: {_summary(config)}")
-
-
-def _check_vllm(config: ClusterConfig, source: Source) -> None:
-    from launch.engines.vllm_command import refused_flags
-    from pd_cache.cluster.machine import local_nodes
-
-    if isinstance(config.engine, VllmEngineConfig):
-        nodes = [node for node in local_nodes(config) if isinstance(node, PrefillNode | DecodeNode)]
-        for name, why in refused_flags(config.engine, nodes).items():
-            raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
+        nodes = local_nodes(config)
+        check_machine(config, source, nodes)
+        if isinstance(config.engine, VllmEngineConfig):
+            engines = [node for node in nodes if isinstance(node, PrefillNode | DecodeNode)]
+            for name, why in refused_flags(config.engine, engines).items():
+                raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
+    counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
+    size = config.cache.chunk_size
+    chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"
+    click.echo(f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks} over {config.transfer.protocol}")
 
 
 @config.command("example")
@@ -410,10 +392,3 @@ def bench(name: str, arguments: Sequence[str]) -> None:
 def example_file(name: str) -> Path:
     """Returns the file that `config example NAME` prints."""
     return _EXAMPLES / f"{name}.yaml"
-
-
-def _summary(config: ClusterConfig) -> str:
-    counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
-    size = config.cache.chunk_size
-    chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"
-    return f"{config.name}: {', '.join(counts)}; {chunks} over {config.transfer.protocol}"

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -34,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Literal, NoReturn, Protocol, TypeVar
+from typing import IO, Any, Literal, NoReturn, Protocol
 
 from launch import _guardian, _tethered
 from pd_cache.cluster import SupervisorConfig
@@ -54,6 +53,8 @@ _KILLED_S = 5.0
 """How long a killed process may take to disappear. It takes longer only if the kernel itself hangs on it."""
 _LONGEST_LINE = 64 << 10
 """In bytes; longer lines are passed on in pieces."""
+_DRAIN_S = 1.0
+"""How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes open for ever."""
 _TAIL = 20
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 30.0
 _STEADY_S = 60.0
@@ -174,17 +175,16 @@ class Process(Protocol):
 
 
 Spawn = Callable[[Program, OnLine], Process]
-P = TypeVar("P", bound=Process)
 
 
 def end(
-    processes: Iterable[P],
+    processes: Iterable[Process],
     grace_s: float,
     *,
     ask: bool = True,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[P]:
+) -> list[Process]:
     """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds. Returns those.
 
     With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On return all have ended, except
@@ -246,54 +246,40 @@ class LocalProcesses:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._guardian: _Guardian | None = None
+        self._guardian: subprocess.Popen[bytes] | None = None
 
     def spawn(self, program: Program, on_line: OnLine) -> Process:
         """Starts `program`, in a session of its own. Raises OSError if it cannot be started."""
         if self._guardian is None:
-            self._guardian = _Guardian(self._grace_s)
-        child = _Child(program, on_line, self._guardian.forget)
+            script = str(Path(_guardian.__file__).resolve())
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", script, str(self._grace_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                bufsize=0,
+            )
+        child = _Child(program, on_line, on_reaped=lambda pid: self._tell(f"-{pid}\n"))
         # if we are killed between these two lines, the kernel's signal ends the child
-        self._guardian.watch(child.pid)
+        self._tell(f"+{child.pid}\n")
         return child
+
+    def _tell(self, line: str) -> None:
+        assert self._guardian is not None
+        assert self._guardian.stdin is not None
+        try:
+            self._guardian.stdin.write(line.encode())
+        except OSError as error:
+            log.warning("the guardian process is gone (%s): children end with us only by the kernel's signal", error)
 
     def close(self) -> None:
         """Ends the guardian, which ends processes that still run."""
         guardian, self._guardian = self._guardian, None
         if guardian is not None:
-            guardian.close()
-
-
-class _Guardian:
-    def __init__(self, grace_s: float) -> None:
-        script = str(Path(_guardian.__file__).resolve())
-        self._grace_s = grace_s
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, str(grace_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-
-    def watch(self, pid: int) -> None:
-        self._tell(f"+{pid}\n")
-
-    def forget(self, pid: int) -> None:
-        self._tell(f"-{pid}\n")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode())
-        except OSError as error:
-            log.warning("the guardian process is gone (%s): children end with us only by the kernel's signal", error)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        end([self._process], self._grace_s + 5, ask=False)
+            assert guardian.stdin is not None
+            guardian.stdin.close()
+            end([guardian], self._grace_s + 5, ask=False)
 
 
 class _Child:
@@ -310,12 +296,15 @@ class _Child:
             start_new_session=True,
         )
         self._on_reaped = on_reaped
-        assert self._popen.stdout is not None
-        assert self._popen.stderr is not None
-        self._output = _OutputReader(
-            program.name, {"stdout": self._popen.stdout, "stderr": self._popen.stderr}, on_line
-        )
-        self._output.start()
+        pipes: dict[Stream, IO[bytes] | None] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
+        self._readers = [
+            threading.Thread(
+                target=_read_lines, args=(stream, pipe, on_line), name=f"{stream}-{program.name}", daemon=True
+            )
+            for stream, pipe in pipes.items()
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def pid(self) -> int:
@@ -332,7 +321,8 @@ class _Child:
             else:
                 self._send(os.killpg, signal.SIGKILL)
             self._popen.wait()
-            self._output.finish()
+            for reader in self._readers:
+                reader.join(_DRAIN_S)
             self._on_reaped(self.pid)
         return self._popen.returncode
 
@@ -351,65 +341,14 @@ class _Child:
             pass
 
 
-class _OutputReader(threading.Thread):
-    """Reads a child's pipes as lines until they end, or until `finish`: a descendant may hold them open for ever."""
-
-    def __init__(self, name: str, pipes: Mapping[Stream, IO[bytes]], on_line: OnLine) -> None:
-        super().__init__(name=f"output-{name}", daemon=True)
-        self._pipes = pipes
-        self._on_line = on_line
-        self._partial: dict[Stream, bytes] = dict.fromkeys(pipes, b"")
-        self._finish_read, self._finish_write = os.pipe()
-
-    def finish(self) -> None:
-        """Passes on what is there already, then ends. The writers must be gone."""
-        os.write(self._finish_write, b"!")
-        self.join()
-        os.close(self._finish_write)
-        os.close(self._finish_read)
-        for pipe in self._pipes.values():
-            pipe.close()
-
-    def run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._finish_read, selectors.EVENT_READ, None)
-            for stream, pipe in self._pipes.items():
-                os.set_blocking(pipe.fileno(), False)
-                selector.register(pipe, selectors.EVENT_READ, stream)
-            finishing = False
-            while not finishing and len(selector.get_map()) > 1:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        finishing = True
-                    elif not self._read(key.data):
-                        selector.unregister(key.fileobj)
-        for stream in self._pipes:
-            # bounded: an escaped descendant may write faster than we read
-            for _ in range(64):
-                if not self._read(stream):
-                    break
-            if rest := self._partial[stream]:
-                self._pass_on(stream, rest)
-
-    def _read(self, stream: Stream) -> bool:
-        try:
-            data = os.read(self._pipes[stream].fileno(), _LONGEST_LINE)
-        except BlockingIOError:
-            return False
-        *lines, rest = (self._partial[stream] + data).split(b"\n")
-        for line in lines:
-            self._pass_on(stream, line)
-        if len(rest) >= _LONGEST_LINE:
-            self._pass_on(stream, rest)
-            rest = b""
-        self._partial[stream] = rest
-        return bool(data)
-
-    def _pass_on(self, stream: Stream, line: bytes) -> None:
-        try:
-            self._on_line(stream, line.decode("utf-8", "replace").rstrip("\r"))
-        except Exception:  # a sink that fails must not leave the child blocked on a full pipe
-            log.debug("a line of output was lost", exc_info=True)
+def _read_lines(stream: Stream, pipe: IO[bytes], on_line: OnLine) -> None:
+    """Passes on a child's lines until the last process that holds the pipe has closed it."""
+    with pipe:
+        while line := pipe.readline(_LONGEST_LINE):
+            try:
+                on_line(stream, line.decode("utf-8", "replace").rstrip("\r\n"))
+            except Exception:  # a sink that fails must not leave the child blocked on a full pipe
+                log.debug("a line of output was lost", exc_info=True)
 
 
 # --- one program of others, as the child of a role ------------------------------------------------------------------

@@ -316,17 +316,6 @@ def test_a_link_to_itself_and_a_name_that_is_not_utf_8_are_files_like_others(
     assert "udcff.yaml:1: nodes: " in refused(*command, odd)
 
 
-@pytest.mark.parametrize("command", [["--help"], ["config", "example", "local"], ["status", "-c", "FILE"]])
-def test_a_full_disk_is_one_line(command: list[str], tmp_path: Path) -> None:
-    file = str(cluster_file(tmp_path))
-    command = [file if one == "FILE" else one for one in command]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
-
-
 def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "launch", "status", "-c", str(cluster_file(tmp_path))],
