@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from launch.cli import main
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import DoctorReport, Verdict
 from launch.up import LocalCluster
-from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode, TlsConfig
+from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError
 from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
@@ -317,50 +317,6 @@ def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(
     for key in ("prefill", "decode"):
         assert all(one[key] == before[key] for one in seen), "nobody was dropped meanwhile"
     assert ask(cluster).status == 200
-
-
-def test_nodes_are_gone_from_etcd_when_the_cluster_has_ended(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
-    etcd = make_etcd().start()
-    nodes = [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-        {"name": "store-0", "role": "store", "segment_size": "64MiB"},
-    ]
-    with started(tmp_path, discovery=discovery(etcd), nodes=nodes):
-        wait_for(lambda: _registered(etcd) == ["master", "store-0"], 5, "both registered")
-    assert _registered(etcd) == []
-
-
-def test_a_whole_cluster_over_an_etcd_with_users_and_certificates(
-    make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
-) -> None:
-    cert, key = certificates["client"]
-    tls = TlsConfig(ca_file=certificates["ca"][0], cert_file=cert, key_file=key)
-    etcd = make_etcd(tls=tls, server=certificates["server"]).start()
-    etcd.enable_users("test")
-    told = msgspec.to_builtins(etcd.settings(ttl_s=120, timeout_s=30))  # no lease lapses on a busy machine
-    with started(tmp_path, discovery=told) as cluster:
-        assert ask(cluster).status == 200
-        answers: list[Result] = []
-
-        def status_says(text: str, settings: dict[str, Any]) -> bool:
-            """Asks from elsewhere; again where a busy machine kept etcd from answering in time."""
-            elsewhere = tmp_path / "elsewhere"
-            elsewhere.mkdir(exist_ok=True)
-            file = cluster_file(elsewhere, discovery=settings, nodes=[{"name": "here", "role": "proxy"}])
-            answers.append(CliRunner().invoke(main, ["status", "-c", str(file), "--json"]))
-            return text in answers[-1].output
-
-        def registered() -> set[str]:
-            return {node["name"] for node in json.loads(answers[-1].stdout)["nodes"] if node["instance"]}
-
-        everybody = {"master", "store-0", "prefill-0", "decode-0", "proxy"}
-        wait_for(lambda: status_says('"well":true', told) and registered() == everybody, what="the cluster being well")
-        assert answers[-1].exit_code == 0
-        wait_for(
-            lambda: status_says("permission denied", {**told, "user": None, "password_file": None}), what="a refusal"
-        )
-        assert registered() == set()
-        assert answers[-1].exit_code == 1
 
 
 def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -
         ({"capacity": {"kv_tokens": 1 << 63}}, "kv_tok"),
         ({"model": "\x1b[2J"}, "matching regex"),
         ({"master": "a\nb"}, "matching regex"),
+        ({"events": "tcp://host"}, "matching regex"),
+        ({"events": "inproc://x"}, "matching regex"),
     ],
 )
 def test_what_is_no_record_is_refused_in_words(fields: bytes | dict[str, object], told: str) -> None:

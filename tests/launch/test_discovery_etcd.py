@@ -66,11 +66,13 @@ def sees(watch: EtcdWatch, *expected: str) -> Callable[[], bool]:
 
 
 def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) -> None:
-    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+    with EtcdWatch(etcd.settings(), CLUSTER) as watch, EtcdWatch(etcd.settings(), CLUSTER + "-2") as other:
         assert watch.wait_synced(60)
         with registered(etcd.settings(), "prefill-0"):
             wait_for(sees(watch, "prefill-0"), 1, "the node is seen")
             assert watch.view().nodes[0] == record("prefill-0")
+            assert other.wait_synced(60)
+            assert names(other.view()) == [], "a cluster of another name"
         wait_for(sees(watch), 1, "the node is gone")
 
 
@@ -84,12 +86,6 @@ def test_nodes_are_seen_among_more_junk_than_fits_into_a_message(etcd: Etcd) -> 
         assert len(watch.view().unreadable) == 60
     with closing(etcd.client()) as client:
         client.delete_prefix(prefix_of(CLUSTER))
-
-
-def test_clusters_of_other_names_do_not_meet(etcd: Etcd) -> None:
-    with EtcdWatch(etcd.settings(), CLUSTER + "-2") as other, registered(etcd.settings(), "a"):
-        assert other.wait_synced(60)
-        assert names(other.view()) == []
 
 
 DIES = """
@@ -230,74 +226,43 @@ def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[
 # --- what others write -----------------------------------------------------------------------------------------------
 
 
-def test_garbage_in_etcd_is_ignored_and_told_once(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        assert watch.wait_synced(60)
-        for _ in range(2):
-            client.put(prefix_of(CLUSTER) + "x", b"\xff\x00")
-        client.put(prefix_of(CLUSTER) + "y", record("z").encode())
-        with registered(etcd.settings(), "a"):
-            wait_for(sees(watch, "a"), 5, "the good one is seen")
-        client.delete(prefix_of(CLUSTER) + "x")
-        client.delete(prefix_of(CLUSTER) + "y")
-    told = [message for message in caplog.messages if "is ignored" in message]
-    assert len(told) == 2
-    assert "it says that its node is z" in told[1]
-
-
 UNREADABLE = {
-    "text that is not UTF-8": (b'{"name": "x", "role": "prefill", "address": "http://h:1", "model": "\xff"}', "UTF-8"),
-    "another schema": (b'{"name": "x", "role": ["prefill"], "address": {}}', "Expected `str`"),
-    "absurd values": (record("x").encode().replace(b'"kv_tokens":0', b'"kv_tokens":1e999'), "out of range"),
-    "nesting": (b'{"namespace": ' + b"[" * 60_000, "nested|object"),
-    "a master's address that is a path": (b'{"name": "x", "role": "master", "address": "ipc:///etc"}', "host:port"),
-    "as much as etcd takes": (b" " * 1_400_000, "at most 65536"),
+    "absurd": (record("absurd").encode().replace(b'"kv_tokens":0', b'"kv_tokens":1e999'), "out of range"),
+    "large": (b" " * 1_400_000, "at most 65536"),
+    "nested": (b'{"namespace": ' + b"[" * 60_000, "nested|object"),
+    "other": (record("z").encode(), "it says that its node is z"),
+    "path": (b'{"name": "path", "role": "master", "address": "ipc:///etc"}', "host:port"),
+    "schema": (b'{"name": "schema", "role": ["prefill"], "address": {}}', "Expected `str`"),
+    "text": (b'{"name": "text", "role": "prefill", "address": "http://h:1", "model": "\xff"}', "UTF-8"),
 }
 
 
-@pytest.mark.parametrize(("value", "why"), UNREADABLE.values(), ids=UNREADABLE)
-def test_an_unreadable_record_concerns_the_node_of_its_name_only(
-    value: bytes, why: str, make_etcd: Callable[..., Etcd], caplog: pytest.LogCaptureFixture
-) -> None:
-    etcd = make_etcd().start()
-    prefix = prefix_of(CLUSTER)
+def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(closing(etcd.client()))
         stack.enter_context(registered(etcd.settings(), "a"))
         follows = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
         wait_for(sees(follows, "a"), 5, "seen")
-        for name in ("x", "y", "z", "\n"):
-            client.put(prefix + name, value)
+        for name, (value, _) in UNREADABLE.items():
+            client.put(prefix_of(CLUSTER) + name, value)
         lists = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
         assert lists.wait_synced(10)
         for watch in (follows, lists):
-            wait_for(lambda: len(watch.view().unreadable) == 4, 10, "all are noted")  # noqa: B023 - called at once
-            assert [name for name, _ in watch.view().unreadable] == ["\\n", "x", "y", "z"]
-            assert all(re.search(why, told) for _, told in watch.view().unreadable), watch.view().unreadable
-            assert watch.view().stale_since is None
+            wait_for(lambda: len(watch.view().unreadable) == len(UNREADABLE), 10, "all are noted")  # noqa: B023 - called at once
+            for name, why in watch.view().unreadable:
+                assert re.search(UNREADABLE[name][1], why)
         stack.enter_context(registered(etcd.settings(), "b"))  # beside them
-        stack.enter_context(registered(etcd.settings(), "x"))  # in the place of one
+        stack.enter_context(registered(etcd.settings(), "text"))  # in the place of one
         for watch in (follows, lists):
-            wait_for(sees(watch, "a", "b", "x"), 5, "the others are followed, and the one that is repaired")
-            assert [name for name, _ in watch.view().unreadable] == ["\\n", "y", "z"]
-        assert caplog.text.count(f"{prefix}y is ignored") == 2, "each watch says it once"
-        assert "does not answer" not in caplog.text
-        assert "Traceback" not in caplog.text
-
-
-def test_a_node_whose_record_is_spoiled_is_still_followed_and_writes_it_again(etcd: Etcd) -> None:
-    views: list[View] = []
-    with (
-        registered(etcd.settings(), "a"),
-        closing(etcd.client()) as client,
-        EtcdWatch(etcd.settings(), CLUSTER, on_change=views.append) as watch,
-    ):
-        wait_for(sees(watch, "a"), 5, "seen")
-        client.put(prefix_of(CLUSTER) + "a", b'{"name": "\xff"}')
-        wait_for(lambda: any(view.unreadable for view in views), 5, "noted")
-        wait_for(lambda: not watch.view().unreadable, 5, "written over")
-        assert all(names(view) == ["a"] for view in views if view.nodes)
-        assert client.get(prefix_of(CLUSTER) + "a")[0] == record("a").encode()
+            wait_for(sees(watch, "a", "b", "text"), 5, "the others are followed, and the one that is repaired")
+            assert "text" not in dict(watch.view().unreadable)
+        client.put(prefix_of(CLUSTER) + "path", UNREADABLE["path"][0])
+        wait_for(lambda: caplog.text.count(f"{prefix_of(CLUSTER)}schema is ignored") == 2, 5, "each watch logs it")
+        for name in UNREADABLE:
+            client.delete(prefix_of(CLUSTER) + name)
+    assert caplog.text.count("path is ignored") == 2, "once a watch"
+    assert "does not answer" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 # --- users and TLS ---------------------------------------------------------------------------------------------------

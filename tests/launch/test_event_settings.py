@@ -72,19 +72,3 @@ def test_without_a_port_nothing_is_published(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(tmp_path: Path, engine: dict[str, object], prefill: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         config(tmp_path, engine, prefill)
-
-
-@pytest.mark.parametrize("key", ["events_port", "events_interval_ms", "events_chunks"])
-def test_a_master_that_is_to_publish_events_is_refused_with_what_to_use_instead(tmp_path: Path, key: str) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(f"nodes: [{{name: master, role: master, {key}: 5560}}]")
-    with pytest.raises(ConfigError, match=rf"{key}: 5560: went in 0.2.0: vLLM nodes publish"):
-        load_config(file)
-
-
-@pytest.mark.parametrize("address", ["tcp://host", "udp://h:1", "ipc://relative", "tcp://h:1\n", "inproc://x", "x"])
-def test_a_record_with_no_address_of_events_is_refused(tmp_path: Path, address: str) -> None:
-    (record,) = [one for one in file_records(config(tmp_path, VLLM)) if one.name == "prefill"]
-    raw = json.loads(record.encode()) | {"events": address}
-    with pytest.raises(Exception, match="not the record of a node"):
-        decode_record(json.dumps(raw).encode())

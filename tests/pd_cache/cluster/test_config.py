@@ -281,21 +281,13 @@ nodes:
         ("8192", "null", "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`"),
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
-        ("max-model-len", "port", "c.yaml:1: engine.args.port: 8192: is set by pd-cache itself; leave it out"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
         ("max-model-len: 8192", "tp: 1031", "tensor-parallel sizes 1031 cut a chunk into more than 1024 parts"),
-        ("engine", "cache: {shards: 3}\nengine", "cache.shards: 3: must be a multiple of the tensor-parallel size 2"),
     ],
 )  # fmt: skip
 def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(old: str, new: str, message: str) -> None:
-    text = VLLM.replace("role: decode", "role: decode, args: {tp: 2}") if "shards" in new else VLLM
     assert load(VLLM).engine
-    refused(text.replace(old, new, 1), message)
-
-
-def test_the_shards_of_a_chunk_are_a_common_multiple_of_the_nodes_tensor_parallel_sizes() -> None:
-    nodes = (f"  - {{name: e{tp}, role: decode, port: {8100 + tp}, args: {{tp: {tp}}}}}\n" for tp in (2, 3, 4))
-    assert load(VLLM + "".join(nodes)).shards == 12
+    refused(VLLM.replace(old, new, 1), message)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)])
