@@ -118,7 +118,7 @@ def _log_what_happens() -> None:
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
     from launch.roles import run_role
-    from launch.topology import choose_ports, pick_node, unresolved_port
+    from launch.up import choose_ports, pick_node, unresolved_port
     from pd_cache.cluster.machine import check_machine
 
     _log_what_happens()

@@ -485,16 +485,16 @@ def test_ctrl_c_at_the_terminal_reaches_the_supervisor_alone() -> None:
         assert not any("KeyboardInterrupt" in line for line in up.lines)
 
 
-def test_a_killed_supervisor_leaves_neither_child_nor_grandchild() -> None:
-    with Up({"a": ORDERLY, "b": GRANDCHILD + "print('ready b', flush=True)\ntime.sleep(600)"}) as up:
-        everyone = group_of(up.process.pid)
-        assert len(everyone) == 5
-        up.process.kill()
-        until(lambda: not any(alive(p.pid) for p in everyone), "everyone gone")
-
-
-def test_a_killed_supervisor_leaves_no_program_that_ignores_sigterm() -> None:
-    with Up({"a": STUBBORN}, grace_s=0.5) as up:
+@pytest.mark.parametrize(
+    ("programs", "grace_s"),
+    [
+        ({"a": ORDERLY, "b": GRANDCHILD + "print('ready b', flush=True)\ntime.sleep(600)"}, 30.0),
+        ({"a": STUBBORN}, 0.5),
+    ],
+    ids=["a grandchild", "one that ignores SIGTERM"],
+)
+def test_a_killed_supervisor_leaves_nothing(programs: dict[str, str], grace_s: float) -> None:
+    with Up(programs, grace_s) as up:
         everyone = group_of(up.process.pid)
         up.process.kill()
         until(lambda: not any(alive(p.pid) for p in everyone), "everyone gone")
@@ -520,7 +520,7 @@ def test_a_signal_during_the_start_stops_it() -> None:
         up.__exit__()
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
+# --- signals and helpers ---------------------------------------------------------------------------------------------------------
 
 
 def test_spawn_child_dies_with_its_parent_and_ignores_ctrl_c() -> None:
@@ -564,3 +564,26 @@ def test_a_guardian_that_was_killed_does_not_hinder_the_supervisor() -> None:
         until(lambda: not alive(guardian.pid), "the guardian gone")
         supervisor.start([program("b", NORMAL)])
         assert set(supervisor.pids) == {"a", "b"}
+
+
+def test_stop_on_signals_gives_the_handlers_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        assert not stop.wait(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(PATIENCE_S)
+        assert stop.is_set()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_the_same() -> None:
+    """As when it comes just before the wait begins: Python's handler runs only after the wait."""
+    code = (
+        "import signal, threading\n"
+        "from launch.supervise import stop_on_signals\n"
+        "def elsewhere(): signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "with stop_on_signals() as stop:\n"
+        "    threading.Timer(0.1, elsewhere).start()\n"
+        "    assert stop.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)

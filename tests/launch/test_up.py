@@ -1,10 +1,16 @@
-"""Which nodes run here, and on which ports."""
+"""Which nodes run here, on which ports, and how they start."""
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+from typing import NoReturn
+
 import pytest
 
-from launch import topology
+from launch import up
+from launch.roles import _imports
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -33,7 +39,7 @@ def test_only_nodes_of_this_machines_addresses_are_local() -> None:
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> None:
-    config = topology.choose_ports(
+    config = up.choose_ports(
         cluster(
             DecodeNode(name="a"),
             DecodeNode(name="b"),
@@ -51,20 +57,43 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
     config = cluster(
         DecodeNode(name="a"), DecodeNode(name="b", host=ELSEWHERE), StoreNode(name="s", segment_size=ByteSize(1))
     )
-    assert topology.pick_node(config, "decode", None).name == "a"
-    assert topology.pick_node(config, "decode", "b").name == "b"
+    assert up.pick_node(config, "decode", None).name == "a"
+    assert up.pick_node(config, "decode", "b").name == "b"
     with pytest.raises(ConfigError, match="no decode node of that name in the file; there are: a, b"):
-        topology.pick_node(config, "decode", "s")
+        up.pick_node(config, "decode", "s")
     with pytest.raises(ConfigError, match="no node of the role prefill; roles there: decode, master, store"):
-        topology.pick_node(config, "prefill", None)
+        up.pick_node(config, "prefill", None)
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
     with pytest.raises(ConfigError, match=r"2 decode nodes belong on this machine \(a, b\); say which with --node"):
-        topology.pick_node(twice, "decode", None)
+        up.pick_node(twice, "decode", None)
 
 
 def test_a_port_that_others_must_know_cannot_be_left_open() -> None:
     config = cluster(DecodeNode(name="a"), ProxyNode(name="p"))
-    problem = topology.unresolved_port(config, config.nodes[1])
+    problem = up.unresolved_port(config, config.nodes[1])
     assert problem is not None
     assert problem.path == ("nodes", 0, "port")
-    assert topology.unresolved_port(config, config.nodes[0]) is None
+    assert up.unresolved_port(config, config.nodes[0]) is None
+
+
+def _fails_to_import() -> NoReturn:
+    with _imports():
+        assert not gc.isenabled()
+        raise ImportError
+
+
+def test_no_garbage_is_collected_during_imports_and_it_is_again_after_them_even_if_they_fail() -> None:
+    try:
+        with pytest.raises(ImportError):
+            _fails_to_import()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
+    program = "import launch.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
+    command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["777", "777"]
