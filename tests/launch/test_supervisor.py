@@ -14,13 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.supervise import (
-    OnLine,
-    Program,
-    StopFlag,
-    Supervisor,
-    SupervisorError,
-)
+from launch.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
