@@ -145,7 +145,7 @@ def up(file: Path) -> None:
     with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
         for name, url in cluster.urls.items():
             click.echo(f"ready {name} {url}".rstrip())
-        cluster.supervisor.wait(stop, restart=True)
+        cluster.supervisor.wait(stop)
 
 
 @main.command()

@@ -2,7 +2,7 @@
 
     with Supervisor(settings) as supervisor, stop_on_signals() as stop:
         supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
-        supervisor.wait(stop, restart=True)
+        supervisor.wait(stop)
 
 A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints is passed on as `NAME |
 line`. Three layers make sure that no process is left, whichever is killed:
@@ -67,13 +67,9 @@ class RoleError(PdCacheError):
 class SupervisorError(PdCacheError):
     """A program that could not be started, was not ready in time, or ended. The message shows its last lines."""
 
-    def __init__(self, name: str, what: str, status: int | None = None, tail: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, what: str, tail: Sequence[str] = ()) -> None:
         shown = "".join(f"\n  {name} | {line}" for line in tail)
         super().__init__(f"{name}: {what}" + (f"; its last output:{shown}" if tail else "; it printed nothing"))
-        self.name = name
-        self.status = status
-        """The exit status, negative for a signal's number; None if it did not end by itself."""
-        self.tail = tuple(tail)
 
 
 # --- requests to stop ---------------------------------------------------------------------------------------------
@@ -408,11 +404,6 @@ def wheel_program(name: str) -> str:
 # --- several programs as one ----------------------------------------------------------------------------------------
 
 
-def backoff_s(failures: int) -> float:
-    """Returns the seconds to wait before the restart after this many failures in a row: 1, 2, 4 … 30."""
-    return min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 16))
-
-
 def to_stderr(line: str) -> None:
     """Writes a line to stderr: a supervisor's sink when a person watches."""
     sys.stderr.write(line + "\n")
@@ -499,19 +490,14 @@ class Supervisor:
             raise
         return True
 
-    def wait(self, stop_event: StopFlag, *, restart: bool = False) -> None:
+    def wait(self, stop_event: StopFlag) -> None:
         """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
 
-        With `restart`, a program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s). Without it,
-        everything is stopped, and SupervisorError is raised.
+        A program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s).
         """
-        try:
-            while not stop_event.wait(_POLL_S):
-                for watched in self._all():
-                    self._tend(watched, restart)
-        except BaseException:
-            self.stop()
-            raise
+        while not stop_event.wait(_POLL_S):
+            for watched in self._all():
+                self._tend(watched)
 
     def stop(self) -> None:
         """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
@@ -554,7 +540,7 @@ class Supervisor:
             for watched in self._all():
                 if watched.process is not None and (status := watched.process.poll()) is not None:
                     when = "ended" if watched.url is not None else "ended before it was ready"
-                    raise self._error(watched, f"{when}: {_told(status)}", status)
+                    raise self._error(watched, f"{when}: {_told(status)}")
             waiting = [watched for watched in batch if watched.url is None]
             if not waiting:
                 return True
@@ -565,7 +551,7 @@ class Supervisor:
                     raise self._error(watched, f"was not ready within {limit:g} s")
             self._sleep(_POLL_S)
 
-    def _tend(self, watched: _Watched, restart: bool) -> None:
+    def _tend(self, watched: _Watched) -> None:
         now = self._clock()
         if watched.process is None:
             if now >= watched.retry_at:
@@ -576,8 +562,6 @@ class Supervisor:
             return
         status = watched.process.poll()
         if status is not None:
-            if not restart:
-                raise self._error(watched, f"ended: {_told(status)}", status)
             self._retry_later(watched, f"ended: {_told(status)}")
         elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
             # no grace, because it never became ready and the others must be watched meanwhile
@@ -588,7 +572,7 @@ class Supervisor:
         now = self._clock()
         watched.process = None
         watched.failures = 1 if now - watched.started >= _STEADY_S else watched.failures + 1
-        delay = backoff_s(watched.failures)
+        delay = min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(watched.failures - 1, 16))
         watched.retry_at = now + delay
         log.warning("%s %s; starting it again in %g s", watched.program.name, what, delay)
 
@@ -599,9 +583,9 @@ class Supervisor:
             names = ", ".join(sorted(named[process] for process in killed))
             log.warning("%s did not stop within %g s and was killed", names, self._settings.stop_grace_s)
 
-    def _error(self, watched: _Watched, what: str, status: int | None = None) -> SupervisorError:
+    def _error(self, watched: _Watched, what: str) -> SupervisorError:
         with self._lines:
-            return SupervisorError(watched.program.name, what, status, tuple(watched.tail))
+            return SupervisorError(watched.program.name, what, tuple(watched.tail))
 
 
 def _told(status: int) -> str:

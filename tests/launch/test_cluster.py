@@ -279,7 +279,7 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
     with started(tmp_path, **OUTAGES) as cluster:
         url = url_of(cluster)
         for victim in ("store-0", "master", "prefill-0"):
-            cluster.supervisor.wait(Mended(cluster, prompt(3 * CHUNK)), restart=True)
+            cluster.supervisor.wait(Mended(cluster, prompt(3 * CHUNK)))
             shared = prompt(6 * CHUNK)
             prompts = [shared + prompt(30) for _ in range(24)]
             complete(url, prompts[0])
