@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,60 +34,62 @@ log = logging.getLogger(__name__)
 OnChange = Callable[[View], None]
 
 
-class Directory:
-    """Has the nodes of the file, always."""
-
-    def __init__(self, config: ClusterConfig, on_change: OnChange | None = None) -> None:
-        """`on_change` gets each new view, including the first one. It must return quickly."""
-        self._view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
-        if on_change is not None:
-            on_change(self._view)
+class Directory(Protocol):
+    """What is known of the cluster's nodes. Leaving the context stops following them."""
 
     def view(self) -> View:
         """Returns what is known now, without waiting."""
-        return self._view
 
     def wait_synced(self, timeout: float) -> bool:
         """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` seconds."""
-        return True
 
     def close(self) -> None:
         """Stops following."""
 
-    def __enter__(self) -> Directory:
+    def __enter__(self) -> Directory: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class FileDirectory:
+    """Has the nodes of the file, always."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
+
+    def view(self) -> View:
+        return self._view
+
+    def wait_synced(self, timeout: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> FileDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        pass
 
 
-class EtcdDirectory(Directory):
-    """Has the nodes that are registered in etcd, and those of the file until etcd was first read."""
+def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> Directory:
+    """Opens the directory that the file's `discovery` section asks for. In etcd's, the nodes of the file count until etcd was first read.
 
-    def __init__(self, config: ClusterConfig, settings: EtcdDiscovery, on_change: OnChange | None = None) -> None:
-        """Raises ConfigError if a password or certificate cannot be read."""
+    `on_change` gets each new view, including the first one. It must return quickly. Raises ConfigError if a password or certificate for
+    etcd cannot be read.
+    """
+    if isinstance(config.discovery, EtcdDiscovery):
         from launch.discovery.etcd import EtcdWatch
 
         seeds = [record for record in file_records(config) if not record.address.endswith(":0")]
         if on_change is not None:
             on_change(View(tuple(seeds)))
-        self._watch = EtcdWatch(settings, config.name, seeds=seeds, on_change=on_change)
-
-    def view(self) -> View:
-        return self._watch.view()
-
-    def wait_synced(self, timeout: float) -> bool:
-        return self._watch.wait_synced(timeout)
-
-    def close(self) -> None:
-        self._watch.close()
-
-
-def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> Directory:
-    """Opens the directory that the file's `discovery` section asks for."""
-    if isinstance(config.discovery, EtcdDiscovery):
-        return EtcdDirectory(config, config.discovery, on_change)
-    return Directory(config, on_change)
+        return EtcdWatch(config.discovery, config.name, seeds=seeds, on_change=on_change)
+    directory = FileDirectory(config)
+    if on_change is not None:
+        on_change(directory.view())
+    return directory
 
 
 class Member:
@@ -148,12 +150,13 @@ def describe_node(
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
     events, replays = config.event_addresses(node) or (None, None)
+    metrics_port: int | None = getattr(node, "metrics_port", None)
     return NodeRecord(
         name=node.name,
         role=node.role,
         address=address,
         instance=uuid.uuid4().hex,
-        metrics=_metrics_address(node),
+        metrics=None if metrics_port is None else f"http://{node.host}:{metrics_port}",
         versions=f"http://{node.host}:{node.versions}" if isinstance(node, MasterNode) else None,
         lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
@@ -165,32 +168,23 @@ def describe_node(
     )
 
 
-def _metrics_address(node: Node) -> str | None:
-    """Returns where a node that has a port for them answers questions."""
-    port: int | None = getattr(node, "metrics_port", None)
-    return None if port is None else f"http://{node.host}:{port}"
-
-
 def _described(namespaces: tuple[Namespace, ...]) -> dict[str, Any]:
     return namespaces[0].described(namespaces[1:]) if namespaces else {}
 
 
 def file_records(config: ClusterConfig) -> list[NodeRecord]:
     """Returns what the file itself says about its nodes."""
+    etcd = isinstance(config.discovery, EtcdDiscovery)
     records = []
     for node in config.nodes:
         scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
         if node.role == "proxy" and config.proxy.tls is not None:
             scheme = "https://"
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
-        if isinstance(node, CacheServerNode) and _url_known(config, node):
+        if isinstance(node, CacheServerNode) and (node.url or etcd or config.master.port):
             address = config.server_url(node)
         records.append(msgspec.structs.replace(describe_node(config, node, address), instance="", version=""))
     return records
-
-
-def _url_known(config: ClusterConfig, node: CacheServerNode) -> bool:
-    return bool(node.url or isinstance(config.discovery, EtcdDiscovery) or config.master.port)
 
 
 def known_master(config: ClusterConfig) -> str | None:
@@ -208,7 +202,7 @@ def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
     if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):
         return config
     deadline = time.monotonic() + timeout_s
-    with EtcdDirectory(config, discovery) as directory:
+    with open_directory(config) as directory:
         while not (found := directory.view().by_role("master")):
             if time.monotonic() > deadline:
                 raise ConfigError(

@@ -27,7 +27,8 @@ from pd_cache.versions import UnavailableError
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_PAUSE_S = 0.5
+"""The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at once."""
 _LONGEST_TICK_S = 1.0
 _MOST_REASONS = 8
 """How many reasons are logged in one outage, each once: a slow answer may be followed by a refusal that somebody has to mend."""
@@ -100,19 +101,8 @@ class _EtcdOpener:
             client.close()
 
 
-class _Pause:
-    """Waits between attempts: 0.1, 0.2 … 1 s, each a little shorter or longer."""
-
-    def __init__(self, closed: threading.Event) -> None:
-        self._closed = closed
-        self._next = _FIRST_PAUSE_S
-
-    def reset(self) -> None:
-        self._next = _FIRST_PAUSE_S
-
-    def wait(self) -> None:
-        self._closed.wait(self._next * random.uniform(0.75, 1.25))
-        self._next = min(2 * self._next, _LONGEST_PAUSE_S)
+def _pause(closed: threading.Event) -> None:
+    closed.wait(_PAUSE_S * random.uniform(0.4, 1))
 
 
 def prefix_of(cluster: str, folder: str = "nodes") -> str:
@@ -150,7 +140,6 @@ class EtcdRegistration:
             self._thread.join()
 
     def _run(self, record: NodeRecord) -> None:
-        pause = _Pause(self._closed)
         while not self._closed.is_set():
             try:
                 with self._connector.client() as client:
@@ -160,7 +149,6 @@ class EtcdRegistration:
                             log.info("registered in etcd again")
                         self._away = False
                         self.registered.set()
-                        pause.reset()
                         self._closed.wait(self._ttl_s / 3)
                     self._leave(client)
             except _Lost as error:
@@ -168,10 +156,10 @@ class EtcdRegistration:
                 level = logging.DEBUG if self._away else logging.WARNING
                 log.log(level, "cannot register in etcd: %s; still serving, and trying again", error)
                 self._away = True
-                pause.wait()
+                _pause(self._closed)
             except Exception:  # if registration ended, no process would find the node
                 log.exception("registering in etcd failed unexpectedly; trying again")
-                pause.wait()
+                _pause(self._closed)
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
         """Keeps the lease alive, or gets a new one, and makes sure that the record is there."""
@@ -216,9 +204,8 @@ class EtcdRegistration:
         self.registered.clear()
         try:
             if self._lease is not None:
-                client.revoke_lease(
-                    self._lease
-                )  # removes our record, but not that of another process under the same name
+                # removes our record, but not that of another process under the same name
+                client.revoke_lease(self._lease)
         except (load_etcd3().Etcd3Exception, grpc.RpcError) as error:
             log.warning("could not deregister (%s); the lease ends by itself within %d s", error, self._ttl_s)
 
@@ -291,7 +278,7 @@ class EtcdWatch:
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
         # a live node registers again within two pauses and a call, which is less than this
-        self._membership = Membership(settings.ttl_s + _LONGEST_PAUSE_S, seeds)
+        self._membership = Membership(settings.ttl_s + 2 * _PAUSE_S, seeds)
         self._told: set[str] = set()
         """Why etcd did not answer in this outage."""
         self._lock = threading.Lock()
@@ -331,12 +318,11 @@ class EtcdWatch:
     # --- following -----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        pause = _Pause(self._closed)
         while not self._closed.is_set():
             try:
                 with self._connector.client() as client:
                     self._client = client
-                    self._read(client, pause)
+                    self._read(client)
             except _Lost as error:
                 self._lost(str(error))
             except Exception:  # if the watch ended, the view would never be fresh again
@@ -344,12 +330,11 @@ class EtcdWatch:
                 self._lost("see above")
             finally:
                 self._client = self._stream = None
-            pause.wait()
+            _pause(self._closed)
 
-    def _read(self, client: Any, pause: _Pause) -> None:
+    def _read(self, client: Any) -> None:
         entries, revision = _list_entries(client, self._prefix)
         self._sync(entries)
-        pause.reset()
         self._stream = stream = _watch_stream(client, self._prefix, revision + 1)
         try:
             if self._closed.is_set():

@@ -25,8 +25,6 @@ from typing import Any
 
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each file imports those before it."""
-
-
 _SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
 _lock = threading.Lock()
 
@@ -35,41 +33,33 @@ def load_etcd3() -> Any:
     """Returns the module `etcd3`. Raises ImportError if it or a package that it needs is not installed. Thread-safe."""
     with _lock:
         if "etcd3" not in sys.modules:
-            sys.modules.update(_message_modules())
+            _make_stubs()
         return importlib.import_module("etcd3")
 
 
-def _message_modules() -> dict[str, types.ModuleType]:
-    from google.protobuf import descriptor_pool
+def _make_stubs() -> None:
+    """Puts modules with the message classes of etcd3's stubs in their place."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.internal import enum_type_wrapper
 
     spec = importlib.util.find_spec("etcd3")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("the package etcd3 is not installed")
-    folder = Path(spec.submodule_search_locations[0]) / "etcdrpc"
     pool = descriptor_pool.DescriptorPool()
-    return {f"etcd3.etcdrpc.{name}": _module(name, folder / f"{name}.py", pool) for name in _FILES}
-
-
-def _module(name: str, file: Path, pool: Any) -> types.ModuleType:
-    from google.protobuf import descriptor_pb2, message_factory
-    from google.protobuf.internal import enum_type_wrapper
-
-    content = descriptor_pb2.FileDescriptorProto.FromString(_serialized(file))
-    pool.Add(content)
-    descriptor = pool.FindFileByName(content.name)
-    module = types.ModuleType(f"etcd3.etcdrpc.{name}", "Made from the descriptors of etcd3's own stubs.")
-    for message in descriptor.message_types_by_name.values():
-        setattr(module, message.name, message_factory.GetMessageClass(message))
-    for enum in descriptor.enum_types_by_name.values():
-        setattr(module, enum.name, enum_type_wrapper.EnumTypeWrapper(enum))
-        for value in enum.values:
-            setattr(module, value.name, value.number)
-    return module
-
-
-def _serialized(file: Path) -> bytes:
-    """Returns the argument `serialized_pb=_b('...')` of a stub."""
-    found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
-    if found is None:
-        raise ImportError(f"{file}: expected a stub of etcd3 0.12, but it holds no serialized descriptor")
-    return found[1].encode("latin1").decode("unicode_escape").encode("latin1")
+    for name in _FILES:
+        file = Path(spec.submodule_search_locations[0]) / "etcdrpc" / f"{name}.py"
+        found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
+        if found is None:
+            raise ImportError(f"{file}: expected a stub of etcd3 0.12, but it holds no serialized descriptor")
+        serialized = found[1].encode("latin1").decode("unicode_escape").encode("latin1")
+        content = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+        pool.Add(content)
+        descriptor = pool.FindFileByName(content.name)
+        module = types.ModuleType(f"etcd3.etcdrpc.{name}", "Made from the descriptors of etcd3's own stubs.")
+        for message in descriptor.message_types_by_name.values():
+            setattr(module, message.name, message_factory.GetMessageClass(message))
+        for enum in descriptor.enum_types_by_name.values():
+            setattr(module, enum.name, enum_type_wrapper.EnumTypeWrapper(enum))
+            for value in enum.values:
+                setattr(module, value.name, value.number)
+        sys.modules[module.__name__] = module
