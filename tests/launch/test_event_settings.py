@@ -66,7 +66,7 @@ def test_without_a_port_nothing_is_published(tmp_path: Path) -> None:
         ({**VLLM, "args": {"kv-events-config": "{}"}}, 5570, "use one of them"),
         (VLLM, 65535, "must be below 65535"),
         (VLLM, 5001, "master already uses this port"),
-        (VLLM, 5004, "already uses this port"),
+        (VLLM, 5000, "master already uses this port"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, engine: dict[str, object], prefill: int, why: str) -> None:

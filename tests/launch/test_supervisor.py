@@ -315,23 +315,6 @@ def test_a_program_that_does_not_exist_stops_the_others(argv: tuple[str, ...]) -
         Supervisor(settings(), sink=lambda line: None).start([program("a", NORMAL), Program("b", argv)])
 
 
-def test_a_killed_program_is_noticed_and_started_again() -> None:
-    lines: list[str] = []
-    with Supervisor(settings(), sink=lines.append) as supervisor:
-        stop = StopFlag()
-        supervisor.start([program("a", NORMAL)])
-        first = supervisor.pids["a"]
-        os.kill(first, signal.SIGKILL)
-        again = threading.Thread(
-            target=lambda: (until(lambda: supervisor.pids.get("a", first) != first, "new"), stop.set())
-        )
-        again.start()
-        supervisor.wait(stop)
-        again.join()
-        assert supervisor.pids["a"] != first
-        until(lambda: "a" in supervisor.ready_urls, "ready again")
-
-
 def test_a_sink_that_fails_does_not_block_the_program() -> None:
     def sink(line: str) -> None:
         raise BrokenPipeError
@@ -344,21 +327,22 @@ def test_a_sink_that_fails_does_not_block_the_program() -> None:
 GRANDCHILD = "import subprocess, sys, time\np = subprocess.Popen(['sleep', '600'])\nprint('pid', p.pid)\n"
 
 
-def test_what_a_dead_program_leaves_behind_in_its_group_is_killed() -> None:
+def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_group_is_killed() -> None:
     lines: list[str] = []
-    code = GRANDCHILD + "print('ready a', flush=True)\nsys.stdin.read(); time.sleep(600)"
     with Supervisor(settings(), sink=lines.append) as supervisor:
-        supervisor.start([program("a", code)])
-        first = supervisor.pids["a"]
+        supervisor.start([program("a", GRANDCHILD + "print('ready a', flush=True)\ntime.sleep(600)")])
+        first, grandchild = supervisor.pids["a"], int(lines[0].split()[-1])
         os.kill(first, signal.SIGKILL)
         stop = StopFlag()
-        noticed = threading.Thread(
-            target=lambda: (until(lambda: supervisor.pids.get("a") != first, "noticed"), stop.set())
-        )
-        noticed.start()
+
+        def noticed() -> bool:
+            return supervisor.pids.get("a", first) != first and "a" in supervisor.ready_urls
+
+        watching = threading.Thread(target=lambda: (until(noticed, "ready again"), stop.set()))
+        watching.start()
         supervisor.wait(stop)
-        noticed.join()
-        until(lambda: not alive(int(lines[0].split()[-1])), "grandchild gone")
+        watching.join()
+        until(lambda: not alive(grandchild), "grandchild gone")
 
 
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
