@@ -447,7 +447,6 @@ class Supervisor:
         self._spawn: Spawn = spawn or self._local.spawn
         self._lines = threading.Lock()
         self._groups: list[list[_Watched]] = []
-        self._stopped = False
 
     def __enter__(self) -> Supervisor:
         return self
@@ -469,17 +468,11 @@ class Supervisor:
         """Starts programs one after the other, each when the one before is ready. Starts those of an inner list together.
 
         Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if a program
-        cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start.
+        cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start. Names must differ.
         """
-        if self._stopped:
-            raise ValueError("this supervisor was stopped; make a new one")
-        groups = [[entry] if isinstance(entry, Program) else list(entry) for entry in programs]
-        names = [program.name for group in groups for program in group] + [w.program.name for w in self._all()]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two programs have the same name: {', '.join(sorted(twice))}")
         try:
-            for group in groups:
-                batch = [_Watched(program) for program in group]
+            for entry in programs:
+                batch = [_Watched(program) for program in ([entry] if isinstance(entry, Program) else entry)]
                 self._groups.append(batch)
                 for watched in batch:
                     self._launch(watched)
@@ -504,7 +497,6 @@ class Supervisor:
 
         When it returns, no process and no thread of the supervisor is left.
         """
-        self._stopped = True
         while self._groups:
             self._stop_group(self._groups[-1])
             self._groups.pop()  # only now, so that the next call continues a stop that was interrupted

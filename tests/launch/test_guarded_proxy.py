@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pytest
 import yaml
 
@@ -26,7 +25,6 @@ from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certifica
 from launch.status import cluster_status
 from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, read_config
-from pd_cache.cluster.machine import machine_problems
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
 
@@ -155,17 +153,3 @@ def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_s
     else:
         with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
             shake()
-
-
-@pytest.mark.parametrize("name", ["api_keys_file", "monitor_keys_file", "cert_file", "key_file"])
-def test_a_file_that_is_not_there_is_told_before_the_start(guarded: Guarded, name: str) -> None:
-    proxy = guarded.config.proxy
-    assert proxy.tls is not None
-    if name in ("cert_file", "key_file"):
-        tls = msgspec.structs.replace(proxy.tls, **{name: "/nowhere"})
-        changed = msgspec.structs.replace(proxy, tls=tls)
-    else:
-        changed = msgspec.structs.replace(proxy, **{name: "/nowhere"})
-    config = msgspec.structs.replace(guarded.config, proxy=changed)
-    problems = [problem for problem in machine_problems(config, config.by_role("proxy")) if name in problem.path]
-    assert "does not exist on this machine, or cannot be read" in problems[0].message

@@ -252,15 +252,6 @@ def test_lines_that_only_resemble_a_ready_line_are_output(line: str) -> None:
         assert world.printed == [f"a | {line}", "a | ready a http://second"]
 
 
-def test_names_must_differ_and_a_stopped_supervisor_stays_stopped() -> None:
-    supervisor = World().supervisor()
-    with pytest.raises(ValueError, match="same name: a"):
-        supervisor.start([[fake("a"), fake("a")]])
-    supervisor.stop()
-    with pytest.raises(ValueError, match="was stopped"):
-        supervisor.start([fake("a")])
-
-
 # --- real processes --------------------------------------------------------------------------------------------------
 
 NORMAL = "import signal, sys\nprint('ready {name} http://127.0.0.1:1', flush=True)\nsignal.pause()"

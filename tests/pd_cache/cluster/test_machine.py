@@ -22,6 +22,7 @@ from pd_cache.cluster import (
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
+    ServerTlsConfig,
     Source,
     StoreNode,
     TlsConfig,
@@ -125,10 +126,16 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monk
 def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Path) -> None:
     tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
     etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
-    proxy = ProxyConfig(api_keys_file=str(tmp_path / "keys"), node_key_file=str(tmp_path / "key"))
+    proxy = ProxyConfig(
+        api_keys_file=str(tmp_path / "keys"),
+        monitor_keys_file=str(tmp_path / "monitors"),
+        node_key_file=str(tmp_path / "key"),
+        tls=ServerTlsConfig(cert_file="/nowhere", key_file=__file__),
+    )
     told = messages(cluster(ProxyNode(name="p", port=0), proxy=proxy, discovery=etcd))
     assert [message.split(": ")[1] for message in told] == [
-        "proxy.api_keys_file", "proxy.node_key_file", "discovery.password_file", "discovery.tls.ca_file",
+        "proxy.api_keys_file", "proxy.monitor_keys_file", "proxy.node_key_file", "proxy.tls.cert_file",
+        "discovery.password_file", "discovery.tls.ca_file",
     ]  # fmt: skip
     assert all("does not exist on this machine, or cannot be read" in message for message in told)
     elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)
