@@ -385,6 +385,7 @@ class ForeignProgram:
         while not stop.wait(_LOOK_S):
             self._check(f"; {hint()}")
             if anew():
+                log.warning("%s is started anew", self._name)
                 end([self._child], self._grace_s)
                 self._child = self._spawn()
 

@@ -8,12 +8,15 @@ again, and refuses to serve. In both cases master and etcd disagree for good. A 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from launch.discovery.etcd import _EtcdOpener, _Lost
 from pd_cache.cluster import EtcdDiscovery
+
+log = logging.getLogger(__name__)
 
 DISAGREES_S = 30.0
 """How long they may disagree. In an election that goes well they disagree for a second or two, and for longer if the next leader has many
@@ -45,15 +48,14 @@ class ElectionWatch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
 
-    @property
     def lost(self) -> bool:
-        """Whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds."""
+        """Returns whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds. Counts anew after that."""
         since = self._at_odds_since
-        return since is not None and self._clock() - since >= DISAGREES_S
-
-    def begin_anew(self) -> None:
-        """Starts counting from now. Call it after acting on a disagreement."""
+        if since is None or self._clock() - since < DISAGREES_S:
+            return False
         self._at_odds_since = None
+        log.warning("for %g s the master %s and etcd have differed on who leads", DISAGREES_S, self._address)
+        return True
 
     def look(self) -> None:
         """Compares once. Waits no longer than a call to etcd and one to the master may take."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import subprocess
 import time
 import urllib.parse
@@ -15,8 +14,6 @@ from launch.masters import LEADER, MasterHealth, master_health
 from launch.supervise import ForeignProgram, spawn_child, stop_on_signals, wheel_program
 from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
-
-log = logging.getLogger(__name__)
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
@@ -97,24 +94,14 @@ def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable
     if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
         yield lambda: False
         return
-    from launch.discovery.election import DISAGREES_S, ElectionWatch
+    from launch.discovery.election import ElectionWatch
 
     def leads() -> bool | None:
         health = _master_health(node)
         return None if health is None else health.role == LEADER
 
     with ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads) as watch:
-
-        def anew() -> bool:
-            lost = watch.lost
-            if lost:
-                watch.begin_anew()
-                log.warning(
-                    "%s: for %g s it and etcd have differed on who leads; it is started anew", node.name, DISAGREES_S
-                )
-            return lost
-
-        yield anew
+        yield watch.lost
 
 
 def _serving(node: MasterNode, elected: bool) -> bool:

@@ -283,7 +283,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
     code = (
         "import os, sys\n"
         "print('to out'); print('to err', file=sys.stderr); sys.stdout.buffer.write(b'not utf-8 \\xff\\r\\n')\n"
-        "print('ready a', file=sys.stderr)\n"
+        "print('ready a http://stderr', file=sys.stderr)\n"
         "print('x' * 70000)\n"
         "print(os.environ['PDC_TEST'], os.environ.get('PATH') is not None)\n"
         "print('ready a', flush=True); sys.stdin.read(); print('no end of line', end='', flush=True); import signal; signal.pause()"
@@ -292,10 +292,11 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
     with Supervisor(settings(), sink=lines.append) as supervisor:
         supervisor.start([program("a", code, PDC_TEST="from env")])
         until(lambda: "a | from env True" in lines, "output")
+        assert supervisor.ready_urls == {"a": ""}
     assert "a | to out" in lines
     assert "a | to err" in lines
     assert "a | not utf-8 \N{REPLACEMENT CHARACTER}" in lines
-    assert "a | ready a" in lines  # on stderr it is just a line
+    assert "a | ready a http://stderr" in lines  # on stderr it is just a line
     assert sum(line.count("x") for line in lines if set(line[4:]) == {"x"}) == 70000
     assert lines[-1] == "a | no end of line"
 
