@@ -322,7 +322,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
             "transfer": {"staging_size": "8MiB"},
             "cache": {"chunk_size": 64},
             "engine": ENGINE,
-            "handoff": {"wait_ms": 60_000},
+            "handoff": {"wait_ms": 2_000},
             "proxy": {"direct_tokens": 0},
         },
         "store": {"segmentSize": "64MiB"},
