@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
@@ -147,10 +148,13 @@ def decode_record(raw: bytes) -> NodeRecord:
     forms = _FORMS.get(record.role, (record.address,))
     if scheme not in [form.rpartition("://")[0] for form in forms]:
         raise RecordError(f"the address of a {record.role} is {' or '.join(forms)}, not {record.address}")
-    for address in filter(None, (record.address, record.metrics, record.versions)):
-        port = address.rpartition(":")[2]
-        if port.isdigit() and int(port) > 65535:
-            raise RecordError(f"{address} is no address: a port is at most 65535")
+    addresses = [record.address, *filter(None, (record.metrics, record.versions))]
+    try:
+        port, *_ = [urllib.parse.urlsplit(one if "://" in one else f"//{one}").port for one in addresses]
+    except ValueError as error:
+        raise RecordError(f"{' or '.join(addresses)} is no address: {error}") from None
+    if not port and scheme != "ipc" and record.role != "store":  # a segment's address is only a name
+        raise RecordError(f"{record.address} is no address: port 0")
     return record
 
 

@@ -47,12 +47,10 @@ from pd_cache.cluster import (
     RecordError,
     decode_record,
     differences,
-    load_config,
     read_about,
 )
 from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import UndecodableError
-from pd_cache.errors import ConfigError
 from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 from pd_cache.metrics import CacheMetrics
@@ -533,29 +531,6 @@ def _master_answer(data: bytes) -> None:
     assert verdicts is None or (len(verdicts) == 3 and set(verdicts) <= {0, 1})
 
 
-# --- files of people -------------------------------------------------------------------------------------------------
-
-_YAML = (
-    b"nodes:\n- {name: m, role: master, port: 50051}\n- {name: s, role: store, port: 8000, segment_size: 1GiB}\n",
-    b"name: c\ncache: {chunk_size: 256, tiers: [{kind: mooncake}]}\nnodes:\n- name: s\n  role: store\n  segment_size: 1GiB\n"
-    b"- {name: m, role: master, host: 10.0.0.1}\n",
-    b"nodes: [{name: m, role: master}, &a {name: s, role: store, segment_size: 1GiB}, {<<: *a, name: t}]\n",
-)
-
-
-@contextmanager
-def _config_file() -> Iterator[Parse]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "cluster.yaml"
-
-        def parse(data: bytes) -> None:
-            file.write_bytes(data)
-            config = load_config(file)
-            assert all(not node.name.endswith("\n") and not node.host.endswith("\n") for node in config.nodes)
-
-        yield parse
-
-
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -661,6 +636,5 @@ TARGETS: dict[str, Target] = {
             "trace", _trace, (ValueError,),
             (_json({"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}),), _JSON,
         ),
-        Target("config-file", _config_file, (ConfigError,), _YAML, _BYTES),
     )
 }  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_small_input_never_takes_much_memory(target: Target, bomb: bytes) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # 10,000 files of YAML are half a minute of one core
+@pytest.mark.timeout(1800)
 @each_target
 def test_whatever_others_write_ends_well_or_as_documented(target: Target) -> None:
     with target.open() as parse:
