@@ -226,16 +226,9 @@ def test_the_doctor_finds_nothing_broken(cluster: LocalCluster, tmp_path: Path) 
     ("fields", "status"),
     [
         ({"raw": b'{"model": "tiny", '}, 400),
-        ({"raw": b"[1, 2]"}, 400),
         ({"model": "unknown"}, 404),
         ({"prompt": [1] * 2000}, 400),
-        ({"prompt": [1] * 1020, "max_tokens": 50}, 400),
-        ({"prompt": [99999]}, 400),
-        ({"prompt": []}, 400),
-        ({"prompt": {"a": 1}}, 400),
         ({"max_tokens": -1}, 400),
-        ({"max_tokens": "many"}, 400),
-        ({"temperature": -2}, 400),
         ({"kv_transfer_params": "nonsense"}, 200),  # ours to set: the proxy drops what a client sends
     ],
 )
@@ -246,15 +239,6 @@ def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: LocalCluster, field
         assert set(answer.body) == {"error"}
         assert set(answer.body["error"]) == {"message", "type", "param", "code"}
         assert answer.body["error"]["message"]
-
-
-def test_nodes_and_proxy_publish_health_and_metrics(cluster: LocalCluster, prompt: Any) -> None:
-    complete(url_of(cluster), prompt(2 * CHUNK))
-    for name, metric in (("proxy", "pd_cache_proxy"), ("prefill-0", "pd_cache_tokens_total"), ("decode-0", "pd_cache_tokens_total")):  # fmt: skip
-        with urllib.request.urlopen(f"{cluster.urls[name]}/metrics", timeout=60) as page:
-            assert metric in page.read().decode(), name
-        with urllib.request.urlopen(f"{cluster.urls[name]}/health", timeout=60) as page:
-            assert page.status == 200
 
 
 class Mended:
