@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -25,7 +25,6 @@ from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.up import quiet, running
 from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from pd_cache.cluster.machine import check_machine, local_nodes
 from pd_cache.decoding import decode_json
 from pd_cache.errors import ConfigError, PdCacheError
 
@@ -37,14 +36,11 @@ class DemoError(PdCacheError):
     """A node did not answer a prompt of the demo correctly."""
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
 class NodeTokens(msgspec.Struct):
     """How many prompt tokens a node took from the pool, and how many it computed."""
 
-    cached_tokens: Count
-    computed_tokens: Count
+    cached_tokens: int
+    computed_tokens: int
 
 
 class NodeRun(NodeTokens):
@@ -86,11 +82,6 @@ class _StreamedEvent(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-class _StreamedAnswer(msgspec.Struct):
-    tokens: list[int]
-    usage: _StreamedUsage
-
-
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
     """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
     rng = random.Random(0)
@@ -109,7 +100,6 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
         raise ConfigError(
             f"{file}: the demo needs a master, a prefill node, a decode node and a proxy, with the reference engine"
         )
-    check_machine(config, source, local_nodes(config))
     console = Console(stderr=True)
     config = msgspec.structs.replace(config, cache=config.cache.fitted(engine.block_size))
     todo = prompts(engine.model.random.vocab_size, config.cache.chunk_tokens, engine.max_model_len)
@@ -126,12 +116,12 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     compared = [
         Compared(
             prompt_tokens=len(prompt),
-            prefill=answer.usage.prefill or NodeTokens(cached_tokens=0, computed_tokens=0),
-            decode=answer.usage.self,
+            prefill=usage.prefill or NodeTokens(cached_tokens=0, computed_tokens=0),
+            decode=usage.self,
             recompute=Recompute(ttft_ms=ttft_ms),
-            tokens_equal=answer.tokens == tokens,
+            tokens_equal=answered == tokens,
         )
-        for prompt, answer, (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
+        for prompt, (answered, usage), (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
     ]
     all_equal = all(one.tokens_equal for one in compared)
     if as_json:
@@ -153,8 +143,8 @@ def _wait_for_versions(config: ClusterConfig) -> None:
             engines -= {name for name, label in model.processes if label is not None}
 
 
-def _ask(url: str, model: str, prompt: list[int]) -> _StreamedAnswer:
-    """Posts one completion to the proxy and reads its stream to the end."""
+def _ask(url: str, model: str, prompt: list[int]) -> tuple[list[int], _StreamedUsage]:
+    """Posts one completion to the proxy and reads its stream to the end. Returns the tokens, and what the nodes say about them."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -174,7 +164,7 @@ def _ask(url: str, model: str, prompt: list[int]) -> _StreamedAnswer:
         raise DemoError(f"no answer from {url}: {error}") from None
     if usage is None or len(tokens) != _OUTPUT_TOKENS:
         raise DemoError(f"{url} answered {len(tokens)} tokens instead of {_OUTPUT_TOKENS}")
-    return _StreamedAnswer(tokens, usage)
+    return tokens, usage
 
 
 def _events(stream: Any) -> Iterator[_StreamedEvent]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import re
@@ -329,44 +328,6 @@ def test_without_a_master_in_the_file_or_in_etcd_a_node_says_so(make_etcd: Calla
     )
     with pytest.raises(AssertionError, match=r"no master of the cluster test registered in etcd .* within 1 s"):
         Node("store", "s", file)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_master_that_comes_back_elsewhere_is_found_by_who_starts_and_told_of_who_runs(
-    make_etcd: Callable[..., Etcd], tmp_path: Path
-) -> None:
-    etcd = make_etcd().start()
-    starts = itertools.count()
-
-    def start(role: str, **node: Any) -> Node:
-        folder = tmp_path / f"{role}-{next(starts)}"
-        folder.mkdir()
-        return Node(
-            role, role, cluster_file(folder, discovery=discovery(etcd), nodes=[{"name": role, "role": role, **node}])
-        )
-
-    def told() -> str:
-        nodes = json.loads(status(etcd, tmp_path).stdout)["nodes"]
-        return next((str(one["difference"]) for one in nodes if one["name"] == "store"), "not there")
-
-    with ExitStack() as stack:
-        master, store = {"port": 0, "metrics_port": 0, "client_ttl_s": 2}, {"segment_size": "64MiB"}
-        first = start("master", **master)
-        stack.callback(first.stop)
-        left_alone = start("store", **store)
-        stack.callback(left_alone.stop)
-        wait_for(lambda: told() == "", 5, "all is well")
-        first.stop()
-        second = start("master", **master)
-        stack.callback(second.stop)
-        assert second.address != first.address
-        expected = (
-            f"expects the master at {first.address}, but it registered at {second.address}: the node shares no hit"
-        )
-        wait_for(lambda: told().startswith(expected), 5, "it is told")
-        left_alone.stop()
-        stack.callback(start("store", **store).stop)
-        wait_for(lambda: told() == "", 5, "all is well again")
 
 
 def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_etcd: Callable[..., Etcd]) -> None:
