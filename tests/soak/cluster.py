@@ -150,7 +150,8 @@ class Node:
             else:
                 self.failed_starts += 1
             self.kill(_BACKOFF_S)
-        elif not self._ready.is_set() and not self.stopped and now - self._started > _READY_S:
+        # `ready` and not `_ready`: etcd announces nothing and must be asked
+        elif not self.ready and not self.stopped and now - self._started > _READY_S:
             self.failed_starts += 1
             self.kill(_BACKOFF_S)
 
