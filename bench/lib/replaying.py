@@ -38,8 +38,6 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     """`host:port`; empty for that of the cluster's file."""
     lease_ms: int = 0
     """With `master`: its lease, which no transfer may outlive."""
-    pin: str = "none"
-    """With `master`: the `pin` of the Mooncake tier."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -221,7 +219,6 @@ class ReplaySite(Site):
             longest = min(60_000, job.lease_ms)
             transfer = TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
             settings = NodeSettings(master=job.master, host=self.location.host, transfer=transfer)
-            tier = msgspec.convert({"kind": "mooncake", "pin": job.pin}, MooncakeTier)
         else:
             config = find_master(self.location.config, _FIND_S)
             settings = config.settings_of(config.nodes[0])

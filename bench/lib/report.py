@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as RichTable
 
-from bench.lib.plots import Plot
+from bench.lib.plots import LinePlot
 from transfer.settings import ByteSize
 
 _UNCUT = 20
@@ -61,7 +61,7 @@ class Table(NamedTuple):
 class Figure(NamedTuple):
     """A plot on the page; not shown in terminals."""
 
-    plot: Plot
+    plot: LinePlot
     caption: str = ""
 
 
@@ -72,7 +72,7 @@ class Report:
     title: str
     summary: str = ""
     """What was measured, in a sentence or two."""
-    parts: list[Table | Figure] = field(default_factory=list)
+    parts: Sequence[Table | Figure] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
 

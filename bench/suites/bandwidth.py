@@ -21,10 +21,8 @@ import click
 import msgspec
 
 from bench.lib.about import about, machine
-from bench.lib.link import link_of
-from bench.lib.plots import MatrixPlot
 from bench.lib.pool import bench_transfer, own_master
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options, size
+from bench.lib.report import Check, Report, Table, finish, option, progress, report_options, size
 from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options, step
 from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
@@ -58,8 +56,6 @@ class NodeMemory(msgspec.Struct, frozen=True):
     segment: str
     engine: str
     address: int
-    link: str
-    link_gbit: float | None
     machine: str
     timeouts: Timeouts
 
@@ -160,15 +156,12 @@ class BandwidthSite(Site):
         for pool in (staging, self._memory):
             engine.register(pool.address, pool.nbytes)
         self._stride = stride
-        link = link_of(self.location.host, settings)
         return NodeMemory(
             self.location.node,
             self.location.host,
             store.hostname,
             engine.address,
             self._memory.address,
-            link.what,
-            link.gbit,
             machine(),
             settings.timeouts,
         )
@@ -261,39 +254,17 @@ def measure(
         yield pairs
 
 
-def one_at_a_time(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Returns a group for each pair of nodes. Pairs that cross a link come first."""
-    pairs = [(begin, end) for begin in nodes for end in nodes]
-    return [[pair] for pair in sorted(pairs, key=lambda pair: pair[0] == pair[1])]
-
-
-def all_at_once(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """In each turn every node to another one, so that each link is used once in each direction."""
-    count = len(nodes)
-    return [[(node, nodes[(index + shift) % count]) for index, node in enumerate(nodes)] for shift in range(1, count)]
-
-
-def link_gbps(
-    begin: str, end: str, opened: dict[str, NodeMemory], hosts: dict[str, str], given: float | None
-) -> float | None:
-    """GB/s that the link between two nodes can carry; None within a machine, or where it is not known."""
-    if given is not None and begin != end:
-        return given / 8
-    rates = [opened[node].link_gbit for node in (begin, end)]
-    known = [rate for rate in rates if rate is not None]
-    return min(known) / 8 if len(known) == 2 and hosts[begin] != hosts[end] else None
-
-
 def lead(
     machines: Machines, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
-    """Opens everywhere, measure, close everywhere; the figures, and what there is to say about the run."""
+    """Opens, measures and closes at all nodes. Returns the figures."""
     batch, hosts, config = object_bytes * objects, machines.hosts, machines.location.config
     with own_master(config, hosts[machines.own]) as master, machines.closing_sites(), progress() as bar:
         job = JoinPool(master, object_bytes, objects)
         opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
-        groups = one_at_a_time(machines.nodes)
-        together = all_at_once(machines.nodes) if at_once else []
+        groups = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
+        begin, end = machines.nodes
+        together = [[(begin, end), (end, begin)]] if at_once else []
         task = bar.add_task("pairs", total=len(groups) + len(together))
 
         def run(groups: list[list[tuple[str, str]]]) -> list[dict[str, Any]]:
@@ -302,15 +273,12 @@ def lead(
                 bar.advance(task)
                 for pair in pairs:
                     figures = {f"{part}_gbps": pair.median(part) for part in PARTS}
-                    link = link_gbps(pair.begin, pair.end, opened, hosts, link_gbit)
+                    link = None if link_gbit is None or pair.begin == pair.end else link_gbit / 8
                     rows.append({"from": pair.begin, "to": pair.end, **figures, "link_gbps": link, "bytes_equal": pair.equal})  # fmt: skip
-            return sorted(rows, key=lambda row: (row["from"], row["to"]))
+            return rows
 
         results, results_at_once = run(groups), run(together)
-    nodes = {
-        node: {"host": hosts[node], "machine": one.machine, "link": one.link, "link_gbit": link_gbit or one.link_gbit}
-        for node, one in opened.items()
-    }
+    nodes = {node: {"host": hosts[node], "machine": one.machine} for node, one in opened.items()}
     return {
         "about": about(config),
         "nodes": nodes,
@@ -346,53 +314,24 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 def report_of(figures: dict[str, Any]) -> Report:
     """Returns the figures for people."""
     nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
-    names = list(nodes)
-    by_pair = {(row["from"], row["to"]): row for row in rows}
     size = ByteSize(figures["object_bytes"])
     batch = f"{figures['objects']} objects of {size}"
-    parts: list[Table | Figure] = [
-        Figure(
-            MatrixPlot(
-                f"{part}, one pair at a time, GB/s", names,
-                [[by_pair[begin, end][f"{part}_gbps"] for end in names] for begin in names],
-            ),
-            "From the node that calls to the node whose memory it is. Within a node it is a copy in memory.",
-        )
-        for part in ("put", "get")
-    ]  # fmt: skip
-    parts.append(
-        _table("One pair at a time", rows, f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes.")
-    )
+    note = f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes. Within a node it is a copy in memory."
+    parts = [_table("One pair at a time", rows, note)]
     if at_once:
         parts.append(
-            _table(
-                "All at once",
-                at_once,
-                "In each turn every node moves bytes to or from another one, all at the same time.",
-            )
+            _table("Both at once", at_once, "Each node moves bytes to or from the other one at the same time.")
         )
-        turns = max(1, len(names) - 1)
-        sums = [
-            [f"{part} GB/s", _sum(at_once, part) / turns, _sum(at_once, part) / turns / len(names)] for part in PARTS
-        ]
-        parts.append(Table("All at once, together", ("", "all nodes", "a node"), sums))
     parts.append(
         Table(
-            "Nodes",
-            ("node", "host", "link", "Gbit/s", "machine"),
-            [[node, one["host"], one["link"], one["link_gbit"], one["machine"]] for node, one in nodes.items()],
-            "Link and rate as each machine's kernel tells them; none where it does not know.",
+            "Nodes", ("node", "host", "machine"), [[node, one["host"], one["machine"]] for node, one in nodes.items()]
         )
     )
     summary = (
-        f"{len(names)} nodes; {batch} a batch, put into and got from each node's memory through MooncakeStore, and moved by the "
+        f"{batch} a batch, put into and got from each node's memory through MooncakeStore, and moved by the "
         "raw TransferEngine between the same two."
     )
     return Report("Bandwidth between nodes", summary, parts, figures["about"])
-
-
-def _sum(rows: Sequence[dict[str, Any]], part: str) -> float:
-    return float(sum(row[f"{part}_gbps"] or 0.0 for row in rows))
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]], note: str) -> Table:
@@ -423,8 +362,8 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> Byte
 @option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
 @option("--objects", default=16, type=click.IntRange(1, 512), help="Objects a batch.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
-@option("--at-once", is_flag=True, help="Then also all nodes at the same time.")
-@option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, where the kernel does not know it.")
+@option("--at-once", is_flag=True, help="Then also both directions at the same time.")
+@option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")
 @report_options
 def main(
     where: MachineOptions,

@@ -32,13 +32,9 @@ from bench.lib.stats import quantile
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
 from launch.supervise import end, spawn_child
-from pd_cache.config import TracingConfig
-from pd_cache.tracing import open_tracing
 
 _READY_S = 30.0
 _STREAM_S = 120.0
-_SPANS = 10
-"""How many spans a request through both hops has in all processes; docs/tracing.md lists them."""
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -68,16 +64,14 @@ def _process(*command: str) -> Iterator[str]:
         process.stdout.close()
 
 
-def _proxy_file(
-    folder: Path, name: str, prefill: Sequence[int], decode: Sequence[int], traces: str | None = None
-) -> Path:
+def _proxy_file(folder: Path, name: str, prefill: Sequence[int], decode: Sequence[int]) -> Path:
     engine = {"kind": "reference", "model": {"name": "bench", "random": {"seed": 0}}}
     nodes = [{"name": "master", "role": "master"}, {"name": "proxy", "role": "proxy", "port": 0}]
     nodes += [{"name": f"p{port}", "role": "prefill", "port": port} for port in prefill]
     nodes += [{"name": f"d{port}", "role": "decode", "port": port} for port in decode]
     file = folder / f"{name}.yaml"
     # no lookups: there is no pool
-    tree = {"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes, "tracing": {"endpoint": traces}}
+    tree = {"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes}
     file.write_text(yaml.safe_dump(tree))
     return file
 
@@ -138,10 +132,7 @@ def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Ca
     for name, timings in found.items():
         for what in Timing._fields:
             results[f"{name}_{what}_ms"] = median(itertools.chain(*timings), what)
-    pairs = (("proxy", "direct"), ("proxy_two_hops", "direct_two_hops"), ("traced_two_hops", "proxy_two_hops"))
-    for name, base in pairs:
-        if name not in found:
-            continue
+    for name, base in (("proxy", "direct"), ("proxy_two_hops", "direct_two_hops")):
         for what in Timing._fields:
             added = [
                 median(through, what) - median(straight, what)
@@ -150,26 +141,6 @@ def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Ca
             results[f"{name}_adds_{what}_ms"] = statistics.median(added)
             results[f"{name}_adds_{what}_ms_rounds"] = f"{min(added):.2f} to {max(added):.2f}"
     return results
-
-
-def span_us(traces: str, count: int = 5000) -> tuple[float, float]:
-    """Returns the microseconds of processor time that a span costs the thread that begins and ends it, and all threads, which send it,
-    too. Medians of ten runs."""
-    tracing = open_tracing(TracingConfig(endpoint=traces), "bench", "bench")
-    parent = {"traceparent": f"00-{1:032x}-{1:016x}-01"}
-    own, together = [], []
-    try:
-        for _ in range(10):
-            thread, process = time.thread_time(), time.process_time()
-            for number in range(count // 10):
-                with tracing.begin("pd_cache.load", parent, asked=number) as span:
-                    span.note(loaded=number, reason="none")
-            own.append((time.thread_time() - thread) / (count // 10))
-            time.sleep(1.5)  # until they are sent: the queue is not full in a cluster
-            together.append((time.process_time() - process) / (count // 10))
-    finally:
-        tracing.close()
-    return statistics.median(own) * 1e6, statistics.median(together) * 1e6
 
 
 def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
@@ -208,7 +179,6 @@ def decision(tokens: int, nodes: int, rounds: int) -> dict[str, float]:
 @option("--open", "most", default=500, type=click.IntRange(1), help="Streams to hold open at once.")
 @option("--prompt", default=32_768, type=click.IntRange(2), help="Tokens to decide about.")
 @option("--nodes", default=16, type=click.IntRange(1), help="Nodes to decide between.")
-@option("--traces", is_flag=True, help="Also a proxy that sends the spans of each request to a collector.")
 @output_options
 def main(
     streams: int,
@@ -218,7 +188,6 @@ def main(
     most: int,
     prompt: int,
     nodes: int,
-    traces: bool,
     **output: Any,
 ) -> None:
     """Streams through the proxy against streams from a node."""
@@ -231,8 +200,8 @@ def main(
         other = int(stack.enter_context(_process("-m", "bench.lib.streaming_node")))
         node, prefill = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"
 
-        def proxy(name: str, prefills: list[int], spans: str | None = None) -> str:
-            file = _proxy_file(folder, name, prefills, [port], spans)
+        def proxy(name: str, prefills: list[int]) -> str:
+            file = _proxy_file(folder, name, prefills, [port])
             return stack.enter_context(_process("-m", "launch", "launch", "proxy", "-c", str(file)))
 
         one_hop, two_hops = proxy("one-hop", []), proxy("two-hops", [other])
@@ -248,19 +217,10 @@ def main(
             "direct_two_hops": run(node, prefill),
             "proxy_two_hops": run(two_hops),
         }
-        sink: str | None = None
-        if traces:
-            sink = f"http://127.0.0.1:{stack.enter_context(_process('-m', 'bench.lib.span_sink'))}/v1/traces"
-            ways["traced_two_hops"] = run(proxy("traced", [other], sink))
         with progress() as bar:
             results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
         slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
         timings = asyncio.run(_streams(one_hop, most, slow, 5))
-        if sink is not None:
-            results["span_us"], results["span_with_sending_us"] = span_us(sink)
-            results["spans_of_request_ms"] = _SPANS * results["span_us"] / 1e3
-            results["spans_with_sending_ms"] = _SPANS * results["span_with_sending_us"] / 1e3
-            results["spans_share_of_total"] = results["spans_with_sending_ms"] / results["proxy_two_hops_total_ms"]
     results |= {
         "open_streams": len(timings),
         "open_streams_first_ms": statistics.median(timing.first for timing in timings),
@@ -273,8 +233,6 @@ def main(
         Check("open_streams", float(results["open_streams"]), float(most), at_least=True),
         Check("decision_ms", results["decision_ms"], 1.0, at_least=False),
     ]
-    if traces:
-        checks.append(Check("spans_share_of_total", results["spans_share_of_total"], 0.01, at_least=False))
     finish(results, checks, **output)
 
 

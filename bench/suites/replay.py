@@ -88,7 +88,6 @@ class ReplaySetting(NamedTuple):
     eviction: Eviction | None
     """None where it is not known."""
     lease_ms: int
-    pin: str
 
     @property
     def slot(self) -> int:
@@ -142,9 +141,7 @@ class Leader:
     def on_pool_of_its_own(self, setting: ReplaySetting, what: str) -> dict[str, Any]:
         """Returns a row, from a pool that lasts as long as that takes."""
         with shrunken_pool(setting, len(self.distinct)) as master:
-            tally, _ = self._replay(
-                what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms, pin=setting.pin
-            )
+            tally, _ = self._replay(what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms)
             self._machines.everywhere(ReplaySite.disconnect, Nothing(), timeout_s=_STEP_S)
         return self._row(tally, setting)
 
@@ -155,7 +152,7 @@ class Leader:
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
         self._machines.run(ReplaySite.remove, {self._machines.own: job}, timeout_s=timeout_s)
         slot = allotted_bytes(object_bytes(chunk_bytes))
-        return self._row(tally, ReplaySetting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms, "as configured"))
+        return self._row(tally, ReplaySetting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms))
 
     def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
         """Returns what became of the requests, and the lease in force."""
@@ -174,7 +171,6 @@ class Leader:
             "watermark": setting.eviction and setting.eviction.watermark,
             "ratio": setting.eviction and setting.eviction.ratio,
             "lease_ms": setting.lease_ms,
-            "pin": setting.pin,
             "hit_rate": tally.hit_rate,
             "lru": hit_rate(self._trace, SimulatedLru(int(setting.capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
@@ -252,7 +248,6 @@ def _evictions(context: click.Context, option: click.Parameter, values: tuple[st
     type=click.IntRange(100),
     help="How long a chunk that was looked up is safe from eviction, in the time of the replay, by default 200; may be given several times.",
 )
-@option("--pin", type=click.Choice(["none", "soft", "hard"]), help="As the Mooncake tier's, by default none.")
 @option(
     "--chunk-bytes",
     "sizes",
@@ -269,7 +264,6 @@ def main(
     capacities: tuple[float, ...],
     evictions: tuple[Eviction, ...],
     leases: tuple[int, ...],
-    pin: str | None,
     sizes: tuple[int, ...],
     speed: float | None,
     **output: Any,
@@ -282,9 +276,9 @@ def main(
     if where.file is None:
         if len(sizes) > 1:
             raise click.UsageError("--chunk-bytes: once, where pools of any --capacity are made")
-    elif capacities or evictions or leases or pin:
+    elif capacities or evictions or leases:
         raise click.UsageError(
-            "--capacity, --evict, --lease-ms and --pin are for pools of this machine; with -c the pool is the cluster's"
+            "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
         )
 
     if where.connect and where.file is None:
@@ -297,7 +291,7 @@ def main(
         if where.file is not None:
             capacity, eviction = pool_of(read_config(where.file)[0])
             return leader, [leader.on_the_clusters_pool(capacity, size, eviction) for size in sizes]
-        settings = settings_of(capacities, evictions, leases, pin or "none", sizes[0], len(leader.distinct))
+        settings = settings_of(capacities, evictions, leases, sizes[0], len(leader.distinct))
         return leader, [
             leader.on_pool_of_its_own(one, f"pool {number} of {len(settings)}")
             for number, one in enumerate(settings, start=1)
@@ -355,7 +349,6 @@ def settings_of(
     capacities: Sequence[float],
     evictions: Sequence[Eviction],
     leases: Sequence[int],
-    pin: str,
     chunk_bytes: int,
     distinct: int,
 ) -> list[ReplaySetting]:
@@ -371,7 +364,7 @@ def settings_of(
             "choose larger --chunk-bytes"
         )
     return [
-        ReplaySetting(capacity, chunk_bytes, eviction, lease, pin)
+        ReplaySetting(capacity, chunk_bytes, eviction, lease)
         for capacity, eviction, lease in itertools.product(dict.fromkeys(capacities), evictions, leases)
         if capacity != _UNBOUNDED or (eviction, lease) == (evictions[0], leases[0])
     ]

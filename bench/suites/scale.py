@@ -75,8 +75,6 @@ class GrowthStep(msgspec.Struct):
     ttft_p99_ms: float
     asked: dict[str, float]
     """What each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full."""
-    busiest: dict[str, float]
-    """The same of the one of its kind that was asked for most."""
 
 
 class Limit(msgspec.Struct):
@@ -131,7 +129,6 @@ def grow(
         ttft_p50_ms=quantile(firsts, 0.5) * 1e3,
         ttft_p99_ms=quantile(firsts, 0.99) * 1e3,
         asked={use.name: use.asked for use in uses},
-        busiest={use.name: use.busiest for use in uses},
     )
 
 

@@ -10,7 +10,6 @@ compared with: `memcpy` of the same bytes into the same shared buffer, and an in
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 import time
 import uuid
@@ -43,11 +42,7 @@ from pd_cache.prompts import PromptCache
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_status
 from pd_cache.server.protocol import EngineIdentity
-from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
-
-_RENEWED = 1000
-"""Keys of one request to the master that renews leases, as the server makes it."""
 
 
 @contextlib.contextmanager
@@ -158,29 +153,6 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
     }
 
 
-def holding(moves: Transfers, rounds: int) -> dict[str, float]:
-    """Returns what keeping a prompt's chunks until they are loaded costs: asking for them before their lease ends, or fetching them."""
-    moves.store(moves.own)
-    backend, keys = moves.engine.backend, moves.keys
-    asked = (keys * -(-_RENEWED // len(keys)))[:_RENEWED]
-
-    def renew() -> None:
-        assert set(backend.batched_contains(asked)) == {Status.OK}, "a chunk is gone"
-
-    def prefetch() -> None:
-        with contextlib.closing(backend.batched_get(keys)) as fetches:
-            for fetched in fetches:
-                assert not fetched.check(), fetched.reason
-                fetched.release()
-
-    result = {
-        f"renew_{_RENEWED}_keys_ms": statistics.median(timed(renew) for _ in range(50)) * 1e3,
-        "prefetch_prompt_ms": statistics.median(timed(prefetch) for _ in range(rounds)) * 1e3,
-    }
-    moves.remove()
-    return result
-
-
 def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
     moves.store(moves.remote)
@@ -256,7 +228,6 @@ def main(
             next(steps)
             with moving(prompt, settings, url, chunk) as moves:
                 results |= from_the_pool(moves, rounds)
-                results |= holding(moves, rounds)
             next(steps)
             with small_prompt(url, chunk, block) as model:
                 latencies = lookups_at_a_rate(url, model, seconds)

@@ -2,7 +2,6 @@
 against reading one batch at a time, a hybrid against its first tier alone; how long `contains` and an eviction take.
 
     pd-cache bench tiers --json          or  python -m bench.suites.tiers --json
-    pd-cache bench tiers --plots docs    also writes tiers.svg and eviction.svg there
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import click
 import numpy as np
 
 from bench.lib.kv import PagedPrompt, Shape, gbps, timed
-from bench.lib.plots import BarPlot, LinePlot
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, finish, option, output_options, progress, size
 from pd_cache.chunks import CacheMetadata
@@ -412,28 +410,6 @@ def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
     return checks
 
 
-def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> None:
-    """tiers.svg and eviction.svg."""
-    pairs = (
-        ("memory, get (a view)", "local_get_gbps", "memcpy_gbps"),
-        ("memory, get and copy", "local_get_copied_gbps", "memcpy_gbps"),
-        ("hybrid, hit in memory", "hybrid_get_gbps", "local_get_gbps"),
-        ("disk, get", "disk_get_gbps", "raw_read_gbps"),
-        ("disk, put", "disk_put_gbps", "raw_write_gbps"),
-        ("pool, pipelined retrieve", "pipelined_retrieve_gbps", "plain_retrieve_gbps"),
-    )
-    bars = {label: (figures[ours], figures[limit]) for label, ours, limit in pairs}
-    (folder / "tiers.svg").write_text(
-        BarPlot("Storage tiers, each beside its limit in the same run", "GB/s", ("tier", "limit"), bars).svg()
-    )
-    lines: dict[str, list[tuple[float, float]]] = {
-        policy: [(float(n), float(figures[f"evict_us_{policy}_{n}"])) for n in sizes] for policy in POLICIES
-    }
-    (folder / "eviction.svg").write_text(
-        LinePlot("Evicting an entry and taking in another", "entries in the index", "µs an entry", lines).svg()
-    )
-
-
 @click.command()
 @option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
 @option("--objects", default=16, type=click.IntRange(4), help="Chunks a round.")
@@ -448,7 +424,6 @@ def write_plots(folder: Path, figures: dict[str, Any], sizes: Sequence[int]) -> 
     help="Where the disk tier is measured.",
 )
 @option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
-@option("--plots", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Write plots here.")
 @output_options
 def main(
     chunk: ByteSize,
@@ -458,7 +433,6 @@ def main(
     tokens: int,
     path: Path,
     entries: int,
-    plots: Path | None,
     **output: Any,
 ) -> None:
     """Every storage tier against its limit."""
@@ -481,8 +455,6 @@ def main(
         for policy in POLICIES:
             figures |= {f"evict_us_{policy}_{n}": measure_eviction(n, policy, min(100_000, entries)) for n in sizes}
         bar.advance(parts)
-    if plots is not None:
-        write_plots(plots, figures, sizes)
     finish(figures, checks_of(figures, sizes[-1]), **output)
 
 

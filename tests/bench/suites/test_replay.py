@@ -65,14 +65,10 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
 
 def test_every_capacity_is_tried_with_every_setting_but_an_unbounded_one_only_once() -> None:
     some, other = Eviction(0.9, 0.1), Eviction(0.7, 0.3)
-    settings = settings_of([float("inf"), 500.0], [some, other], [200, 1000], "soft", CHUNK_BYTES, 10_000)
+    settings = settings_of([float("inf"), 500.0], [some, other], [200, 1000], CHUNK_BYTES, 10_000)
     assert settings == [
-        ReplaySetting(float("inf"), CHUNK_BYTES, some, 200, "soft"),
-        *(
-            ReplaySetting(500.0, CHUNK_BYTES, eviction, lease, "soft")
-            for eviction in (some, other)
-            for lease in (200, 1000)
-        ),
+        ReplaySetting(float("inf"), CHUNK_BYTES, some, 200),
+        *(ReplaySetting(500.0, CHUNK_BYTES, eviction, lease) for eviction in (some, other) for lease in (200, 1000)),
     ]
 
 
