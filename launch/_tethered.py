@@ -1,10 +1,9 @@
 """Ties this process to the one that started it, then becomes the program that it was asked to run.
 
-    python -I -S _tethered.py PARENT_PID DEATH_SIGNAL {keep,ignore} FILE ARGV0 [ARG ...]
+    python -I -S _tethered.py PARENT_PID DEATH_SIGNAL FILE ARGV0 [ARG ...]
 
-The third argument decides about SIGINT. This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork
-and exec of a process that has threads, and needs a real fork, which a process with registered memory must not do. It imports little,
-because it delays the start of every child.
+This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork and exec of a process that has threads, and
+needs a real fork, which a process with registered memory must not do. It imports little, because it delays the start of every child.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ def set_death_signal(signum: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    parent, signum, interrupt, file, *command = argv
+    parent, signum, file, *command = argv
     set_death_signal(int(signum))
     if os.getppid() != int(parent):
         return 128 + int(signum)  # the parent died before the kernel had our request
-    if interrupt == "ignore":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python ignores these two for itself; a foreign program expects the defaults
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -13,25 +13,16 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import pd_cache
-from pd_cache.cluster import (
-    ROLES,
-    ClusterConfig,
-    DecodeNode,
-    PrefillNode,
-    Problem,
-    VllmEngineConfig,
-    load_config,
-    read_config,
-)
+from pd_cache.cluster import ROLES, ClusterConfig, load_config, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -40,16 +31,8 @@ _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
 
-def _only_one(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> Path | None:
-    if len(files) > 1:
-        raise click.BadParameter(f"{len(files)} files were given; a command works with one", ctx, param)
-    return files[0] if files else None
-
-
 def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.") -> Callable[[F], F]:
-    return click.option(
-        "-c", "--config", "file", type=_FILE, required=required, help=says, multiple=True, callback=_only_one
-    )
+    return click.option("-c", "--config", "file", type=_FILE, required=required, help=says)
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
@@ -60,18 +43,6 @@ def _running(file: Path) -> ClusterConfig:
     from launch.up import running_config
 
     return running_config(file) or load_config(file)
-
-
-@contextlib.contextmanager
-def _ended_by_signals(*orderly: signal.Signals) -> Iterator[None]:
-    """Ends the command when a signal asks it to stop, with what it opened closed. For `orderly` signals that is no failure."""
-    from launch.supervise import StoppedError, signals_as_exceptions
-
-    try:
-        with signals_as_exceptions():
-            yield
-    except StoppedError as stopped:
-        raise SystemExit(0 if stopped.args[0] in orderly else 128 + stopped.args[0]) from None
 
 
 class _Commands(click.Group):
@@ -200,11 +171,16 @@ def top(file: Path, once: bool, interval: float) -> None:
 
     `h` shows the keys, `q` ends.
     """
+    from launch.supervise import StoppedError, signals_as_exceptions
     from launch.top import top as shown
 
     config = _running(file)
-    with _ended_by_signals(signal.SIGINT):
-        shown(config, once=once, interval_s=interval)
+    try:
+        with signals_as_exceptions():
+            shown(config, once=once, interval_s=interval)
+    except StoppedError as stopped:
+        if stopped.code != 128 + signal.SIGINT:
+            raise
 
 
 @main.command()
@@ -252,9 +228,10 @@ def doctor(file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from launch import doctor as examined
+    from launch.supervise import signals_as_exceptions
 
     config = None if file is None else _running(file)
-    with _ended_by_signals(), Console(stderr=True).status("examining …"):
+    with signals_as_exceptions(), Console(stderr=True).status("examining …"):
         report = examined.examine(config, file)
     if as_json:
         click.echo(examined.as_json(report))
@@ -314,18 +291,12 @@ def config() -> None:
 @click.argument("file", type=_FILE)
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
-    """Read FILE as strictly as every command does, and say what is in it. Flags of vLLM are checked by vLLM itself."""
-    from launch.engines.vllm_command import refused_flags
+    """Read FILE as strictly as every command does, and say what is in it."""
     from pd_cache.cluster.machine import check_machine, local_nodes
 
     config, source = read_config(file)
     if not file_only:
-        nodes = local_nodes(config)
-        check_machine(config, source, nodes)
-        if isinstance(config.engine, VllmEngineConfig):
-            engines = [node for node in nodes if isinstance(node, PrefillNode | DecodeNode)]
-            for name, why in refused_flags(config.engine, engines).items():
-                raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
+        check_machine(config, source, local_nodes(config))
     counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
     size = config.cache.chunk_size
     chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"
@@ -337,22 +308,6 @@ def config_check(file: Path, file_only: bool) -> None:
 def config_example(name: str) -> None:
     """Print a file to start from: `pd-cache config example local > local.yaml`. `local` shows and explains every key."""
     click.echo(example_file(name).read_text(), nl=False)
-
-
-class _BenchName(click.Choice[str]):
-    """The name of a bench; a bench that went is an error that says so."""
-
-    _GONE: ClassVar[dict[str, str]] = {
-        "events": "the pool's events by listing keys are gone",
-        "host_mode": "transfer.client: host is gone; `pd-cache bench server` measures the cache server, which serves that need",
-        "layerwise": "loads layer by layer are gone",
-        "soak": "it is a test; run `make soak MINUTES=10` in a clone of the project",
-    }
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value in self._GONE:
-            self.fail(f"there is no bench {value!r} any more: {self._GONE[value]}", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 _BENCHES = {
@@ -374,7 +329,7 @@ _BENCHES = {
     context_settings={"allow_interspersed_args": False},  # arguments after the name belong to the bench
     epilog="\b\n" + "\n".join(f"{name:<10} {what}" for name, what in _BENCHES.items()),
 )
-@click.argument("name", type=_BenchName(tuple(_BENCHES)))
+@click.argument("name", type=click.Choice(tuple(_BENCHES)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure against the raw thing in the same run; each bench has a --help of its own."""

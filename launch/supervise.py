@@ -1,19 +1,19 @@
-"""Runs programs as children: starts them in order, watches them, and leaves nothing behind, however this process ends.
+"""Runs programs as children: starts them in order, watches them, and stops them in order.
 
     with Supervisor(settings) as supervisor, stop_on_signals() as stop:
         supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
         supervisor.wait(stop)
 
 A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints is passed on as `NAME |
-line`. Three layers make sure that no process is left, whichever is killed:
+line`. Two layers make sure that nothing is left behind:
 
-1. The kernel signals a child when its parent dies (`_tethered`; Linux).
-2. Each supervised program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore
-   reaches the supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group,
-   its own children, is killed.
-3. A guardian process (`_guardian`) holds the other end of a pipe and does the same for a supervisor that was killed.
+1. The kernel signals a child when its parent ends, however that happens (`_tethered`; Linux).
+2. Each program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore reaches the
+   supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group, its own children,
+   is killed.
 
-The only process that escapes is a descendant that was started by other means *and* moved into a session of its own.
+If the supervisor itself is killed, a program that ignores SIGTERM goes on, and so does a descendant in a session of its own. systemd and
+Kubernetes end these, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Literal, NoReturn, Protocol
 
-from launch import _guardian, _tethered
+from launch import _tethered
 from pd_cache.cluster import SupervisorConfig
 from pd_cache.cluster.machine import find_program
 from pd_cache.errors import PdCacheError
@@ -109,8 +109,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
         yield flag
 
 
-class StoppedError(BaseException):
-    """A signal asked the process to stop, while `signals_as_exceptions` was in force."""
+class StoppedError(SystemExit):
+    """A signal asked the process to stop, while `signals_as_exceptions` was in force. Its code is 128 and the signal's number."""
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def signals_as_exceptions() -> Iterator[None]:
     """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
 
     def stop(number: int) -> NoReturn:
-        raise StoppedError(number)
+        raise StoppedError(128 + number)
 
     with _handling(stop):
         yield
@@ -213,85 +213,46 @@ def spawn_child(
     death_signal: signal.Signals = signal.SIGKILL,
     **popen: Any,
 ) -> subprocess.Popen[bytes]:
-    """Starts a foreign binary that cannot call `die_with_parent` itself. It is sent `death_signal` when this process ends.
+    """Starts a program of others, in a session of its own. The kernel sends it `death_signal` when this process ends.
 
-    The child stays in our process group, so that it ends with the group. It starts with SIGINT ignored: a Ctrl-C is ours to handle.
-    `popen` goes to `subprocess.Popen`; stdin
-    is /dev/null unless given. Raises FileNotFoundError if there is no such program.
+    `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is no such program.
 
     Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a
     child for the end of its parent.
     """
     popen.setdefault("stdin", subprocess.DEVNULL)
-    return subprocess.Popen(_tether(argv, death_signal, "ignore", popen.get("env")), **popen)
+    return subprocess.Popen(_tether(argv, death_signal, popen.get("env")), start_new_session=True, **popen)
 
 
-def _tether(
-    argv: Sequence[str], death_signal: signal.Signals, interrupt: str, env: Mapping[str, str] | None
-) -> list[str]:
+def _tether(argv: Sequence[str], death_signal: signal.Signals, env: Mapping[str, str] | None) -> list[str]:
     file = shutil.which(argv[0], path=(os.environ if env is None else env).get("PATH"))
     if file is None:
         raise FileNotFoundError(f"{argv[0]}: no such program, or not executable")
     script = str(Path(_tethered.__file__).resolve())
-    tether = [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), interrupt]
-    return [*tether, file, *argv]
+    return [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), file, *argv]
 
 
-class LocalProcesses:
-    """Starts programs on this host, guarded. Call `spawn`, like `spawn_child`, on a thread that lives long enough."""
+def spawn(program: Program, on_line: OnLine) -> Process:
+    """Starts `program`, in a session of its own. Call it, as `spawn_child`, on a thread that lives long enough.
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._guardian: subprocess.Popen[bytes] | None = None
-
-    def spawn(self, program: Program, on_line: OnLine) -> Process:
-        """Starts `program`, in a session of its own. Raises OSError if it cannot be started."""
-        if self._guardian is None:
-            script = str(Path(_guardian.__file__).resolve())
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, str(self._grace_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                bufsize=0,
-            )
-        child = _Child(program, on_line, on_reaped=lambda pid: self._tell(f"-{pid}\n"))
-        # if we are killed between these two lines, the kernel's signal ends the child
-        self._tell(f"+{child.pid}\n")
-        return child
-
-    def _tell(self, line: str) -> None:
-        assert self._guardian is not None
-        assert self._guardian.stdin is not None
-        try:
-            self._guardian.stdin.write(line.encode())
-        except OSError as error:
-            log.warning("the guardian process is gone (%s): children end with us only by the kernel's signal", error)
-
-    def close(self) -> None:
-        """Ends the guardian, which ends processes that still run."""
-        guardian, self._guardian = self._guardian, None
-        if guardian is not None:
-            assert guardian.stdin is not None
-            guardian.stdin.close()
-            end([guardian], self._grace_s + 5, ask=False)
+    Raises OSError if the program cannot be started.
+    """
+    return _Child(program, on_line)
 
 
 class _Child:
-    def __init__(self, program: Program, on_line: OnLine, on_reaped: Callable[[int], None]) -> None:
+    def __init__(self, program: Program, on_line: OnLine) -> None:
         # unbuffered: lines come as they are printed, and a traceback stays the last of them.
         # safe path: a `launch.py` or `transfer/` in the working directory is not our package
         env = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **os.environ, **(program.env or {})}
         self._popen = subprocess.Popen(
-            _tether(program.argv, signal.SIGTERM, "keep", env),
+            _tether(program.argv, signal.SIGTERM, env),
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self._on_reaped = on_reaped
         pipes: dict[Stream, IO[bytes] | None] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
         self._readers = [
             threading.Thread(
@@ -319,7 +280,6 @@ class _Child:
             self._popen.wait()
             for reader in self._readers:
                 reader.join(_DRAIN_S)
-            self._on_reaped(self.pid)
         return self._popen.returncode
 
     def terminate(self) -> None:
@@ -438,14 +398,13 @@ class Supervisor:
         sink: Callable[[str], None] = to_stderr,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        spawn: Spawn | None = None,
+        spawn: Spawn = spawn,
     ) -> None:
         self._settings = settings
         self._sink = sink
         self._clock = clock
         self._sleep = sleep
-        self._local = LocalProcesses(settings.stop_grace_s)
-        self._spawn: Spawn = spawn or self._local.spawn
+        self._spawn = spawn
         self._lines = threading.Lock()
         self._groups: list[list[_Watched]] = []
 
@@ -501,7 +460,6 @@ class Supervisor:
         while self._groups:
             self._stop_group(self._groups[-1])
             self._groups.pop()  # only now, so that the next call continues a stop that was interrupted
-        self._local.close()
 
     def _all(self) -> Iterator[_Watched]:
         return (watched for group in self._groups for watched in group)

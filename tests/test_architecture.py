@@ -21,7 +21,7 @@ LAYERS = (
 """Inside pd_cache, above the core: a module imports from its own layer and those before it. Every module that is not named here is core."""
 
 LAUNCH_LAYERS = (
-    ("openai", "_guardian", "_tethered"),
+    ("openai", "_tethered"),
     ("supervise", "http", "topology", "health_server"),
     ("masters", "discovery"),
     ("pool_lookups", "figures", "versions"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
-from launch.supervise import ForeignProgram, LocalProcesses, Program, StopFlag
+from launch.supervise import ForeignProgram, Program, StopFlag, spawn
 from pd_cache.cluster import Argument
 from pd_cache.cluster.machine import free_port
 
@@ -47,13 +47,12 @@ def vllm_server(
         last.append(line)
         del last[:-_LINES]
 
-    with closing(LocalProcesses(_GRACE_S)) as processes:
-        server = Program("vllm", command, env)
-        with ForeignProgram("vLLM", lambda: processes.spawn(server, note), _GRACE_S) as vllm:
-            vllm.wait_serving(
-                StopFlag(),
-                serving=lambda: healthy("127.0.0.1", port),
-                deadline=time.monotonic() + ready_timeout_s,
-                hint=lambda: "its last lines:\n" + "\n".join(last),
-            )
-            yield f"http://127.0.0.1:{port}"
+    server = Program("vllm", command, env)
+    with ForeignProgram("vLLM", lambda: spawn(server, note), _GRACE_S) as vllm:
+        vllm.wait_serving(
+            StopFlag(),
+            serving=lambda: healthy("127.0.0.1", port),
+            deadline=time.monotonic() + ready_timeout_s,
+            hint=lambda: "its last lines:\n" + "\n".join(last),
+        )
+        yield f"http://127.0.0.1:{port}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launch.supervise import RoleError
@@ -20,17 +19,6 @@ from pd_cache.cluster.machine import find_program
 from pd_cache.vllm.files import NAMESPACE_FILE, TellNamespace, TellRequests
 
 _TRACES = "otlp-traces-endpoint"
-_PARSE = """
-import sys
-from vllm.entrypoints.cli import serve
-parser = serve.FlexibleArgumentParser(prog="vllm")
-commands = parser.add_subparsers()
-for command in serve.cmd_init():
-    command.subparser_init(commands)
-parser.parse_args(sys.argv[1:])
-"""
-"""vLLM's own parser, without what follows it."""
-_PARSE_S = 120.0
 
 
 def command(
@@ -73,35 +61,6 @@ def command(
         *([f"--kv-events-config={json.dumps(_events_config(*events))}"] if events else []),
         *flags(arguments),
     ]
-
-
-def refused_flags(engine: VllmEngineConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
-    """Returns what vLLM's own parser says against the flags of nodes, by the name of the node. Imports vLLM in its Python, which takes
-    seconds. Empty if all are good, or if the program is no script of a Python in which vLLM can be asked."""
-    python = _python_of(executable(engine.executable))
-    refused, told = {}, dict[tuple[str, ...], str]()
-    for node in nodes if python is not None else ():
-        given = tuple(flags(_visible(_arguments(engine, node))))
-        if given not in told:
-            told[given] = _parse([str(python), "-P", "-c", _PARSE, "serve", engine.model, *given])
-        if told[given]:
-            refused[node.name] = told[given]
-    return refused
-
-
-def _python_of(script: str) -> str | None:
-    with open(script, "rb") as opened:
-        first = opened.readline(4096).decode(errors="replace").split()
-    return first[0][2:] if len(first) == 1 and first[0].startswith("#!/") and "python" in first[0] else None
-
-
-def _parse(argv: list[str]) -> str:
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    last = (done.stderr.strip().splitlines() or [""])[-1]
-    return last.partition("error: ")[2] if done.returncode == 2 else ""
 
 
 def _events_config(stream: str, replay: str) -> dict[str, str | bool]:

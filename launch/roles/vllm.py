@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from launch.discovery import Member
 from launch.engines.vllm_command import command, environment
 from launch.http import healthy
-from launch.supervise import ForeignProgram, LocalProcesses, Program, stop_on_signals
+from launch.supervise import ForeignProgram, Program, spawn, stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import read_cache
@@ -32,8 +31,6 @@ def run_vllm(
         traces = config.tracing.endpoint
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
-        # vLLM starts processes of its own; a guard ends them with it, however it ends
-        guarded = LocalProcesses(settings.stop_grace_s)
         variables = environment(engine, node, namespace, traces=traces)
         argv = command(engine, node, file, namespace, events=config.event_addresses(node), traces=traces)
         program = Program(node.name, tuple(argv), variables)
@@ -43,8 +40,8 @@ def run_vllm(
             return output.refusal or "its last lines say why, and a large model needs time"
 
         # it has to be gone before the process that stops us loses patience
-        vllm = ForeignProgram("vLLM", lambda: guarded.spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
-        with contextlib.closing(guarded), vllm:
+        vllm = ForeignProgram("vLLM", lambda: spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
+        with vllm:
             try:
                 vllm.wait_serving(
                     stop,

@@ -273,13 +273,6 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "command", [["status"], ["up"], ["doctor"], ["demo"], ["top"], ["reset"], ["explain", "x"], ["launch", "master"]]
-)
-def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None:
-    assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
-
-
 @pytest.mark.parametrize("command", [["status", "-c"], ["doctor", "-c"], ["top", "-c"], ["config", "check"]])
 def test_a_link_to_itself_and_a_name_that_is_not_utf_8_are_files_like_others(
     command: list[str], tmp_path: Path
@@ -323,38 +316,6 @@ def vllm_file(folder: Path, executable: str, **args: Any) -> str:
 def test_config_check_says_that_vllm_is_not_installed(tmp_path: Path) -> None:
     message = refused("config", "check", vllm_file(tmp_path, "no-such-vllm"))
     assert "engine.executable: 'no-such-vllm': is not installed" in message
-
-
-def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "vllm" / "entrypoints" / "cli"
-    package.mkdir(parents=True)
-    (package / "serve.py").write_text(VLLM_SERVE)
-    script = tmp_path / "bin-vllm"
-    script.write_text(f"#!{sys.executable}\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    message = refused("config", "check", vllm_file(tmp_path, str(script), **{"max-model-lne": 5}))
-    assert "engine.args: vLLM refuses the flags of prefill-0: unrecognized arguments: --max-model-lne=5" in message
-    good = vllm_file(tmp_path, str(script), **{"max-model-len": 5, "api-key": "secret"})
-    assert CliRunner().invoke(main, ["config", "check", good]).exit_code == 0
-
-
-VLLM_SERVE = """
-import argparse
-
-FlexibleArgumentParser = argparse.ArgumentParser
-
-
-class Serve:
-    def subparser_init(self, commands):
-        parser = commands.add_parser("serve")
-        parser.add_argument("model")
-        parser.add_argument("--max-model-len", type=int)
-
-
-def cmd_init():
-    return [Serve()]
-"""
 
 
 def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.engines.vllm_command import command, environment
-from launch.supervise import LocalProcesses, Program, RoleError
+from launch.supervise import Program, RoleError, spawn
 from pd_cache.cluster import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.errors import ConfigError
 from tests.support.waiting import wait_for
@@ -75,13 +75,9 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     node = DecodeNode(name="a", args={"api-key": ["node-secret"]})
     argv = command(engine, node, tmp_path / "c.yaml", tmp_path / "n")
     lines: list[str] = []
-    children = LocalProcesses(5)
-    try:
-        program = Program("vllm", tuple(argv), environment(engine, node, tmp_path / "n"))
-        child = children.spawn(program, lambda _, line: lines.append(line))
-        wait_for(lambda: child.poll() is not None, 20, "the child's end")
-    finally:
-        children.close()
+    program = Program("vllm", tuple(argv), environment(engine, node, tmp_path / "n"))
+    child = spawn(program, lambda _, line: lines.append(line))
+    wait_for(lambda: child.poll() is not None, 20, "the child's end")
     assert "--max-model-len=64" in lines, "the child shows its command line"
     assert {"key node-secret", "token hf-secret"} <= set(lines)
     shown = "\n".join(line for line in lines if not line.startswith(("key ", "token ")))

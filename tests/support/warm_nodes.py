@@ -107,8 +107,8 @@ class _Popen(subprocess.Popen[bytes]):
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = _signature.bind(self, *args, **kwargs).arguments
         words = list(given["args"])
-        # PYTHON -I -S TETHER PARENT SIGNAL SIGINT FILE [ip netns exec HOST] PYTHON -m launch launch ROLE …
-        host, command = ("", words[8:]) if words[8:11] != _ON_HOST else (words[11], words[12:])
+        # PYTHON -I -S TETHER PARENT SIGNAL FILE [ip netns exec HOST] PYTHON -m launch launch ROLE …
+        host, command = ("", words[7:]) if words[7:10] != _ON_HOST else (words[10], words[11:])
         if words[:4] != _TETHER or command[:4] != _NODE or not (command[4] in _NEED_TORCH or nursery.pid):
             super()._execute_child(*args, **kwargs)  # type: ignore[misc]
             return
@@ -118,7 +118,6 @@ class _Popen(subprocess.Popen[bytes]):
             "host": host,
             "parent": os.getpid(),
             "death_signal": int(words[5]),
-            "interrupt": words[6],
             "env": dict(env),
             "cwd": str(given["cwd"] or os.getcwd()),
             "session": given["start_new_session"],
@@ -187,8 +186,7 @@ def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.s
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    if job["interrupt"] != "ignore":
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked"])
     # new ones: those of the nursery remember whether its own streams could seek
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
