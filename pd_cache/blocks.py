@@ -6,13 +6,12 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pd_cache.reasons import ChunkHistory, MissReason, TierChunks
+from pd_cache.reasons import Found, Loaded
 
 if TYPE_CHECKING:
     import torch
 
     from pd_cache.chunks import ExtraKey, Tokens
-    from pd_cache.groups import Surveyed
     from pd_cache.metrics import CacheMetrics
 
 
@@ -31,23 +30,6 @@ class StoreOutcome(enum.IntEnum):
         """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
         known = list(parts)
         return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
-
-
-class Restored(NamedTuple):
-    """What a load achieved."""
-
-    chunks: int
-    """How many of the wanted chunks, from the first, are in their blocks now."""
-    reason: MissReason = "none"
-    """Why the chunk behind these was not loaded; `none` if all were."""
-    tiers: TierChunks = TierChunks()
-    """Where the loaded chunks came from. An object of the first shard speaks for its chunk."""
-
-    def explained(self, history: ChunkHistory, names: Sequence[bytes]) -> Restored:
-        """Returns the same, with the reason `missing` replaced by what `history` knows. `names` are those of the wanted chunks."""
-        if self.reason != "missing":
-            return self
-        return self._replace(reason=history.explain(self.reason, names[self.chunks]))
 
 
 class Slots(NamedTuple):
@@ -105,7 +87,7 @@ class BlockCache(Protocol):
 
     def survey(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Surveyed:
+    ) -> Found:
         """Does the same as `lookup`. Returns how long the prefix is, and why it is not longer."""
 
     def store(
@@ -153,7 +135,7 @@ class BlockCache(Protocol):
         session: str = "",
         epoch: str | None = None,
         timeout: float | None = None,
-    ) -> Restored:
+    ) -> Loaded:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
 
     def end(self, session: str) -> None:

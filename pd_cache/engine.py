@@ -12,17 +12,17 @@ from typing import ClassVar
 
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, Restored, Slots, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, Slots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.deadline import Deadline
-from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
-from pd_cache.reasons import ChunkHistory
+from pd_cache.reasons import Found, Loaded
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, WeightsVersion
 from transfer.errors import PoolUnavailableError
@@ -76,9 +76,7 @@ class CacheEngine:
         self._owns_version = version is None
         self.version = version or WeightsVersion.of(settings, metadata.model)
         self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
-        self.history = ChunkHistory()
-        """What this engine has stored or found."""
-        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics, self.history)
+        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics, self.mover.history)
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
@@ -126,12 +124,12 @@ class CacheEngine:
         session: str = "",
         epoch: str | None = None,
         timeout: float | None = None,
-    ) -> Surveyed:
+    ) -> Found:
         """Does the same as `lookup`; see `LookupClient.survey`. `epoch`: another weights version to look in than the engine's own."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if self.mover.closed:
-            return Surveyed(at_hand, at_hand, "not_asked")
+            return Found(at_hand, at_hand, "not_asked")
         deadline = Deadline(timeout)
         return self.prefix.find(
             names,
@@ -165,11 +163,7 @@ class CacheEngine:
             return [StoreOutcome.NOT] * len(names)
         if after is not None:
             after.follow()
-        outcomes = self.mover.store(run, timeout)
-        self.history.note(
-            [name for name, outcome in zip(names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
-        )
-        return outcomes
+        return self.mover.store(run, timeout)
 
     def retrieve(
         self,
@@ -193,15 +187,15 @@ class CacheEngine:
         session: str = "",
         epoch: str | None = None,
         timeout: float | None = None,
-    ) -> Restored:
+    ) -> Loaded:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
         deadline = Deadline(timeout)
         current = self.version.current(deadline) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
-            return Restored(0, "epoch_unknown")
-        return self.mover.load(run, deadline).explained(self.history, names)
+            return Loaded(0, "epoch_unknown")
+        return self.mover.load(run, deadline)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -238,7 +232,8 @@ class CacheEngine:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        return ChunkRun(self.database.keys(names, self.metadata.shards, epoch), chunks, pages.copiers, epoch)
+        keys = self.database.keys(names, self.metadata.shards, epoch)
+        return ChunkRun(names, keys, chunks, pages.copiers, epoch)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""
@@ -282,7 +277,7 @@ class EngineGroups:
         self._engines = tuple(engines)
         self.database = engines[0].database
         groups = LayerGroups([engine.database for engine in engines])
-        self.prefix = PrefixLookup(groups, engines[0].metrics, engines[0].history)
+        self.prefix = PrefixLookup(groups, engines[0].metrics, engines[0].mover.history)
 
     @property
     def available(self) -> bool:
@@ -290,12 +285,12 @@ class EngineGroups:
 
     def survey(
         self, names: Sequence[bytes], *, at_hand: int = 0, epoch: str | None = None, timeout: float | None = None
-    ) -> Surveyed:
+    ) -> Found:
         """Returns how many chunks, from the first, a load could restore in all groups, by a single request."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         if any(engine.mover.closed for engine in self._engines):
-            return Surveyed(at_hand, at_hand, "not_asked")
+            return Found(at_hand, at_hand, "not_asked")
         deadline = Deadline(timeout)
         return self.prefix.find(
             names,

@@ -14,26 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pd_cache.chunks import ChunkedTokenDatabase
-from pd_cache.reasons import MissReason
+from pd_cache.reasons import Found
 
 T = TypeVar("T")
-
-
-class Surveyed(NamedTuple):
-    """How long a prefix is, in chunks."""
-
-    chunks: int
-    """How many chunks a load can restore."""
-    leading: int
-    """How many chunks the groups without a tail have. If these are more than `chunks`, a longer prefix lacks only what the other groups
-    need at its end."""
-    reason: MissReason = "none"
-    """Why the prefix is not longer; `none` if it has all chunks that it can have."""
-    epoch: str | None = None
-    """The weights version (`pd_cache.versions`) that was looked up, if it is known."""
 
 
 class LayerGroups:
@@ -69,7 +55,7 @@ class LayerGroups:
         """How many objects a chunk has in all groups together."""
         return sum(database.namespace.shards for database in self.databases)
 
-    def reach(self, present: Sequence[bool]) -> Surveyed:
+    def reach(self, present: Sequence[bool]) -> Found:
         """Returns how long a prefix can be. `present` says which objects exist, in the order of `keys`.
 
         The engine has the chunks before those that were asked for at hand, in every group that needs them.
@@ -80,8 +66,8 @@ class LayerGroups:
         tails = [(_runs(chunks), tail) for chunks, tail in zip(by_group, self._tails, strict=True) if tail]
         for end in range(longest, 0, -1):
             if all(runs[end - 1] >= min(tail, end) for runs, tail in tails):
-                return Surveyed(end, longest if full else end)
-        return Surveyed(0, longest if full else 0)
+                return Found(end, longest if full else end)
+        return Found(0, longest if full else 0)
 
     def of_chunk(self, answers: Sequence[T], chunk: int) -> list[T]:
         """Returns the answers for the objects of one chunk, in the groups that need all chunks; in all groups if each has a tail.

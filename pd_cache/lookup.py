@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 from pd_cache.config import NodeSettings
 from pd_cache.deadline import Deadline
-from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.groups import LayerGroups
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import ChunkHistory, MissReason, worst_reason
+from pd_cache.reasons import ChunkHistory, Found, MissReason, worst_reason
 from pd_cache.versions import UNKNOWN, WeightsVersion
 from transfer.errors import Status
 from transfer.store import MooncakeStore
@@ -59,7 +59,7 @@ class LookupClient(ABC):
         """
         return self.survey(names, lookup_id, at_hand=at_hand).chunks * self._database.chunk_size
 
-    def survey(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Surveyed:
+    def survey(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
         """Does the same as `find`. Returns the prefix in chunks, how many chunks the layers have that need all of them, and why the prefix
         is not longer."""
         chunks = min(max(at_hand, 0) // self._database.chunk_size, len(names))
@@ -68,11 +68,11 @@ class LookupClient(ABC):
                 return self._find(names, chunks, lookup_id or "")
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
-                return Surveyed(chunks, chunks, "error")
-        return Surveyed(chunks, chunks)
+                return Found(chunks, chunks, "error")
+        return Found(chunks, chunks)
 
     @abstractmethod
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         """Returns the end of the prefix. All numbers are in chunks. May raise any exception."""
 
     @abstractmethod
@@ -128,14 +128,14 @@ class PrefixLookup:
         exists: Callable[..., list[Status]],
         epoch: str | None,
         timeout: float | Deadline | None = None,
-    ) -> Surveyed:
+    ) -> Found:
         """Returns how many of the first chunks a load could restore. The first `at_hand` count as found.
 
         `exists(keys, timeout=…)` looks up a list of keys with one request, within the seconds that are left of `timeout`. `epoch` is the weights version to
         look in; if it is unknown, no chunk is found.
         """
         if at_hand == len(names):
-            return Surveyed(len(names), len(names))
+            return Found(len(names), len(names))
         if epoch is None:
             return self._unknown(names, at_hand, exists, timeout)
         keys = self.groups.keys(names[at_hand:], epoch)
@@ -149,7 +149,7 @@ class PrefixLookup:
         at_hand: int,
         exists: Callable[..., list[Status]],
         timeout: float | Deadline | None,
-    ) -> Surveyed:
+    ) -> Found:
         """Returns the answer to a lookup while the weights version is unknown: nothing but what is at hand. Counts it.
 
         Asks for one key that no chunk has: a pool that is down, often with the authority of versions, is noticed all the same.
@@ -162,9 +162,9 @@ class PrefixLookup:
             reason = "epoch_unknown"
             self.metrics.trouble("lookup", reason)
         self.metrics.outages("lookup", statuses)
-        return Surveyed(at_hand, at_hand, reason)
+        return Found(at_hand, at_hand, reason)
 
-    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Surveyed:
+    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Found:
         """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
         `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `epoch`.
@@ -172,7 +172,7 @@ class PrefixLookup:
         chunks, size, metrics = len(names), self.groups.first.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         if statuses.count(Status.OK) == len(statuses) and not self.groups.ahead:
-            found = Surveyed(chunks - at_hand, chunks - at_hand)
+            found = Found(chunks - at_hand, chunks - at_hand)
         else:
             found = self.groups.reach([status is Status.OK for status in statuses])
             metrics.outages("lookup", statuses)
@@ -184,9 +184,9 @@ class PrefixLookup:
             # of groups that all have a tail, only the end of a prefix is known to be there
             first = 0 if self.groups.need_all else max(0, found.leading - 1)
             self._history.note(names[at_hand + first : at_hand + found.leading])
-        return Surveyed(at_hand + found.chunks, at_hand + found.leading, reason, epoch)
+        return Found(at_hand + found.chunks, at_hand + found.leading, reason, epoch)
 
-    def _reason(self, names: Sequence[bytes], found: Surveyed, statuses: Sequence[Status]) -> MissReason:
+    def _reason(self, names: Sequence[bytes], found: Found, statuses: Sequence[Status]) -> MissReason:
         """Returns why the first chunk that was not found was not there."""
         if found.leading > found.chunks:
             worst = worst_reason(statuses)
@@ -228,7 +228,7 @@ class MooncakeLookupClient(LookupClient):
     def available(self) -> bool:
         return self.store.available
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         deadline = Deadline(self._timeout)
         return self._prefix.find(names, at_hand, self.store.batch_exist, self.version.current(deadline), deadline)
 
@@ -255,7 +255,7 @@ class LooksUp(Protocol):
 
     def survey(
         self, names: Sequence[bytes], *, at_hand: int = 0, epoch: str | None = None, timeout: float | None = None
-    ) -> Surveyed: ...
+    ) -> Found: ...
 
     def reset(self, version: str | None = None) -> str | None: ...
 
@@ -284,9 +284,9 @@ class BypassLookupClient(LookupClient):
     def available(self) -> bool:
         return self._engine is not None and self._engine.available
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         if self._engine is None:
-            return Surveyed(at_hand, at_hand, "not_asked")
+            return Found(at_hand, at_hand, "not_asked")
         return self._engine.survey(names, at_hand=at_hand, timeout=self._timeout)
 
     def reset(self, version: str | None = None) -> str | None:

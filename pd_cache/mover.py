@@ -10,17 +10,17 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.deadline import Deadline
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
-from pd_cache.reasons import TierChunks, miss_reason
+from pd_cache.reasons import ChunkHistory, Loaded, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
 from pd_cache.versions import WeightsVersion
@@ -33,8 +33,9 @@ _RETRIES = 6
 
 
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
+    """Chunks of a prompt: their names, the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
 
+    names: Sequence[bytes]
     keys: list[str]
     """Chunk by chunk, and within a chunk shard by shard."""
     chunks: list[ChunkSlots]
@@ -46,7 +47,8 @@ class ChunkRun(NamedTuple):
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
         shards = len(self.copiers)
-        return self._replace(keys=self.keys[first * shards : end * shards], chunks=self.chunks[first:end])
+        keys = self.keys[first * shards : end * shards]
+        return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
         """Begins to copy into `payload` the tokens of the object whose key has this index."""
@@ -76,6 +78,8 @@ class ChunkMover:
         """`version`: whether a run's version is current; None if the caller knows that."""
         self.backend = backend
         self.metrics = metrics
+        self.history = ChunkHistory()
+        """What was stored or found here."""
         self._database = database
         self._version = version
         self._annotated = False
@@ -117,11 +121,12 @@ class ChunkMover:
                 self._annotated = self.backend.annotate(key, manifest, timeout=deadline.left()) is Status.OK
         self.metrics.moved("store", stored * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
-        if shards == 1:
-            return outcomes
-        return [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
+        if shards > 1:
+            outcomes = [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
+        self.history.note([name for name, one in zip(run.names, outcomes, strict=True) if one is not StoreOutcome.NOT])
+        return outcomes
 
-    def load(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Restored:
+    def load(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Loaded:
         """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
         None counts as loaded if the run's version is not known to be current at the end. `timeout` (s) bounds the whole call.
@@ -129,9 +134,9 @@ class ChunkMover:
         self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // len(run.copiers))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys:
-                return Restored(0)
+                return Loaded(0)
             if not may_move:
-                return Restored(0, "not_asked")
+                return Loaded(0, "not_asked")
             kinds: list[TierKind] = []
             deadline = Deadline.of(timeout)
             reason = self._get(run, deadline, kinds)
@@ -145,7 +150,8 @@ class ChunkMover:
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
-        return Restored(loaded, miss_reason(reason), tiers)
+        missed = miss_reason(reason)
+        return Loaded(loaded, missed if missed == "none" else self.history.explain(missed, run.names[loaded]), tiers)
 
     def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:
         """Returns why the run's version cannot be taken for the current one; empty if it is that."""

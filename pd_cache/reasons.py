@@ -16,7 +16,7 @@ from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from pd_cache.versions import FIRST
+from pd_cache.versions import FIRST, Label
 from transfer.errors import Status
 
 MissReason = Literal[
@@ -164,11 +164,7 @@ class ChunkHistory:
         return "reset" if self._is_in(self._before, name) else "never_stored"
 
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-T = TypeVar("T")
-
-KEY = "report"
-"""The key of a request's report in the object `pd_cache` of an answer, see docs/explain.md."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class TierChunks(NamedTuple):
@@ -178,6 +174,38 @@ class TierChunks(NamedTuple):
     """This host's memory, on the CPU or a GPU."""
     disk: int = 0
     pool: int = 0
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag="found"):
+    """The answer to a lookup: how long a prefix is, in chunks. It travels as it is (`pd_cache.server.protocol`)."""
+
+    chunks: Count
+    """How many chunks a load can restore."""
+    leading: Count
+    """How many chunks the groups without a tail have: 5 with 3 `chunks` means that only layers with a window or a state lack something,
+    at the ends of the prefixes of 4 and 5 chunks."""
+    reason: MissReason = "none"
+    """Why the prefix is not longer; `none` if it has all chunks that it can have."""
+    epoch: Label | None = None
+    """The weights version (`pd_cache.versions`) that was looked up, if it is known."""
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
+    """The answer to a load. It travels as it is, too."""
+
+    chunks: Count
+    """How many of the wanted chunks, from the first, are in their blocks now."""
+    reason: MissReason = "none"
+    """Why the chunk behind these was not loaded; `none` if all were."""
+    tiers: TierChunks = TierChunks()
+    """Where the loaded chunks came from. An object of the first shard speaks for its chunk."""
+
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+T = TypeVar("T")
+
+KEY = "report"
+"""The key of a request's report in the object `pd_cache` of an answer, see docs/explain.md."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):

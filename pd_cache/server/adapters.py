@@ -31,7 +31,6 @@ from pd_cache.server.link import Context, Incoming, ServerLink
 from pd_cache.server.protocol import (
     Answer,
     EngineIdentity,
-    Found,
     Hello,
     Lookup,
     RefusalError,
@@ -411,7 +410,7 @@ class RpcLookupServer:
         answer: Answer
         try:
             names = split_names(request.names)
-            answer = Found(*self._engine.survey(names, at_hand=request.at_hand, epoch=request.epoch))
+            answer = self._engine.survey(names, at_hand=request.at_hand, epoch=request.epoch)
         except Exception as error:  # noqa: BLE001 - the client receives and counts the error
             answer = failed(error)
         finally:

@@ -12,16 +12,15 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, Restored, StoreOutcome
+from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.deadline import Deadline
-from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import LeavingOut, leaving_out, plan_named
-from pd_cache.reasons import MissReason, TierChunks, miss_reason
+from pd_cache.reasons import Found, Loaded, MissReason, miss_reason
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Context, Future
 from pd_cache.server.memory import event_handle, record_event
@@ -29,8 +28,6 @@ from pd_cache.server.protocol import (
     Answer,
     EndSession,
     EngineIdentity,
-    Found,
-    Loaded,
     Lookup,
     Retrieve,
     Store,
@@ -149,7 +146,7 @@ class ServerCache:
 
     def survey(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Surveyed:
+    ) -> Found:
         return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).survey()
 
     def store(
@@ -188,7 +185,7 @@ class ServerCache:
         session: str = "",
         epoch: str | None = None,
         timeout: float | None = None,
-    ) -> Restored:
+    ) -> Loaded:
         self._check(kv_caches)
         pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
         pending.wait()
@@ -202,7 +199,7 @@ class ServerCache:
         """Begins a lookup; arguments as for `lookup`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
-        asked = Surveyed(at_hand, len(names))
+        asked = Found(at_hand, len(names))
         if (
             at_hand == len(names) or not self.connection.ready
         ):  # one that does not know us yet would answer only once it does
@@ -212,7 +209,7 @@ class ServerCache:
         if epoch is None:
             return PendingLookup(self, None, asked, "epoch_unknown")
         future = self.connection.link.request(Lookup(session, join_names(names), at_hand, epoch), seconds)
-        return PendingLookup(self, future, asked._replace(epoch=epoch))
+        return PendingLookup(self, future, asked)
 
     def begin_store(
         self,
@@ -355,7 +352,7 @@ class PendingLookup:
 
     __slots__ = ("_asked", "_cache", "_found", "_future", "_reason")
 
-    def __init__(self, cache: ServerCache, future: Future | None, asked: Surveyed, reason: str = "server_lost") -> None:
+    def __init__(self, cache: ServerCache, future: Future | None, asked: Found, reason: str = "server_lost") -> None:
         """`future` is None if nothing was sent: all chunks are at hand, or for this `reason`. `asked`: how many chunks are at hand, how many
         there are in all, and the weights version in which they are looked up."""
         self._cache = cache
@@ -370,7 +367,7 @@ class PendingLookup:
             return None
         return self.survey().chunks
 
-    def survey(self) -> Surveyed:
+    def survey(self) -> Found:
         """Returns what was found, the chunks at hand included. Waits until the deadline at the latest."""
         if self._found is not None:
             return self._found
@@ -386,11 +383,11 @@ class PendingLookup:
         if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
             reason = answer if isinstance(answer, str) else "nonsense"
             metrics.trouble("lookup", reason)
-            self._found = Surveyed(at_hand, at_hand, _server_reason(reason))
+            self._found = Found(at_hand, at_hand, _server_reason(reason))
             return self._found
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
         metrics.tokens("lookup", "hit", (answer.chunks - at_hand) * size)
-        self._found = Surveyed(answer.chunks, answer.leading, answer.reason, self._asked.epoch)
+        self._found = answer
         return self._found
 
 
@@ -464,7 +461,7 @@ class PendingRetrieve(_PendingMove):
     _op = "retrieve"
     loaded = 0
     """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
-    restored = Restored(0)
+    restored = Loaded(0)
     """The same, with the tiers that the chunks came from, and why not more were loaded."""
 
     def _count(self, outcome: Answer | str | None) -> None:
@@ -472,14 +469,14 @@ class PendingRetrieve(_PendingMove):
         if not isinstance(outcome, Loaded) or outcome.chunks > self._chunks:
             reason = outcome if isinstance(outcome, str) else "nonsense"
             metrics.trouble("retrieve", reason, self._chunks)
-            self.restored = Restored(0, _server_reason(reason))
+            self.restored = Loaded(0, _server_reason(reason))
             return
         if outdated := self._cache.outdated(self.epoch):
             metrics.trouble("retrieve", outdated, self._chunks)
-            self.restored = Restored(0, outdated)
+            self.restored = Loaded(0, outdated)
             return
         self.loaded = outcome.chunks
-        self.restored = Restored(outcome.chunks, outcome.reason, TierChunks(outcome.memory, outcome.disk, outcome.pool))
+        self.restored = outcome
         self._cache.count_moved("retrieve", "loaded", self.loaded)
         if self.loaded < self._chunks:  # the server counts which chunk failed for which reason
             metrics.trouble("retrieve", "not_loaded")
@@ -556,7 +553,7 @@ class ServerLookupClient(LookupClient):
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         return self._cache.begin_lookup(names, at_hand=at_hand, session=lookup_id).survey()
 
     def reset(self, version: str | None = None) -> str | None:
@@ -598,5 +595,5 @@ class RpcLookupClient(ServerLookupClient):
     def available(self) -> bool:
         return True  # the worker lives as long as its scheduler, and knows the pool's state itself
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         return self._cache.begin_lookup(names, at_hand=at_hand).survey()

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found
 from pd_cache.server.models import Model
-from pd_cache.server.protocol import Answer, Found, Lookup, failed, split_names
+from pd_cache.server.protocol import Answer, Lookup, failed, split_names
 from pd_cache.server.sessions import FoundChunks, Sessions
 from pd_cache.tiers import StorageBackend
 from transfer.errors import Status
@@ -90,12 +91,12 @@ class Question:
         """Whether the answer is known."""
         return self._hole or self._asked == len(self.names)
 
-    def judge(self, metrics: CacheMetrics) -> Surveyed:
+    def judge(self, metrics: CacheMetrics) -> Found:
         """Returns how many of the first chunks are at hand or were found. Counts their tokens in `metrics`."""
         unasked = len(self.names) - self._asked + self._behind
         metrics.tokens("lookup", "requested", unasked * self.groups.first.chunk_size)
         statuses = [status for known in self._statuses for status in known]
-        lookup = PrefixLookup(self.groups, metrics, self.models[0].history)
+        lookup = PrefixLookup(self.groups, metrics, self.models[0].mover.history)
         return lookup.judge(self.names[: self._asked], self.at_hand, statuses, self.epoch)
 
     def found(self, end: int) -> Iterator[FoundChunks]:
@@ -172,4 +173,4 @@ class Answerer:
             if any(model.mover.closed for model in question.models):
                 # a backend was released meanwhile, together with its sessions
                 self._sessions.end(client, session)
-        return Found(*reach)
+        return reach

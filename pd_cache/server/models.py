@@ -16,7 +16,6 @@ from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
-from pd_cache.reasons import ChunkHistory
 from pd_cache.server.protocol import FurtherLayers, Hello, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
@@ -67,7 +66,6 @@ class Model:
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
-        self.history = ChunkHistory()
         """What the engine group has stored or found here."""
         self.keeps_tail = group.layers is not None and group.layers.tail > 0
         """Whether a store may leave out blocks that no load needs."""

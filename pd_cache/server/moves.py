@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.errors import LayoutError
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import leaving_out, plan
-from pd_cache.reasons import TierChunks
+from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import FenceView
 from pd_cache.server.memory import FencedCopier, MappedTensors, SharingError
 from pd_cache.server.models import EngineGroup, Model, ServedModels
@@ -20,7 +19,6 @@ from pd_cache.server.protocol import (
     Answer,
     Done,
     Hello,
-    Loaded,
     Move,
     RefusalError,
     Register,
@@ -64,7 +62,7 @@ class Worker(NamedTuple):
             FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
-        return ChunkRun(database.keys(names, shards, request.epoch), chunks, [*copiers], request.epoch)
+        return ChunkRun(names, database.keys(names, shards, request.epoch), chunks, [*copiers], request.epoch)
 
 
 class Client:
@@ -191,12 +189,6 @@ class MoveJob:
             if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             self._loaded(self._request, worker)
-            restored = restored.explained(worker.model.history, split_names(self._request.names)[first:])
-            return Loaded(first + restored.chunks, restored.reason, *self._tiers)
-        outcomes = worker.model.mover.store(part)
-        names = split_names(self._request.names)[first : self._done]
-        worker.model.history.note(
-            [name for name, outcome in zip(names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
-        )
-        self._outcomes += bytes(outcomes)
+            return Loaded(first + restored.chunks, restored.reason, self._tiers)
+        self._outcomes += bytes(worker.model.mover.store(part))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

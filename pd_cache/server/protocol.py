@@ -24,10 +24,10 @@ import pd_cache
 from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup, check_names
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import UndecodableError, msgpack_decoder
-from pd_cache.reasons import MissReason
+from pd_cache.reasons import Found, Loaded
 from pd_cache.versions import LABEL
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
@@ -331,15 +331,6 @@ class Done(Message, frozen=True, tag="done"):
     """The request was done."""
 
 
-class Found(Message, frozen=True, tag="found"):
-    """How long a prefix is, and why not longer, as in `pd_cache.groups.Surveyed`."""
-
-    chunks: Count
-    leading: Count
-    reason: MissReason = "none"
-    epoch: EpochLabel | None = None
-
-
 _OUTCOMES = bytes(range(3))
 
 
@@ -362,16 +353,6 @@ class Stored(Message, frozen=True, tag="stored"):
     def failed(self) -> int:
         """How many chunks could not be stored."""
         return self.outcomes.count(0)
-
-
-class Loaded(Message, frozen=True, tag="loaded"):
-    """How many of the chunks, from the first on, are in their blocks now, as in `pd_cache.blocks.Restored`."""
-
-    chunks: Count
-    reason: MissReason = "none"
-    memory: Count = 0
-    disk: Count = 0
-    pool: Count = 0
 
 
 class StatusReport(Message, frozen=True, tag="status_report"):
@@ -452,7 +433,7 @@ class _Header(NamedTuple):
     number: int
 
 
-def encode(number: int, message: Message) -> bytes:
+def encode(number: int, message: Message | Found | Loaded) -> bytes:
     """Returns the frame of a message."""
     return _HEADER.pack(_MAGIC, PROTOCOL, 0, number) + _encoder.encode(message)
 

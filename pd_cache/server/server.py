@@ -27,6 +27,7 @@ import pd_cache
 from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import CacheServerError
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
@@ -37,7 +38,6 @@ from pd_cache.server.protocol import (
     Answer,
     Done,
     EndSession,
-    Found,
     Hello,
     Lookup,
     Move,
@@ -294,7 +294,7 @@ class CacheServer:
         models = [model for group in client.groups if (model := self.models.get(group)) is not None]
         if len(models) < len(client.groups) or request.at_hand >= len(names):
             at_hand = min(request.at_hand, len(names))
-            return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked")
+            return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked", request.epoch)
         return Question(models, client.hello.client, request)
 
     # --- the threads that work -------------------------------------------------------------------------------------

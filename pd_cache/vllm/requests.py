@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_cache.blocks import Restored
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
 from pd_cache.handoff import Handoff
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import MissReason, RequestReport
+from pd_cache.reasons import Loaded, MissReason, RequestReport
 from pd_cache.tracing import Attribute, TraceSpan, Tracing
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.lora import Adapter
@@ -114,7 +113,7 @@ class PromptOutcome:
         self._reason: MissReason = "not_asked"
         self._begun = 0
         self._keeps_part = False
-        self._restored: Restored | None = None
+        self._restored: Loaded | None = None
 
     def asked(self, at_hand: int) -> None:
         """Notes that vLLM asked what can be loaded. `at_hand`: tokens that vLLM's own cache has."""
@@ -140,7 +139,7 @@ class PromptOutcome:
         if not self._begun:
             self._begun, self._keeps_part = tokens, keeps_part
 
-    def loaded(self, restored: Restored) -> None:
+    def loaded(self, restored: Loaded) -> None:
         """Notes how the load has ended, on all ranks together."""
         if self._restored is None:
             self._restored = restored
@@ -149,7 +148,7 @@ class PromptOutcome:
         """Returns the report on a prompt of `prompt` tokens; None if vLLM has never asked about it."""
         if self._at_hand is None:
             return None
-        loaded, reason, ended = self._begun, self._reason, self._restored or Restored(0)
+        loaded, reason, ended = self._begun, self._reason, self._restored or Loaded(0)
         if ended.reason != "none":
             reason = ended.reason
             loaded = min(loaded, ended.chunks * chunk_size) if self._keeps_part else 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class StepReport:
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     failed_loads: set[str] = field(default_factory=set)
-    loads: dict[str, Restored] = field(default_factory=dict)
+    loads: dict[str, Loaded] = field(default_factory=dict)
     """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where."""
 
     def together(self, other: StepReport) -> StepReport:

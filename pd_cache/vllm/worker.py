@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pd_cache.blocks import BlockCache, Restored, StoreOutcome
+from pd_cache.blocks import BlockCache, StoreOutcome
+from pd_cache.reasons import Loaded
 from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2
@@ -33,7 +34,7 @@ class _StoreUnderWay(NamedTuple):
 
 
 class _LoadEnd(NamedTuple):
-    restored: Restored
+    restored: Loaded
     bad_blocks: set[int] | None = None
     """The blocks that the load left without KV; None if it did not fail."""
 
@@ -125,7 +126,7 @@ class WorkerSide:
         with self._changed:
             for op in step.loads:
                 if op.in_step:  # a load of which nothing is known has failed
-                    lost = _LoadEnd(Restored(0, "error"), _blocks(op.blocks))
+                    lost = _LoadEnd(Loaded(0, "error"), _blocks(op.blocks))
                     self._note_end(op, self._ends.pop(op.request_id, lost))
             self._wanted -= finished
             if step.nothing_to_compute and (self._under_way or step.expecting) and not self._something_ended():
@@ -163,7 +164,7 @@ class WorkerSide:
         while (item := self._load_queue.get()) is not None:
             op = item.op
             wanted = op.request_id in self._wanted
-            end = _LoadEnd(Restored(0, "not_asked"), None if not wanted else _blocks(op.blocks))
+            end = _LoadEnd(Loaded(0, "not_asked"), None if not wanted else _blocks(op.blocks))
             if wanted and not self._closing:
                 end = self._load(op, item.deadline)
             with self._changed:
@@ -187,13 +188,13 @@ class WorkerSide:
     def _load(self, op: LoadOp, deadline: float) -> _LoadEnd:
         """Loads chunks of all groups, until one fails."""
         if not op.parts:
-            return _LoadEnd(Restored(0, "error"), _blocks(op.blocks))
-        first: Restored | None = None
+            return _LoadEnd(Loaded(0, "error"), _blocks(op.blocks))
+        first: Loaded | None = None
         for part in op.parts:
             cache, remaining = self._caches[part.group], deadline - self._clock()
             if cache is None:
                 continue
-            restored = Restored(0, "deadline")
+            restored = Loaded(0, "deadline")
             try:
                 if remaining > 0:
                     restored = cache.restore(
@@ -203,11 +204,11 @@ class WorkerSide:
                     self._metrics.trouble("retrieve", "deadline", len(part.names))
             except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
                 self._unexpected("retrieve", len(part.names), error)
-                restored = Restored(0, "error")
+                restored = Loaded(0, "error")
             if restored.chunks < len(part.names):
                 return _LoadEnd(restored, _blocks(op.blocks[restored.chunks * len(op.blocks) // len(part.names) :]))
             first = first or restored
-        return _LoadEnd(first or Restored(0))
+        return _LoadEnd(first or Loaded(0))
 
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from pd_cache.blocks import BlockCache, Restored, Slots, StoreOutcome
+from pd_cache.blocks import BlockCache, Slots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.config import CacheConfig
 from pd_cache.engine import CacheEngine
-from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout
-from pd_cache.reasons import TierChunks
+from pd_cache.reasons import Found, Loaded, TierChunks
 from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers import StorageBackend, open_backend
@@ -60,8 +60,8 @@ class Side:
             for offset in range(BLOCK)
         )
 
-    def survey(self, names: Sequence[bytes], **options: Any) -> Surveyed:
-        (answer,) = {rank.survey(names, **options)._replace(epoch=None) for rank in self.ranks}
+    def survey(self, names: Sequence[bytes], **options: Any) -> Found:
+        (answer,) = {msgspec.structs.replace(rank.survey(names, **options), epoch=None) for rank in self.ranks}
         assert {rank.lookup(names, **options) for rank in self.ranks} == {answer.chunks}
         return answer
 
@@ -69,8 +69,8 @@ class Side:
         parts = [rank.store(names, blocks, **options) for rank in self.ranks]
         return [StoreOutcome.together(chunk) for chunk in zip(*parts, strict=True)]
 
-    def restore(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> Restored:
-        return min(rank.restore(names, blocks, **options) for rank in self.ranks)
+    def restore(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> Loaded:
+        return min((rank.restore(names, blocks, **options) for rank in self.ranks), key=lambda one: one.chunks)
 
     def changed(self, act: Callable[[], object]) -> list[int]:
         """The blocks that differ after `act`."""
@@ -155,14 +155,14 @@ def tokens() -> list[int]:
 
 def test_what_is_stored_is_found_and_loaded_into_other_blocks(side: Side, tokens: list[int]) -> None:
     names = side.names(tokens)
-    assert side.survey(names) == Surveyed(0, 0, "never_stored")
+    assert side.survey(names) == Found(0, 0, "never_stored")
     side.compute(tokens)
     assert side.store(names) == [StoreOutcome.NEW] * 3
     assert side.store(names) == [StoreOutcome.BEFORE] * 3
-    assert side.survey(names) == Surveyed(3, 3)
+    assert side.survey(names) == Found(3, 3)
     assert side.changed(lambda: side.restore(names, ELSEWHERE)) == ELSEWHERE
     assert all(side.holds(tokens, block, index) for index, block in enumerate(ELSEWHERE))
-    assert side.restore(names, ELSEWHERE) == Restored(3, "none", TierChunks(pool=3))
+    assert side.restore(names, ELSEWHERE) == Loaded(3, "none", TierChunks(pool=3))
 
 
 def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
@@ -200,18 +200,18 @@ def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(sid
     side.compute(tokens)
     side.store(names)
     side.evict(names[1:2])
-    assert side.survey(names) == Surveyed(1, 1, "evicted")
-    assert side.survey(names, at_hand=2) == Surveyed(3, 3)
-    assert side.restore(names, ELSEWHERE) == Restored(1, "evicted", TierChunks(pool=1))
+    assert side.survey(names) == Found(1, 1, "evicted")
+    assert side.survey(names, at_hand=2) == Found(3, 3)
+    assert side.restore(names, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_what_is_at_hand_is_neither_asked_for_nor_lost(side: Side, tokens: list[int]) -> None:
     names = side.names(tokens)
-    assert side.survey(names, at_hand=3) == Surveyed(3, 3)
-    assert side.survey(names, at_hand=9) == Surveyed(3, 3)
-    assert side.survey(names, at_hand=-1) == Surveyed(0, 0, "never_stored")
-    assert side.survey([]) == Surveyed(0, 0)
-    assert side.survey(names, at_hand=2) == Surveyed(2, 2, "never_stored")
+    assert side.survey(names, at_hand=3) == Found(3, 3)
+    assert side.survey(names, at_hand=9) == Found(3, 3)
+    assert side.survey(names, at_hand=-1) == Found(0, 0, "never_stored")
+    assert side.survey([]) == Found(0, 0)
+    assert side.survey(names, at_hand=2) == Found(2, 2, "never_stored")
 
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK, 2 * PER_CHUNK + 1])

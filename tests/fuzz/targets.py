@@ -54,6 +54,7 @@ from pd_cache.decoding import UndecodableError
 from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found, Loaded
 from pd_cache.server import protocol
 from pd_cache.server.link import ClientLink, ServerLink
 from pd_cache.tiers import memory
@@ -98,9 +99,9 @@ _REQUESTS: tuple[protocol.Message, ...] = (
 _ANSWERS: tuple[protocol.Message, ...] = (
     protocol.Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
     protocol.Done(),
-    protocol.Found(3, 3),
+    Found(3, 3),
     protocol.Stored(b"\x00\x01\x02"),
-    protocol.Loaded(4),
+    Loaded(4),
     protocol.StatusReport("0.1", 1, 1e9, 1, 1, 1, 1, 1, True, "# nothing\n"),
     protocol.Refused("busy", "later"),
 )

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.engine import CacheEngine, CacheEngineBuilder, EngineGroups
-from pd_cache.groups import Surveyed
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.prompts import PromptCache
-from pd_cache.reasons import TierChunks
+from pd_cache.reasons import Found, Loaded, TierChunks
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from pd_cache.tiers.mooncake import MooncakeBackend
@@ -448,8 +447,8 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         groups = EngineGroups([engine])
-        assert groups.survey([b"c" * 16, b"b" * 16]) == Surveyed(2, 2, "none", FIRST), "the end of a prefix is enough"
-        assert groups.survey([b"a" * 16, b"c" * 16]) == Surveyed(1, 1, "never_stored", FIRST)
+        assert groups.survey([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
+        assert groups.survey([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
     finally:
         CacheEngineBuilder.destroy(instance)
 
@@ -461,30 +460,30 @@ def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool
     model = uuid.uuid4().hex
     with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
         names = storer.engine.name_chunks(tokens)
-        assert storer.engine.survey(names) == Surveyed(0, 0, "never_stored", FIRST)
+        assert storer.engine.survey(names) == Found(0, 0, "never_stored", FIRST)
         storer.compute(tokens, slots := [*range(LONG)])
         assert storer.store(tokens, slots) == 24
-        assert finder.engine.survey(names) == Surveyed(3, 3, "none", FIRST)
+        assert finder.engine.survey(names) == Found(3, 3, "none", FIRST)
         remove(storer, names[1:])
-        assert storer.engine.survey(names) == Surveyed(1, 1, "evicted", FIRST)
-        assert finder.engine.survey(names) == Surveyed(1, 1, "evicted", FIRST)
-        assert stranger.engine.survey(names) == Surveyed(1, 1, "never_stored", FIRST)
-        assert stranger.engine.survey(names, at_hand=3) == Surveyed(3, 3, "none")
+        assert storer.engine.survey(names) == Found(1, 1, "evicted", FIRST)
+        assert finder.engine.survey(names) == Found(1, 1, "evicted", FIRST)
+        assert stranger.engine.survey(names) == Found(1, 1, "never_stored", FIRST)
+        assert stranger.engine.survey(names, at_hand=3) == Found(3, 3, "none")
         restored = finder.engine.restore(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
-        assert restored == Restored(1, "evicted", TierChunks(pool=1))
+        assert restored == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_a_load_says_why_it_ended(node: Host, tokens: list[int], raw_client: Any) -> None:
     names, blocks = node.engine.name_chunks(tokens), [*range(3 * CHUNK // BLOCK)]
     node.compute(tokens, slots := [*range(LONG)])
     assert node.store(tokens, slots) == 24
-    assert node.engine.restore(names, blocks, kv_caches=node.cache) == Restored(3, "none", TierChunks(pool=3))
+    assert node.engine.restore(names, blocks, kv_caches=node.cache) == Loaded(3, "none", TierChunks(pool=3))
     late = node.engine.restore(names, blocks, kv_caches=node.cache, timeout=0.0)
     assert late.reason in ("deadline", "no_staging")
     victim = node.keys(tokens)[2]
     assert raw_client.upsert(victim, truncated(raw_client.get(victim))) == 0
     damaged = node.engine.restore(names, blocks, kv_caches=node.cache)
-    assert damaged == Restored(2, "damaged", TierChunks(pool=2))
+    assert damaged == Loaded(2, "damaged", TierChunks(pool=2))
 
 
 def test_a_load_says_which_tiers_it_read(pool: Pool, tokens: list[int]) -> None:
@@ -499,7 +498,7 @@ def test_a_load_says_which_tiers_it_read(pool: Pool, tokens: list[int]) -> None:
             pool=1
         )
         promoted = other.engine.restore(names, blocks, kv_caches=other.cache)
-        assert promoted == Restored(3, "none", TierChunks(memory=1, pool=2))
+        assert promoted == Loaded(3, "none", TierChunks(memory=1, pool=2))
 
 
 def remove(node: Host, names: list[bytes]) -> None:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
-from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found
 from transfer.errors import Status
 
 
@@ -77,9 +78,9 @@ def test_answers_that_are_no_whole_chunks_are_refused() -> None:
 def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:
     groups = LayerGroups([group(0), group(2, layers="1")])
     full, window = [True] * 5, [False, True, True, False, True]
-    assert groups.reach(full + window) == Surveyed(3, 5)
-    assert groups.reach([True, False, True, True, True, *window]) == Surveyed(0, 1)
-    assert groups.reach([True] * 5 + [True, False, False, False, False]) == Surveyed(1, 5), (
+    assert groups.reach(full + window) == Found(3, 5)
+    assert groups.reach([True, False, True, True, True, *window]) == Found(0, 1)
+    assert groups.reach([True] * 5 + [True, False, False, False, False]) == Found(1, 5), (
         "what is shorter than the window"
     )
     assert groups.needed(0, 5) == [range(5), range(3, 5)]
@@ -88,11 +89,11 @@ def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:
 
 def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_before_it() -> None:
     groups = LayerGroups([group(0), group(0, layers="1", ahead=1)])
-    assert groups.reach([True] * 5 + [False, True, True, True, True]) == Surveyed(4, 4)
-    assert groups.reach([True] * 5 + [True] * 5) == Surveyed(4, 4), "whether or not something has the first name"
-    assert groups.reach([True] * 3 + [False] * 2 + [False, True, True, True, True]) == Surveyed(3, 3)
-    assert groups.reach([True] * 5 + [False, True, False, True, True]) == Surveyed(1, 1)
-    assert groups.reach([True, False]) == Surveyed(0, 0)
+    assert groups.reach([True] * 5 + [False, True, True, True, True]) == Found(4, 4)
+    assert groups.reach([True] * 5 + [True] * 5) == Found(4, 4), "whether or not something has the first name"
+    assert groups.reach([True] * 3 + [False] * 2 + [False, True, True, True, True]) == Found(3, 3)
+    assert groups.reach([True] * 5 + [False, True, False, True, True]) == Found(1, 1)
+    assert groups.reach([True, False]) == Found(0, 0)
     assert groups.needed(0, 4) == [range(4), range(1, 5)]
     assert groups.needed(3, 4) == [range(3, 4), range(4, 5)]
 
@@ -108,8 +109,8 @@ def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> N
 
 
 def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:
-    assert LayerGroups([group(1)]).reach([False, True, False, False]) == Surveyed(2, 2)
-    assert LayerGroups([group(1)]).reach([False, False]) == Surveyed(0, 0)
+    assert LayerGroups([group(1)]).reach([False, True, False, False]) == Found(2, 2)
+    assert LayerGroups([group(1)]).reach([False, False]) == Found(0, 0)
 
 
 @given(st.data())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
 import pytest
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.config import CacheConfig
-from pd_cache.groups import LayerGroups, Surveyed
+from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import MEANINGS, ChunkHistory, MissReason, miss_reason, worst_reason
+from pd_cache.reasons import MEANINGS, ChunkHistory, Found, MissReason, miss_reason, worst_reason
 from pd_cache.tiers.memory import Damage
 from pd_cache.versions import FIRST
 from transfer.errors import Status
@@ -34,9 +35,9 @@ def database(tail: int = 0, ahead: int = 0, layers: str = "0", shards: int = 1) 
     return ChunkedTokenDatabase(metadata.namespace(CacheConfig(chunk_size=8)))
 
 
-def find(lookup: PrefixLookup, statuses: list[Status], at_hand: int = 0) -> Surveyed:
+def find(lookup: PrefixLookup, statuses: list[Status], at_hand: int = 0) -> Found:
     """Without the epoch, which is always the first."""
-    return lookup.judge(NAMES, at_hand, statuses, FIRST)._replace(epoch=None)
+    return msgspec.structs.replace(lookup.judge(NAMES, at_hand, statuses, FIRST), epoch=None)
 
 
 def test_every_reason_is_explained() -> None:
@@ -94,36 +95,36 @@ def test_a_full_history_forgets_and_never_grows() -> None:
 @pytest.mark.parametrize(
     ("statuses", "expected"),
     [
-        ([OK, OK, OK, OK], Surveyed(4, 4)),
-        ([OK, OK, MISSING, OK], Surveyed(2, 2, "missing")),
-        ([OK, DOWN, MISSING, MISSING], Surveyed(1, 1, "pool_down")),
-        ([MISSING, DOWN, DOWN, DOWN], Surveyed(0, 0, "missing")),
+        ([OK, OK, OK, OK], Found(4, 4)),
+        ([OK, OK, MISSING, OK], Found(2, 2, "missing")),
+        ([OK, DOWN, MISSING, MISSING], Found(1, 1, "pool_down")),
+        ([MISSING, DOWN, DOWN, DOWN], Found(0, 0, "missing")),
     ],
 )
-def test_the_first_chunk_that_is_not_there_gives_the_reason(statuses: list[Status], expected: Surveyed) -> None:
+def test_the_first_chunk_that_is_not_there_gives_the_reason(statuses: list[Status], expected: Found) -> None:
     assert find(PrefixLookup(LayerGroups([database()]), CacheMetrics()), statuses) == expected
 
 
 def test_the_reason_is_that_of_any_shard_of_the_chunk() -> None:
     lookup = PrefixLookup(LayerGroups([database(shards=2)]), CacheMetrics())
-    assert find(lookup, [OK, OK, OK, DOWN, OK, OK, MISSING, MISSING]) == Surveyed(1, 1, "pool_down")
+    assert find(lookup, [OK, OK, OK, DOWN, OK, OK, MISSING, MISSING]) == Found(1, 1, "pool_down")
 
 
 def test_chunks_that_were_found_once_count_as_evicted_when_they_are_gone() -> None:
     lookup = PrefixLookup(LayerGroups([database()]), CacheMetrics(), ChunkHistory())
-    assert find(lookup, [OK, OK, MISSING, MISSING]) == Surveyed(2, 2, "never_stored")
-    assert find(lookup, [OK, MISSING, MISSING, MISSING]) == Surveyed(1, 1, "evicted")
-    assert find(lookup, [MISSING, MISSING], at_hand=2) == Surveyed(2, 2, "never_stored")
+    assert find(lookup, [OK, OK, MISSING, MISSING]) == Found(2, 2, "never_stored")
+    assert find(lookup, [OK, MISSING, MISSING, MISSING]) == Found(1, 1, "evicted")
+    assert find(lookup, [MISSING, MISSING], at_hand=2) == Found(2, 2, "never_stored")
 
 
 def test_a_prefix_that_only_lacks_its_window_says_so() -> None:
     lookup = PrefixLookup(LayerGroups([database(), database(tail=1, layers="1")]), CacheMetrics(), ChunkHistory())
-    assert find(lookup, [OK] * 4 + [MISSING, OK, MISSING, MISSING]) == Surveyed(2, 4, "no_tail")
-    assert find(lookup, [OK] * 4 + [MISSING, OK, DOWN, DOWN]) == Surveyed(2, 4, "pool_down")
-    assert find(lookup, [OK] * 2 + [MISSING] * 2 + [OK] * 2 + [MISSING] * 2) == Surveyed(2, 2, "evicted")
+    assert find(lookup, [OK] * 4 + [MISSING, OK, MISSING, MISSING]) == Found(2, 4, "no_tail")
+    assert find(lookup, [OK] * 4 + [MISSING, OK, DOWN, DOWN]) == Found(2, 4, "pool_down")
+    assert find(lookup, [OK] * 2 + [MISSING] * 2 + [OK] * 2 + [MISSING] * 2) == Found(2, 2, "evicted")
 
 
 def test_a_group_that_is_ahead_lacks_nothing_at_the_end() -> None:
     lookup = PrefixLookup(LayerGroups([database(), database(ahead=1, layers="1")]), CacheMetrics())
-    assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Surveyed(3, 3)
-    assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Surveyed(2, 2, "missing")
+    assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Found(3, 3)
+    assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Found(2, 2, "missing")

@@ -20,8 +20,8 @@ from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.errors import CacheServerError, RefusedError
-from pd_cache.groups import Surveyed
 from pd_cache.layout import PageKind, shard_tensors
+from pd_cache.reasons import Found
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_welcome
@@ -327,14 +327,14 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
         wait_available(server)
         before = server.sessions.pinned
         assert workers["full"].store(names, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-        assert scheduler.begin_lookup(names).survey() == Surveyed(0, 5, "no_tail", FIRST)
+        assert scheduler.begin_lookup(names).survey() == Found(0, 5, "no_tail", FIRST)
         end = [-1, *range(1, 2 * PER_CHUNK)]
         assert workers["window"].store(names[2:4], end) == [StoreOutcome.NEW] * 2
         with pytest.raises(ValueError, match="blocks must lie"):
             workers["full"].store(names[:2], end)
-        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 5, "no_tail", FIRST)
+        assert scheduler.begin_lookup(names, session="a").survey() == Found(4, 5, "no_tail", FIRST)
         assert server.sessions.pinned == before + 4 + 2 * 3
-        assert scheduler.begin_lookup(names, at_hand=3).survey() == Surveyed(4, 5, "no_tail", FIRST)
+        assert scheduler.begin_lookup(names, at_hand=3).survey() == Found(4, 5, "no_tail", FIRST)
         into = range(20, 20 + 4 * PER_CHUNK)
         assert workers["full"].retrieve(names[:4], into, session="a") == 4
         assert server.sessions.pinned == before + 2 * 3
@@ -368,10 +368,10 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         assert scheduler.begin_lookup(names).survey().chunks == 0
         assert workers[1].store(names[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
         before = server.sessions.pinned
-        assert scheduler.begin_lookup(names, session="a").survey() == Surveyed(4, 4, "none", FIRST)
+        assert scheduler.begin_lookup(names, session="a").survey() == Found(4, 4, "none", FIRST)
         assert server.sessions.pinned == before + 4 + 4
-        assert scheduler.begin_lookup(names, at_hand=2).survey() == Surveyed(4, 4, "none", FIRST)
-        assert scheduler.begin_lookup(names[:3]).survey() == Surveyed(2, 2, "none", FIRST)
+        assert scheduler.begin_lookup(names, at_hand=2).survey() == Found(4, 4, "none", FIRST)
+        assert scheduler.begin_lookup(names[:3]).survey() == Found(2, 2, "none", FIRST)
         assert workers[1].retrieve(names[1:], range(4 * PER_CHUNK), session="a") == 4
 
 

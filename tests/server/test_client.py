@@ -18,9 +18,10 @@ from pd_cache.config import CacheConfig
 from pd_cache.errors import RefusedError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.client import ServerCache, ServerLookupClient
 from pd_cache.server.connection import ServerConnection
-from pd_cache.server.protocol import Answer, EngineIdentity, Loaded, Retrieve, Store, Stored
+from pd_cache.server.protocol import Answer, EngineIdentity, Retrieve, Store, Stored
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
@@ -121,7 +122,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         answer = one.move(Store, WHOLE, names)
         assert isinstance(answer, Stored)
         assert answer.stored == 3
-        assert one.move(Retrieve, WHOLE, names) == Loaded(3, pool=3)
+        assert one.move(Retrieve, WHOLE, names) == Loaded(3, tiers=TierChunks(pool=3))
         assert other.move(Retrieve, WHOLE, names) == Loaded(0, "never_stored"), "the same names mean other chunks"
 
 

@@ -16,6 +16,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cache.reasons import Found, Loaded
 from pd_cache.server import protocol
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import (
@@ -24,10 +25,8 @@ from pd_cache.server.protocol import (
     CudaStorage,
     Done,
     EndSession,
-    Found,
     FrameError,
     Hello,
-    Loaded,
     Lookup,
     Refused,
     Register,

@@ -21,11 +21,11 @@ import torch
 import yaml
 
 from bench.lib.model import write_model
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
-from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found, Loaded
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
@@ -88,7 +88,7 @@ class FailingCache:
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
-    def restore(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Restored:
+    def restore(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Loaded:
         history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
@@ -104,7 +104,7 @@ class FailingCache:
         for layer in range(LAYERS):
             time.sleep(rng.choice([0, 0, 0.001]))
             if layer >= damaged and why == "deadline":
-                return Restored(0, "deadline")
+                return Loaded(0, "deadline")
             if layer >= damaged and why == "error":
                 raise RuntimeError("this load fails")
             for at, chunk in enumerate(chunks):
@@ -115,9 +115,9 @@ class FailingCache:
                         history.pages[layer, block] = chunk[layer, place * BLOCK : (place + 1) * BLOCK]
         with history.lock:
             if epoch != history.epoch:
-                return Restored(0, "reset")
+                return Loaded(0, "reset")
         history.loaded += good == len(names)
-        return Restored(good, "none" if good == len(names) else "damaged")
+        return Loaded(good, "none" if good == len(names) else "damaged")
 
 
 class RandomLookups(LookupClient):
@@ -131,13 +131,13 @@ class RandomLookups(LookupClient):
     def available(self) -> bool:
         return True
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
         history = self._history
         with history.lock:
             found = next((at for at in range(at_hand, len(names)) if names[at] not in history.pool), len(names))
             if history.rng.random() < 0.1:
                 found = history.rng.randint(at_hand, found)
-            return Surveyed(found, found, "none" if found == len(names) else "never_stored", history.epoch)
+            return Found(found, found, "none" if found == len(names) else "never_stored", history.epoch)
 
     def stored(self, names: Sequence[bytes]) -> None:
         pass

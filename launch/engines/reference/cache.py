@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from pd_cache.blocks import BlockCache, Restored, StoreOutcome
+from pd_cache.blocks import BlockCache, StoreOutcome
 from pd_cache.chunks import salt_keys
-from pd_cache.reasons import MissReason, RequestReport, TierChunks
+from pd_cache.reasons import Loaded, MissReason, RequestReport, TierChunks
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import UNKNOWN
@@ -179,7 +179,7 @@ class PrefixCache:
         if cancelled.is_set():
             return LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")
         wanted = min(int(found.chunks), len(prefix.names))
-        restored = Restored(0)
+        restored = Loaded(0)
         if wanted > 0:
             with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * self.chunk_size) as span:
                 restored = cache.restore(

@@ -12,9 +12,8 @@ from aiohttp import web
 
 from launch.proxy.direct import DirectRule, Pool
 from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
-from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
-from pd_cache.reasons import MissReason
+from pd_cache.reasons import Found, MissReason
 from tests.support.proxy import (
     NAMESPACE,
     Behaviour,
@@ -43,16 +42,16 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return True
 
-    def survey(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Surveyed:
+    def survey(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
         self.asked.append(names)
         self.gate.wait(60)
         chunks = self.found // NAMESPACE.chunk_size
-        return Surveyed(chunks, chunks, "none" if chunks >= len(names) else self.reason)
+        return Found(chunks, chunks, "none" if chunks >= len(names) else self.reason)
 
     def reset(self) -> str | None:
         raise AssertionError("a proxy resets nothing")
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Found:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -12,10 +12,9 @@ import msgspec
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.groups import Surveyed
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import MissReason, RequestReport
+from pd_cache.reasons import Found, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
@@ -182,7 +181,7 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return self.here
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Surveyed:
+    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Found:
         self.asked.append(at_hand)
         if not self.here:
             raise ConnectionError("the server is lost")
@@ -190,7 +189,7 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Surveyed(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch)
+        return Found(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch)
 
     def stored(self, names: Any) -> None:
         self.noted |= set(names)

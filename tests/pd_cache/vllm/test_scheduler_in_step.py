@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import Loaded
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import (
     BLOCK,
@@ -26,7 +27,7 @@ def test_what_is_computed_behind_a_load_of_the_same_step_is_stored_when_the_load
     assert [op.in_step for op in step.loads] == [True]
     assert step.stores == []
     request.num_computed_tokens += 2 * CHUNK + 3
-    scene.side.take_report(StepReport(loads={"a": Restored(1)}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(1)}))
     (store,) = scene.step(a=1).stores
     assert store.chunks.names == scene.names(request)[1:]
 
@@ -60,7 +61,7 @@ def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is
     assert [name for op in stores for name in op.chunks.names] == scene.names(request)[:1], "what vLLM had at hand"
     if not aborted:
         request.num_computed_tokens, request.num_in_flight_tokens = CHUNK + BLOCK, 0
-        scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(0, "evicted")}))
+        scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "evicted")}))
         (again,) = scene.step(a=2 * CHUNK - BLOCK).stores
         assert again.chunks.names == scene.names(request)
 
@@ -94,14 +95,14 @@ def test_no_other_request_can_share_blocks_before_the_load_of_their_step_is_know
     one = Sharing()
     assert one.cached == []
     one.computed(len(PROMPT))
-    one.scene.side.take_report(StepReport(loads={"a": Restored(1)}))
+    one.scene.side.take_report(StepReport(loads={"a": Loaded(1)}))
     assert one.cached == [10, 11, 12, 13, 14, 15]
 
 
 def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_again() -> None:
     one = Sharing()
     one.computed(BLOCK)  # the first block was good
-    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(0, "damaged")}))
+    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "damaged")}))
     assert one.cached == [10]
     one.request.num_computed_tokens = CHUNK + BLOCK
     one.scene.step(a=CHUNK)
@@ -111,7 +112,7 @@ def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_ag
 def test_blocks_stay_hidden_while_none_of_them_is_known_to_be_good() -> None:
     one = Sharing()
     one.computed(0)
-    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Restored(0, "damaged")}))
+    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "damaged")}))
     assert one.cached == []
     one.request.num_computed_tokens = 2 * CHUNK
     one.scene.step(a=CHUNK)
@@ -137,7 +138,7 @@ def test_blocks_of_a_request_that_was_preempted_are_not_taken_for_those_that_it_
     one.scene.manager.free(one.request)
     one.scene.manager.allocate(one.request, 30)
     one.computed(len(PROMPT))
-    one.scene.side.take_report(StepReport(loads={"a": Restored(1)}))
+    one.scene.side.take_report(StepReport(loads={"a": Loaded(1)}))
     assert one.cached == []
 
 
@@ -145,7 +146,7 @@ def test_a_new_epoch_leaves_no_block_of_the_old_one_in_vllms_own_cache() -> None
     one = Sharing()
     assert one.scene.side.reset()
     one.computed(len(PROMPT))
-    one.scene.side.take_report(StepReport(loads={"a": Restored(1)}))
+    one.scene.side.take_report(StepReport(loads={"a": Loaded(1)}))
     assert one.cached == []
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import Loaded
 from pd_cache.tracing import SpanKind, TraceSpan, Tracing
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene, announced, hit
@@ -75,7 +76,7 @@ def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context(scene: 
     hit(scene, request, 2)
     scene.step()
     assert recorder.told() == [("lookup", [""]), ("load", [])]
-    scene.side.take_report(StepReport(loads={"a": Restored(2)}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(2)}))
     request.num_computed_tokens = 2 * CHUNK
     (store,) = scene.step(a=CHUNK + 3).stores
     assert recorder.told() == [("lookup", [""]), ("load", [""]), ("store", [])]
@@ -118,7 +119,7 @@ def test_a_request_that_ends_in_its_lookup_or_its_load_ends_their_spans(scene: S
 def test_a_load_that_fails_is_a_failed_span(scene: Scene, recorder: Recorder) -> None:
     hit(scene, traced(PROMPT), 2)
     scene.step()
-    scene.side.take_report(StepReport(loads={"a": Restored(1, "transfer_failed")}, failed_loads={"a"}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(1, "transfer_failed")}, failed_loads={"a"}))
     load = recorder.spans[-1]
     assert (load.name, load.ends, load.noted["reason"]) == ("load", ["failed"], "transfer_failed")
 

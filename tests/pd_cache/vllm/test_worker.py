@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Loaded
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import EndedLoads, WorkerSide
 from tests.pd_cache.vllm.histories import Clock
@@ -40,9 +41,9 @@ class Cache:
             raise self.loads
         return self.loads
 
-    def restore(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Restored:
+    def restore(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Loaded:
         loaded = self.retrieve(names, blocks, session=session, timeout=timeout)
-        return Restored(loaded, "none" if loaded == len(names) else "evicted")
+        return Loaded(loaded, "none" if loaded == len(names) else "evicted")
 
     def store(self, names: Any, blocks: Any, *, after: Any, epoch: str) -> list[StoreOutcome]:
         self.calls.append(("store", after))
@@ -119,7 +120,7 @@ def test_a_load_is_reported_once_and_whole(make: Any, cache: Cache) -> None:
     side.start(Step(loads=[load("a")]))
     assert finished(side, "a") == set()
     assert side.take_loads(Step(), set()).finished == set()
-    assert reported(side) == StepReport(loads={"a": Restored(3)})
+    assert reported(side) == StepReport(loads={"a": Loaded(3)})
     assert side.take_report() is None
     assert cache.calls == [("a", 5.0)]
 
@@ -129,7 +130,7 @@ def test_the_blocks_of_chunks_that_were_not_loaded_are_bad(make: Any, cache: Cac
     side = make()
     side.start(Step(loads=[load("a", [-1, 11, 12, 13, 14, 15])]))
     assert finished(side, "a") == {12, 13, 14, 15}
-    assert reported(side) == StepReport(failed_loads={"a"}, loads={"a": Restored(1, "evicted")})
+    assert reported(side) == StepReport(failed_loads={"a"}, loads={"a": Loaded(1, "evicted")})
 
 
 def test_a_rank_without_layers_of_a_group_loads_the_others_and_reports_stores_at_once(

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pd_cache.blocks import Restored, StoreOutcome
+from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import ChunkNamer
-from pd_cache.groups import Surveyed
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Found, Loaded
 from tests.support.waiting import PATIENCE_S
 
 
@@ -55,13 +55,13 @@ class FakeCache:
                 tensor[place] = kept
         return len(names)
 
-    def survey(self, names, *, session="") -> Surveyed:
+    def survey(self, names, *, session="") -> Found:
         found = self.lookup(names, session=session)
-        return Surveyed(found, found, "none" if found == len(names) else "never_stored")
+        return Found(found, found, "none" if found == len(names) else "never_stored")
 
-    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Restored:
+    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
         loaded = self.retrieve(names, blocks, kv_caches=kv_caches, session=session)
-        return Restored(loaded, "none" if loaded == len(names) else "evicted")
+        return Loaded(loaded, "none" if loaded == len(names) else "evicted")
 
     def store(self, names, blocks, *, kv_caches, epoch) -> list[StoreOutcome]:
         assert epoch == self.epoch
