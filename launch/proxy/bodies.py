@@ -2,17 +2,12 @@
 
 Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
 Python numbers and back, and no number changes its spelling.
-
-A prompt's tokens, which nodes may get in place of its text, are those that a decode node returns, and what it returns may be wrong. So they are
-used only if it is the model's only decode node: then it can spoil no prompt but those that it answers itself. Prefill nodes get them if their
-namespace is the same. Nodes of one namespace share the KV of equal tokens, although their tokenizers may differ: a namespace covers the
-weights, not the tokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import http_exceptions, web
@@ -101,49 +96,6 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
 
 
-BESIDE_TOKENS = frozenset(
-    (
-        *("model", "prompt", "cache_salt", "max_tokens", "min_tokens", "n", "stream", "stream_options"),
-        *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "bad_words", "allowed_token_ids"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("response_format", "structured_outputs"),
-        *("logprobs", "skip_special_tokens", "spaces_between_special_tokens"),
-        *("return_token_ids", "return_tokens_as_token_ids"),
-        *("user", "metadata", "service_tier", "store", "priority", "request_id", "session_id"),
-    )
-)
-"""Fields with which vLLM and the reference engine answer the same to a prompt's tokens as to its text. With any other field, known or not,
-nodes get the text: `echo` repeats it (from tokens vLLM would make another one), `suffix` needs it, `prompt_logprobs` describes it, and
-`add_special_tokens` and `truncate_prompt_tokens` change which tokens it makes."""
-
-
-class PromptTokens(NamedTuple):
-    """What a node's `/tokenize` returned for a prompt."""
-
-    node: str
-    """The node's URL."""
-    fingerprint: str
-    """That of the node's namespace when it was asked."""
-    json: bytes
-    """The token ids as JSON."""
-
-
-class HopBody(NamedTuple):
-    """What the nodes of a hop get: the client's text, or the same request with the prompt's tokens."""
-
-    text: bytes
-    tokens: bytes | None = None
-    node: str = ""
-    """The URL of the node that returned the tokens."""
-    fingerprint: str = ""
-    """That of its namespace then."""
-
-    def tokens_for(self, hop: Literal["prefill", "decode"], node: str, fingerprint: str | None) -> bytes | None:
-        """Returns the request with tokens if this node, whose namespace has this fingerprint now, may get it."""
-        return self.tokens if fingerprint == self.fingerprint and (hop == "prefill" or node == self.node) else None
-
-
 _TRANSFER = "kv_transfer_params"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
@@ -229,8 +181,6 @@ class Completion:
         if len(self._fields) > _MOST_FIELDS:
             raise _too_many_fields()
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
-        self.tokens: PromptTokens | None = None
-        """The prompt's, if nodes may get them in place of its text."""
         self._chat = prompt == "messages"
         self._field = prompt
         if prompt not in self._fields or self._fields[prompt] == _NULL:
@@ -268,14 +218,6 @@ class Completion:
         except UndecodableError:
             return False
 
-    def takes_tokens(self) -> bool:
-        """Returns whether nodes give the same answer to the prompt's tokens as to the prompt: it is one text, and no field of the request
-        needs the text. The routing always sees the text."""
-        if self._chat or self._prompt[:1] != b'"':
-            return False
-        others = (item for item in self._fields.items() if item[0] not in BESIDE_TOKENS)
-        return all(_says_nothing(name, raw) for name, raw in others)
-
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
         if not is_token_ids(self._prompt):
@@ -300,18 +242,17 @@ class Completion:
         """Returns the body for a node's `/tokenize`."""
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
-    def for_prefill(self, tokens: bytes | None = None) -> bytes:
-        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node. `tokens`: the JSON of
-        the token ids that it gets as the prompt."""
+    def for_prefill(self) -> bytes:
+        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
         fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: _REMOTE_DECODE}
-        return _encode(fields, tokens)
+        return msgspec.json.encode(fields)
 
-    def for_decode(self, handoff: HandedOver | None, tokens: bytes | None = None) -> bytes:
-        """Returns the client's body, with what the prefill node handed over, and with `tokens` as in `for_prefill`."""
-        return _encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})}, tokens)
+    def for_decode(self, handoff: HandedOver | None) -> bytes:
+        """Returns the client's body, with what the prefill node handed over."""
+        return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
 
 
 def _check_fields(body: bytes) -> None:
@@ -332,30 +273,13 @@ def _too_many_fields() -> ApiError:
     return ApiError(400, f"The body has more than {_MOST_FIELDS} fields", code="too_many_fields")
 
 
-def _says_nothing(name: str, raw: msgspec.Raw) -> bool:
-    value = bytes(raw) if len(memoryview(raw)) <= len(b"false") else b""
-    return value == b"null" or (name, value) == ("echo", b"false")
-
-
-def _encode(fields: dict[str, msgspec.Raw], tokens: bytes | None) -> bytes:
-    return msgspec.json.encode(fields if tokens is None else {**fields, "prompt": msgspec.Raw(tokens)})
-
-
 class _Tokenized(msgspec.Struct, frozen=True):
-    tokens: msgspec.Raw
+    tokens: list[_Token]
 
 
-class Tokenized(NamedTuple):
-    """A prompt's token ids."""
-
-    ids: list[int]
-    json: bytes
-
-
-def read_tokens(answer: bytes) -> Tokenized:
+def read_tokens(answer: bytes) -> list[int]:
     """Reads the answer of a node's `/tokenize`. Raises ValueError for anything else."""
-    raw = bytes(decode_json(answer, _Tokenized).tokens)  # a copy, so that the answer is not kept
-    return Tokenized(decode_json(raw, list[_Token]), raw)
+    return decode_json(answer, _Tokenized).tokens
 
 
 class _Models(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from launch.proxy.answers import ApiError, ClientGone, Refusal, overloaded, passed_on
-from launch.proxy.bodies import Completion, HandedOver, HopBody, PromptTokens, read_handoff, read_tokens
+from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_tokens
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.exchange import ID_HEADER, Exchange, NodeClient
 from launch.proxy.metrics import AnswerEnd, ProxyMetrics, RecentTrips, read_report
@@ -38,8 +38,6 @@ _MAX_ANSWER = 4 << 20
 """The most bytes of a prefill node's answer."""
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
-_REFUSED = (400, 413, 422)
-"""Statuses of a refusal that may have to do with the form of the prompt."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 
@@ -84,7 +82,7 @@ class Completions:
             if exchange.nodes:
                 self.trips.note(exchange.id, exchange.trip())
 
-    async def _prepare(self, exchange: Exchange, body: bytes) -> HopBody | Refusal:
+    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes = len(body)
@@ -95,13 +93,13 @@ class Completions:
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            why, named = await self._judge(exchange, completion, prompt, nbytes)
+            why, named = await self._judge(exchange, completion, prompt)
             span.note(direct=why or "")
         if why is not None:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
             prompt = prompt._replace(named=named)
-            answer = await self._prefill(exchange, await self._body(completion, nbytes, completion.for_prefill), prompt)
+            answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
                 return answer
@@ -110,10 +108,10 @@ class Completions:
         else:
             result = "no_prefill_nodes"
         self._metrics.handoffs.labels(result).inc()
-        return await self._body(completion, nbytes, lambda tokens: completion.for_decode(handoff, tokens))
+        return await self._computed(nbytes, lambda: completion.for_decode(handoff))
 
     async def _judge(
-        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, nbytes: int
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt
     ) -> tuple[Why | None, NamedPrompt | None]:
         """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known."""
         direct = self._direct
@@ -128,7 +126,7 @@ class Completions:
             async with asyncio.timeout(direct.timeout_s):
                 tokens = completion.token_ids()
                 if tokens is None:
-                    tokens = await self._tokenize(exchange, completion, nbytes)
+                    tokens = await self._tokenize(exchange, completion)
                 if tokens is None or (why := direct.why(len(tokens))) is not None:
                     return why, None
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
@@ -140,13 +138,6 @@ class Completions:
             return None, named
         return direct.why(len(tokens), named.pool_tokens), named
 
-    async def _body(self, completion: Completion, nbytes: int, encode: Callable[[bytes | None], bytes]) -> HopBody:
-        text = await self._computed(nbytes, lambda: encode(None))
-        if (tokens := completion.tokens) is None:
-            return HopBody(text)
-        with_tokens = await self._computed(nbytes + len(tokens.json), lambda: encode(tokens.json))
-        return HopBody(text, with_tokens, tokens.node, tokens.fingerprint)
-
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
         """Returns what the function returns. For a large body, it runs on another thread, one at a time, so that other requests go on."""
         if nbytes < _LARGE:
@@ -154,19 +145,9 @@ class Completions:
         async with self._large:
             return await asyncio.to_thread(function)
 
-    async def _ask(self, exchange: Exchange, hop: Hop, node: str, body: HopBody) -> aiohttp.ClientResponse:
-        """Returns the answer of a node that gets the prompt's tokens if it may, otherwise the text. Raises HopError if none came."""
-        tokens = body.tokens_for(hop, node, self._node_pools.fingerprint(node))
-        if tokens is not None:
-            answer = await self._nodes.send(exchange, hop, node, "POST", tokens)
-            if answer.status not in _REFUSED:
-                return answer
-            answer.close()  # a refusal must be one of what the client wrote
-        return await self._nodes.send(exchange, hop, node, "POST", body.text)
-
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: Exchange, body: HopBody, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
         """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
         until = time.monotonic() + self._prefill_timeout_s
         pool = self._pools["prefill"]
@@ -187,8 +168,8 @@ class Completions:
                 return answer
         return None
 
-    async def _prefill_at(self, exchange: Exchange, node: str, body: HopBody) -> Refusal | HandedOver:
-        answer = await self._ask(exchange, "prefill", node, body)
+    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | HandedOver:
+        answer = await self._nodes.send(exchange, "prefill", node, "POST", body)
         try:
             await check_status(answer)
             if answer.status >= 400:
@@ -205,7 +186,7 @@ class Completions:
 
     # --- the decode hop ------------------------------------------------------------------------------------------
 
-    async def _decode(self, exchange: Exchange, body: HopBody) -> web.StreamResponse:
+    async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         pool = self._pools["decode"]
         attempts = Attempts(pool, exchange.trial, model=exchange.model)
         failures: list[HopError] = []
@@ -214,7 +195,7 @@ class Completions:
             try:
                 with pool.working(node), exchange.hop_span("decode", node) as span:
                     try:
-                        answer = await self._ask(exchange, "decode", node, body)
+                        answer = await self._nodes.send(exchange, "decode", node, "POST", body)
                         await check_status(answer)
                         first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
@@ -226,7 +207,7 @@ class Completions:
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     exchange.first_byte_s = time.monotonic() - exchange.started
                     self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
-                    body = HopBody(b"")
+                    body = b""
                     exchange.share.give_back()
                     return await self._relay(exchange, node, answer, first)
             finally:
@@ -285,29 +266,19 @@ class Completions:
 
     # --- a text's tokens -----------------------------------------------------------------------------------------
 
-    async def _tokenize(self, exchange: Exchange, completion: Completion, nbytes: int) -> list[int] | None:
-        """Returns a prompt's token ids from a decode node, or None if there are none to be had. Nodes may get them, too, if this is
-        the only decode node, and if the client's share of the memory has room for a second body."""
+    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
+        """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
         now = time.monotonic()
         node = self._pools["decode"].out_of_turn(now, exchange.model)
         if node is None or now < self._tokenize_after:
             return None
-        fingerprint = self._node_pools.fingerprint(node)
         try:
             answer = await self._nodes.post(exchange, f"{node}/tokenize", completion.for_tokenize())
             try:
                 if answer.status == 200:
                     tokens = read_tokens(await read_all(answer, LARGEST_BODY))
                     self._slow_to_tokenize = 0
-                    alone = self._pools["decode"].count(exchange.model) == 1
-                    if (
-                        fingerprint
-                        and alone
-                        and completion.takes_tokens()
-                        and exchange.share.grow(nbytes // 2 + len(tokens.json))
-                    ):
-                        completion.tokens = PromptTokens(node, fingerprint, tokens.json)
-                    return tokens.ids
+                    return tokens
                 if answer.status in (400, 422) or answer.status >= 500:
                     return None  # this prompt's own fault, or possibly so
                 raise HopError("error", f"status {answer.status}")

@@ -196,7 +196,6 @@ class NodePools:
         self._master = master or (lambda view: None)
         self._view = View(())
         self._told: dict[str, About] = {}
-        self._fingerprints: dict[str, str | None] = {}
         self._differences: dict[str, str] = {}
         self._seen: dict[str, float] = {}
         """For each model, when a node was last known to serve it."""
@@ -218,10 +217,6 @@ class NodePools:
         if self._told.get(url, About()) != told:
             self._told[url] = told
             self._compare()
-
-    def fingerprint(self, url: str) -> str | None:
-        """Returns the fingerprint of a node's namespace; None if the node does not say it."""
-        return self._fingerprints.get(url)
 
     def served(self, model: str | None, now: float) -> str | None:
         """Returns the model that a node must serve to be asked, or None if every node may be asked.
@@ -258,7 +253,6 @@ class NodePools:
         records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
-        self._fingerprints = {record.address.rstrip("/"): record.fingerprint for record in records}
         prefill = self.pools["prefill"]
         prefill.know(self.caches.update(one for one in records if one.role == "prefill"))
         self._direct.wants_names = self.caches.following
