@@ -67,7 +67,7 @@ class Completions:
         self._tokenize_after = 0.0
         """The time until which no node is asked for tokens."""
         self._slow_to_tokenize = 0
-        """For how many texts in a row the tokens did not come in time."""
+        """How many judgements of texts in a row took too long."""
 
     async def serve(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         """Answers the request. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
@@ -130,7 +130,13 @@ class Completions:
                 if tokens is None or (why := direct.why(len(tokens))) is not None:
                     return why, None
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
-        except (TimeoutError, ValueError):
+        except TimeoutError:
+            self._slow_to_tokenize += 1  # once may be that text's own fault
+            if self._slow_to_tokenize == _MOST_SLOW:
+                self._slow_to_tokenize = 0
+                self._tokenize_after = time.monotonic() + _NO_TOKENIZE_S
+            return None, None
+        except ValueError:
             return None, None
         finally:
             self._judging -= 1
@@ -284,13 +290,6 @@ class Completions:
                 raise HopError("error", f"status {answer.status}")
             finally:
                 answer.close()
-        except asyncio.CancelledError:
-            if exchange.request.transport is not None:  # the node was too slow; otherwise the client went away
-                self._slow_to_tokenize += 1  # once may be that text's own fault
-                if self._slow_to_tokenize == _MOST_SLOW:
-                    self._slow_to_tokenize = 0
-                    self._tokenize_after = now + _NO_TOKENIZE_S
-            raise
         except (HopError, ValueError) as error:
             self._tokenize_after = now + _NO_TOKENIZE_S
             log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)

@@ -43,8 +43,6 @@ from pd_cache.events import (
     short_hash,
 )
 
-_MOST_MEDIA = 4
-_MOST_GROUPS = 64
 _MOST_UNDER_WAY = 1 << 20
 _LARGEST = 4 << 20
 """The most bytes of a query: enough for a quarter of a million tokens."""
@@ -61,20 +59,12 @@ class BlockBudget:
         self.most = most_blocks
         self.refused = 0
         """How many blocks found no room."""
-        self._spenders: dict[int, _Blocks] = {}
+        self.caches: list[KnownCache] = []
 
     @property
     def used(self) -> int:
         """How many blocks are known."""
-        return sum(map(len, list(self._spenders.values())))
-
-    def admit(self, spender: _Blocks) -> None:
-        """Counts these blocks from now on."""
-        self._spenders[id(spender)] = spender
-
-    def dismiss(self, spender: _Blocks) -> None:
-        """Counts them no more."""
-        self._spenders.pop(id(spender), None)
+        return sum(map(len, list(self.caches)))
 
     def grant(self, count: int) -> int:
         """Returns how many of `count` further blocks may be noted."""
@@ -93,46 +83,13 @@ def leading(prefix: Sequence[int], known: Container[int]) -> int:
     return count
 
 
-class _Blocks:
-    """Sets of blocks within a budget."""
-
-    def __init__(self, budget: BlockBudget) -> None:
-        self._budget = budget
-        self.sets: dict[str, set[int]] = {}
-        budget.admit(self)
-
-    def add(self, label: str, blocks: list[int], most_sets: int) -> None:
-        known = self.sets.get(label)
-        if known is None:
-            if len(self.sets) >= most_sets:
-                return
-            known = self.sets[label] = set()
-        if len(blocks) > self._budget.most - self._budget.used:
-            blocks = [block for block in blocks if block not in known]
-            blocks = blocks[: self._budget.grant(len(blocks))]
-        known.update(blocks)
-
-    def discard(self, label: str, blocks: list[int]) -> None:
-        known = self.sets.get(label)
-        if known is not None:
-            known.difference_update(blocks)
-
-    def clear(self) -> None:
-        self.sets = {}
-
-    def leave(self) -> None:
-        self.sets = {}
-        self._budget.dismiss(self)
-
-    def __len__(self) -> int:
-        return sum(map(len, list(self.sets.values())))
-
-
 class KnownCache:
     """What one node's own cache holds, and what requests under way are about to put there."""
 
     def __init__(self, budget: BlockBudget) -> None:
-        self._blocks = _Blocks(budget)
+        self._budget = budget
+        self._sets: dict[str, set[int]] = {}
+        """The blocks in each medium."""
         self._partial: set[int] = set()
         """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about prefixes."""
         self._under_way: dict[int, int] = {}
@@ -141,15 +98,16 @@ class KnownCache:
         """That of the namespace in which the node names its blocks, if that is known."""
         self.ready = False
         """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
+        budget.caches.append(self)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(map(len, list(self._sets.values())))
 
     def apply(self, steps: Iterable[Step]) -> None:
         """Takes in what the node has published, in order."""
         for step in steps:
             if isinstance(step, Forget):
-                self._blocks.clear()
+                self._sets = {}
             else:
                 self._apply(step)
             self.ready = not isinstance(step, Forget)
@@ -157,21 +115,22 @@ class KnownCache:
     def _apply(self, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, StoredEvent):
-                if event.medium == MEDIUM_STORAGE or not self._counts(event.group_idx, event.kv_cache_spec_kind):
-                    continue
-                self._blocks.add(event.medium or MEDIUM_GPU, _short(event.block_hashes), _MOST_MEDIA)
-            elif isinstance(event, RemovedEvent):
+                if event.group_idx is not None and event.kv_cache_spec_kind not in FULL_ATTENTION:
+                    self._partial.add(event.group_idx)
                 if event.medium != MEDIUM_STORAGE and event.group_idx not in self._partial:
-                    self._blocks.discard(event.medium or MEDIUM_GPU, _short(event.block_hashes))
+                    self._add(event.medium or MEDIUM_GPU, _short(event.block_hashes))
+            elif isinstance(event, RemovedEvent):
+                if event.group_idx not in self._partial:
+                    self._sets.get(event.medium or MEDIUM_GPU, set()).difference_update(_short(event.block_hashes))
             else:
-                self._blocks.clear()
+                self._sets = {}
 
-    def _counts(self, group: int | None, kind: str | None) -> bool:
-        if kind in FULL_ATTENTION or group is None:
-            return group not in self._partial
-        if len(self._partial) < _MOST_GROUPS:
-            self._partial.add(group)
-        return False
+    def _add(self, medium: str, blocks: list[int]) -> None:
+        known = self._sets.setdefault(medium, set())
+        if len(blocks) > self._budget.most - self._budget.used:
+            blocks = [block for block in blocks if block not in known]
+            blocks = blocks[: self._budget.grant(len(blocks))]
+        known.update(blocks)
 
     def knows(self, prompt: NamedPrompt | None) -> bool:
         """Returns whether the node's events say how much of the prompt it has."""
@@ -181,13 +140,13 @@ class KnownCache:
         """Returns how many tokens of the prompt's beginning the node has, by medium."""
         return {
             medium: leading(prompt.blocks, known) * prompt.block_tokens
-            for medium, known in list(self._blocks.sets.items())  # the subscriber's thread may add one
+            for medium, known in list(self._sets.items())  # the subscriber's thread may add one
         }
 
     def tokens(self, prompt: NamedPrompt) -> int:
         """Returns how many tokens of the prompt's beginning the node has, in any medium, or will have when the requests under way are
         done."""
-        sets, under_way = list(self._blocks.sets.values()), self._under_way
+        sets, under_way = list(self._sets.values()), self._under_way
         if len(sets) == 1 and not under_way:
             return leading(prompt.blocks, sets[0]) * prompt.block_tokens
         count = 0
@@ -218,7 +177,8 @@ class KnownCache:
 
     def forget(self) -> None:
         """Gives back what the cache takes of the budget, for good."""
-        self._blocks.leave()
+        self._budget.caches.remove(self)
+        self._sets = {}
         self.ready = False
 
 

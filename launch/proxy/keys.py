@@ -295,9 +295,13 @@ class ServerTls:
         # a new context, because handshakes on other threads use the present one
         config, context = self._config, _fresh()
         try:
+            for file in (config.cert_file, config.key_file):
+                Path(file).read_bytes()  # its errors name the file, and those of OpenSSL do not
             context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ConfigError(_why(config, error)) from None
+            raise ConfigError(
+                f"proxy.tls: cert_file must be a certificate, and key_file its key, in PEM format and without a pass phrase: {error}"
+            ) from None
         self._current = context
 
 
@@ -310,22 +314,3 @@ def _fresh() -> ssl.SSLContext:
 def _no_pass_phrase() -> NoReturn:
     """Raises ValueError. Called if a key is encrypted; otherwise OpenSSL would ask on the terminal."""
     raise ValueError("the key needs a pass phrase")
-
-
-def _why(config: ServerTlsConfig, error: OSError | ValueError) -> str:
-    for field, file, marks in (
-        ("cert_file", config.cert_file, ("-----BEGIN CERTIFICATE-----", "-----BEGIN TRUSTED CERTIFICATE-----")),
-        ("key_file", config.key_file, ("PRIVATE KEY-----",)),
-    ):
-        try:
-            text = Path(file).read_text(encoding="ascii", errors="replace")
-        except OSError as unreadable:
-            return f"proxy.tls.{field}: {file}: cannot be read: {unreadable.strerror or unreadable}"
-        if not any(mark in text for mark in marks):
-            kind = "certificate" if field == "cert_file" else "private key"
-            return f"proxy.tls.{field}: {file}: holds no {kind} in PEM format (a line `-----BEGIN …`)"
-        if field == "key_file" and "ENCRYPTED" in text:
-            return f"proxy.tls.key_file: {file}: the key needs a pass phrase; remove it with: openssl pkey -in FILE"
-    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
-        return f"proxy.tls: {config.key_file} is not the key of the first certificate in {config.cert_file}"
-    return f"proxy.tls: {config.cert_file} and {config.key_file} cannot be used: {error}"

@@ -309,10 +309,9 @@ class HealthChecks:
         places = asyncio.Semaphore(_AT_A_TIME)
         while True:
             await asyncio.sleep(self._interval_s)
-            checks = (self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
-            for ended in await asyncio.gather(*checks, return_exceptions=True):
-                if isinstance(ended, Exception):  # one check must not end the checks of all nodes
-                    log.error("a health check failed unexpectedly", exc_info=ended)
+            await asyncio.gather(
+                *(self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
+            )
             known = {url for pool in self._pools for url in pool.urls()}
             self._well = {url: well for url, well in self._well.items() if url in known}
 
@@ -327,7 +326,7 @@ class HealthChecks:
                 if error.reason == "exhausted":
                     return  # our own trouble, which says nothing about the node
                 why = f"{error.reason}: {error}"
-            except Exception as error:  # a node that cannot even be asked is not well
+            except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
         if self._well.get(url, True) != (not why):

@@ -30,11 +30,9 @@ _LAST_WORDS_S = 1.0
 """How long it may take to inform a client that its stream broke."""
 _LIST_S = 10.0
 """How long the whole list of models may take."""
-_LIST_AT_ONE_S = 3.0
+_LIST_AT_ONE_S = 1.0
 _LARGEST_LIST = 4 << 20
-_LISTS_AT_A_TIME = 16
-"""How many models nodes are asked for at a time, for all clients together, because completions need connections to nodes, too."""
-_MOST_ASKED = 4
+_MOST_ASKED = 2
 """The most nodes that are asked for one model."""
 
 
@@ -193,45 +191,45 @@ class ModelList:
     def __init__(self, nodes: NodeClient) -> None:
         self._nodes = nodes
         self._pool = nodes.pools["decode"]
-        self._places = asyncio.Semaphore(_LISTS_AT_A_TIME)
 
     async def serve(self, exchange: Exchange) -> web.Response:
         """Returns one node's answer for each model. Leaves out a model if none of its nodes answers."""
-        models: list[str | None] = [*sorted(self._pool.models())] or [None]
-        answers = await asyncio.gather(*(self._of_one(exchange, model) for model in models))
-        found = [entry for entries in answers if isinstance(entries, list) for entry in entries]
+        found: list[msgspec.Raw] = []
+        refusal: Refusal | None = None
+        # one after the other, so that a request holds one connection at a time
+        models: list[str | None] = [*sorted(self._pool.models())]
+        for model in models or [None]:
+            said = await self._of_one(exchange, model)
+            if isinstance(said, list):
+                found += said
+            else:
+                refusal = refusal or said
         if found:
             body = msgspec.json.encode({"object": "list", "data": found})
             return web.Response(body=body, content_type="application/json")
-        for refusal in answers:
-            if isinstance(refusal, Refusal):
-                return passed_on(refusal)
+        if refusal is not None:
+            return passed_on(refusal)
         raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
 
     async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """Returns the list of a node that serves `model`, or its refusal; None if no such node answers."""
-        async with self._places:
-            until = time.monotonic() + _LIST_S / 2
-            tried: set[str] = set()
-            said: Refusal | None = None
-            while (left := until - time.monotonic()) > 0 and len(tried) < _MOST_ASKED:
-                node = self._pool.out_of_turn(time.monotonic(), model, tried)
-                if node is None:
-                    break
-                tried.add(node)
-                limit = min(left, _LIST_AT_ONE_S)
-                try:
-                    answer = await asyncio.wait_for(self._at(exchange, node), limit)
-                except TimeoutError:
-                    failure = HopError("timeout", f"no list of models within {limit:.3g} s")
-                except HopError as error:
-                    failure = error
-                else:
-                    self._pool.reached(node)
-                    return answer
-                said = failure.refusal or said
-                self._nodes.failed(exchange, "decode", node, None, failure)
-            return said
+        """Returns the list of a node that serves `model`, or the refusal of one; None if no such node answers."""
+        tried: list[str] = []
+        said: Refusal | None = None
+        while len(tried) < _MOST_ASKED and (node := self._pool.out_of_turn(time.monotonic(), model, tried)) is not None:
+            tried.append(node)
+            try:
+                async with asyncio.timeout(_LIST_AT_ONE_S):
+                    answer = await self._at(exchange, node)
+            except TimeoutError:
+                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+            except HopError as error:
+                failure = error
+            else:
+                self._pool.reached(node)
+                return answer
+            said = failure.refusal or said
+            self._nodes.failed(exchange, "decode", node, None, failure)
+        return said
 
     async def _at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
         answer = await self._nodes.send(exchange, "decode", node, "GET", None)

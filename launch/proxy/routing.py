@@ -24,9 +24,8 @@ have answered no request for a while do not count here: a broken group of prefil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -152,7 +151,7 @@ class NodePool:
         self,
         now: float,
         prompt: RoutedPrompt = NO_PROMPT,
-        tried: frozenset[str] | set[str] = frozenset(),
+        tried: Collection[str] = (),
         model: str | None = None,
         *,
         proven_first: bool = False,
@@ -162,13 +161,7 @@ class NodePool:
         `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only then cheaper ones. The answer
         of a proven node shows whether the request or the node that failed it is at fault.
         """
-        allowed = [
-            node
-            for url, node in self._nodes.items()
-            if url not in tried and node.takes(model) and node.breaker.allows(now)
-        ]
-        # if no check succeeds, the checks are more likely at fault than every node
-        candidates = [node for node in allowed if node.alive] or allowed
+        candidates = self._candidates(now, tried, model)
         if not candidates:
             return None
         node = min(
@@ -180,20 +173,21 @@ class NodePool:
         node.breaker.sent(now)
         return node.target.url
 
-    def out_of_turn(
-        self, now: float, model: str | None = None, tried: frozenset[str] | set[str] = frozenset()
-    ) -> str | None:
+    def out_of_turn(self, now: float, model: str | None = None, tried: Collection[str] = ()) -> str | None:
         """Returns a node that takes `model`, is not skipped and is not in `tried`; None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
+        return next((node.target.url for node in self._candidates(now, tried, model)), None)
+
+    def _candidates(self, now: float, tried: Collection[str], model: str | None) -> list[_RoutedNode]:
         allowed = [
             node
             for url, node in self._nodes.items()
             if url not in tried and node.takes(model) and node.breaker.allows(now)
         ]
-        found = next((node for node in allowed if node.alive), allowed[0] if allowed else None)
-        return None if found is None else found.target.url
+        # if no check succeeds, the checks are more likely at fault than every node
+        return [node for node in allowed if node.alive] or allowed
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
@@ -219,7 +213,7 @@ class NodePool:
         """Counts a failure against the node."""
         node = self._nodes.get(url)
         if node is not None:
-            node.breaker.failed(Blame.UNREACHABLE if reason == "unreachable" else Blame.FAILED, now)
+            node.breaker.failed(reason, now)
 
     def suspect(self, url: str) -> bool:
         """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then.
@@ -280,15 +274,6 @@ class NodePool:
 _FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
 
 
-class Blame(Enum):
-    """How bad a failed request looks for its node."""
-
-    UNREACHABLE = "unreachable"
-    """No connection could be made. The node is skipped immediately."""
-    FAILED = "failed"
-    """The node failed this request, which may be the request's fault. The node is skipped after several failures in a row."""
-
-
 class NodeBreaker:
     """Skips a node for 1, 2, 4 … 10 s, then lets through one request a second until one is answered."""
 
@@ -322,15 +307,15 @@ class NodeBreaker:
         self._skip_until = 0.0
         self._on_trial = self.unreachable = False
 
-    def failed(self, fault: Blame, now: float) -> None:
-        """Notes a failure."""
+    def failed(self, reason: Reason, now: float) -> None:
+        """Notes a failure. A node that cannot be reached is skipped at once, others after several failures in a row."""
         self._failures += 1
-        if fault is not Blame.UNREACHABLE and self._failures < self._limit:
+        if reason != "unreachable" and self._failures < self._limit:
             return
         if now < self._skip_until and not self._on_trial:
             return  # requests that fail together count once
         self._on_trial = False
-        self.unreachable = fault is Blame.UNREACHABLE
+        self.unreachable = reason == "unreachable"
         self._opened += 1
         self._skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(self._opened - 1, 8))
 

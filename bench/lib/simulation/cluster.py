@@ -16,7 +16,7 @@ from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import SimulatedRequest
 from launch.proxy.answers import ApiError
-from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, needs_no_prefill
+from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig
@@ -216,16 +216,16 @@ class SimulatedCluster:
             yield from self._decode(proxy, request, trial, announced, outcome)
 
     def _needs_no_prefill(self, proxy: _Proxy, request: SimulatedRequest) -> Process:
-        size, direct = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens
-        least = size if direct is None else direct
-        why = needs_no_prefill(request.tokens, 0, least)
-        if why is not None or not least or proxy.looking >= MAX_WAITING:
+        size, tokens = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens
+        direct = DirectRule(size if tokens is None else tokens)
+        why = direct.why(request.tokens)
+        if why is not None or tokens == 0 or proxy.looking >= MAX_WAITING:
             return why
         proxy.looking += 1
         looking = self.time.start(self.look_up(proxy.machine, request.names))
         looking.then(lambda found: setattr(proxy, "looking", proxy.looking - 1))
         yield first_of(looking, self.time.after(LOOKUP_TIMEOUT_S))
-        return needs_no_prefill(request.tokens, looking.value * size, least) if looking.done else None
+        return direct.why(request.tokens, looking.value * size) if looking.done else None
 
     def _prefill(self, proxy: _Proxy, request: SimulatedRequest, trial: Trial) -> Process:
         """Returns how long a prefix a prefill node has announced, and how much of it that node had loaded."""

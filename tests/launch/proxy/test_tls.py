@@ -84,7 +84,7 @@ def test_a_new_certificate_is_shown_to_the_next_client_and_a_bad_one_changes_not
             assert await shown(url) in pems["server"]
             give(certificates, tmp_path, "client", key=False)
             files.look()  # the certificate of one, the key of the other
-            assert "is not the key of" in caplog.text
+            assert "key values mismatch" in caplog.text
             assert await shown(url) in pems["server"]
             give(certificates, tmp_path, "client")
             files.look()
@@ -96,26 +96,20 @@ def test_a_new_certificate_is_shown_to_the_next_client_and_a_bad_one_changes_not
 @pytest.mark.parametrize(
     ("cert", "key", "message"),
     [
-        ("missing", "server", r"tls\.cert_file: .*missing: cannot be read: No such file"),
-        ("server", "missing", r"tls\.key_file: .*missing: cannot be read: No such file"),
-        ("key", "server", r"tls\.cert_file: .*: holds no certificate in PEM format"),
-        ("server", "cert", r"tls\.key_file: .*: holds no private key in PEM format"),
-        ("server", "client", r"is not the key of the first certificate"),
-        ("server", "encrypted", r"tls\.key_file: .*: the key needs a pass phrase"),
-        ("broken", "server", r"proxy\.tls: .* cannot be used"),
+        ("missing", "server", "No such file or directory: .*missing"),
+        ("server", "missing", "No such file or directory: .*missing"),
+        ("server", "client", "key values mismatch"),
+        ("server", "encrypted", "a pass phrase"),
+        ("broken", "server", "cert_file must be a certificate"),
     ],
 )
-def test_files_that_are_no_certificate_and_key_are_told_by_name(
+def test_files_that_are_no_certificate_and_key_are_refused(
     certificates: Certificates, tmp_path: Path, cert: str, key: str, message: str
 ) -> None:
-    certs = {name: pair[0] for name, pair in certificates.items()}
-    keys = {name: pair[1] for name, pair in certificates.items()}
-    (tmp_path / "encrypted").write_text(
-        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIB\n-----END ENCRYPTED PRIVATE KEY-----\n"
-    )
-    (tmp_path / "broken").write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
-    others = {name: str(tmp_path / name) for name in ("missing", "encrypted", "broken")}
-    certs |= {**others, "key": keys["server"]}
-    keys |= {**others, "cert": certs["server"]}
-    with pytest.raises(ConfigError, match=message):
-        ServerTls(ServerTlsConfig(cert_file=certs[cert], key_file=keys[key]), WatchedFiles())
+    encrypted = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIB\n-----END ENCRYPTED PRIVATE KEY-----\n"
+    (tmp_path / "encrypted").write_text(encrypted)
+    (tmp_path / "broken").write_text("nonsense")
+    own = {name: (str(tmp_path / name),) * 2 for name in ("missing", "encrypted", "broken")}
+    cert_file, key_file = (certificates | own)[cert][0], (certificates | own)[key][1]
+    with pytest.raises(ConfigError, match=f"proxy.tls: .*{message}"):
+        ServerTls(ServerTlsConfig(cert_file=cert_file, key_file=key_file), WatchedFiles())
