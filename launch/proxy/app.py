@@ -15,15 +15,13 @@ from aiohttp import web
 
 from launch.discovery import View
 from launch.openai import ServerLog
-from launch.proxy.answers import ApiError
-from launch.proxy.completions import Completions
+from launch.proxy.bodies import ApiError
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
-from launch.proxy.exchange import ID_HEADER, REQUEST_ID, NodeClient
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import Overview, Peers, ProxyMetrics
 from launch.proxy.nodes import HealthChecks, NodePools, new_session
-from launch.proxy.requests import ModelList, Requests
+from launch.proxy.requests import ID_HEADER, REQUEST_ID, Requests
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -66,14 +64,11 @@ class Proxy:
         self._pools = NodePools(config, self._direct, master, rng)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self._nodes = NodeClient(self._pools.pools, self.metrics, keys)
-        completions = Completions(self._nodes, self._pools, self._direct, self.metrics, config.prefill_timeout_s)
-        models = ModelList(self._nodes)
-        self.requests = Requests(config, keys, completions, models, self.metrics, recent, tracing)
+        self.requests = Requests(config, keys, self._pools, self._direct, self.metrics, recent, tracing)
         self._ui = UiPages(config.ui_followers, keys, recent, self.metrics)
         self._pages = (
             self.requests,
-            Overview(self._pools, keys, self.requests.admission, self.metrics, completions.trips, peers),
+            Overview(self._pools, keys, self.requests.admission, self.metrics, self.requests.trips, peers),
             CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies),
             self._ui,
         )
@@ -120,7 +115,7 @@ class Proxy:
         config = self._config
         # a request holds one connection at a time; the rest is for health checks and connections that are being closed
         session = new_session(config.max_requests + 128, config.connect_timeout_s, app[_VIA])
-        self._nodes.session = session
+        self.requests.session = session
         checks = HealthChecks(self._pools, config.health_interval_s, config.health_timeout_s)
         beside = {asyncio.create_task(checks.run(session)), asyncio.create_task(self._files.follow())}
         try:

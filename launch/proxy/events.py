@@ -20,8 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from launch.proxy.answers import ApiError, overloaded
-from launch.proxy.bodies import BodyMemory, BodyShare, read_body
+from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, overloaded, read_body
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Keys
 from launch.proxy.prefixes import NamedPrompt

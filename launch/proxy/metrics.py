@@ -24,7 +24,7 @@ from prometheus_client import (
 )
 
 import pd_cache
-from launch.proxy.answers import ApiError
+from launch.proxy.bodies import ApiError
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.nodes import NodePools
 from pd_cache.decoding import UndecodableError, decode_json

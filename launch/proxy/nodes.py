@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
+from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy.answers import ApiError, Refusal
+from launch.proxy.bodies import ApiError
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.routing import Hop, NodePool, Reason, Target
@@ -57,6 +58,15 @@ _REFUSAL_S = 2.0
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """The kernel's errors if this process, or this machine, has no file descriptor, memory or port left."""
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+
+
+class Refusal(NamedTuple):
+    """A node's whole answer that is not a success."""
+
+    status: int
+    headers: dict[str, str]
+    """The headers that a client may see."""
+    body: bytes
 
 
 class HopError(PdCacheError):
@@ -128,6 +138,14 @@ def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
     """Returns a whole answer to pass on. Raises HopError if it breaks off or is too long."""
     return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
+
+
+def passed_on(refusal: Refusal) -> web.Response:
+    """Returns a node's refusal, unchanged."""
+    response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
+    if refusal.status == 503:
+        response.headers.setdefault("Retry-After", "1")
+    return response
 
 
 async def check_status(answer: aiohttp.ClientResponse) -> None:

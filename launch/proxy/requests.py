@@ -1,39 +1,150 @@
-"""Takes a client's request from its key to its last byte: admission, body, deadline, and an error that the client can read."""
+"""A client's request from its key to its last byte: admission, body, prefill node, decode node, deadline, and an error that the client can read."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
-from launch.proxy.answers import ApiError, ClientGone, Refusal, overloaded, passed_on
-from launch.proxy.bodies import BodyMemory, BodyShare, read_body, read_models
-from launch.proxy.completions import CHAT, Completions
-from launch.proxy.exchange import Exchange, NodeClient
+from launch.proxy.bodies import (
+    ApiError,
+    BodyMemory,
+    BodyShare,
+    ClientGone,
+    Completion,
+    HandedOver,
+    overloaded,
+    read_body,
+    read_handoff,
+    read_models,
+    read_tokens,
+)
+from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.keys import Admission, Keys
-from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.nodes import HopError, check_status, read_all, refusal_of
-from launch.proxy.routing import RetryBudget
+from launch.proxy.metrics import AnswerEnd, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
+from launch.proxy.nodes import (
+    HopError,
+    NodePools,
+    Refusal,
+    check_status,
+    client_headers,
+    passed_on,
+    read_all,
+    read_some,
+    refusal_of,
+    send,
+)
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.routing import Attempts, Hop, RetryBudget, Trial
 from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
-from pd_cache.tracing import UNTRACED, Tracing
+from pd_cache.reasons import RequestReport
+from pd_cache.sparse_log import SparseLog
+from pd_cache.tracing import TraceSpan, Tracing, trace_headers
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+CHAT = "/v1/chat/completions"
+ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Where the outermost handler leaves the id in aiohttp's request."""
 MAX_BODY = LARGEST_BODY
 _FEW_RETRIES = 100
 _LAST_WORDS_S = 1.0
 """How long it may take to inform a client that its stream broke."""
+_MAX_ANSWER = 4 << 20
+"""The most bytes of a prefill node's answer, and of a list of models."""
+_LARGE = 1 << 18
+"""The size in bytes from which parsing a body takes too long for the event loop."""
+_NO_TOKENIZE_S = 30.0
+_MOST_SLOW = 3
 _LIST_S = 10.0
 """How long the whole list of models may take."""
 _LIST_AT_ONE_S = 1.0
-_LARGEST_LIST = 4 << 20
 _MOST_ASKED = 2
 """The most nodes that are asked for one model."""
+
+
+class Exchange:
+    """One request under way, and how far it has come."""
+
+    def __init__(self, request: web.Request, budget: RetryBudget, share: BodyShare, tracing: Tracing) -> None:
+        self.request = request
+        self.id = request[REQUEST_ID]
+        self.started = time.monotonic()
+        self.trial = Trial(budget)
+        self.client = ""
+        """The client's name, if keys identify it."""
+        self.nodes: dict[Hop, str] = {}
+        self.reports: dict[Hop, RequestReport] = {}
+        """What nodes said of the prompt."""
+        self.first_byte_s: float | None = None
+        """How long the decode node's first byte took; None before it."""
+        self.model: str | None = None
+        """The model that the nodes must serve; None for any."""
+        self.share = share
+        """The memory that its body takes."""
+        self.response: web.StreamResponse | None = None
+        """Set when the first byte is about to be sent."""
+        self.event_ended = True
+        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
+        self.tracing = tracing
+        self.span = tracing.begin(
+            "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
+        )
+        self._hop_span = self.span
+
+    def told(self) -> str:
+        """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
+        parts = [f"client={self.client}"] if self.client else []
+        parts += [f"{hop}={node}" for hop, node in self.nodes.items()]
+        parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items()]
+        return " ".join(parts)
+
+    @contextmanager
+    def hop_span(self, hop: str, node: str) -> Iterator[TraceSpan]:
+        """A span for a request to a node. What is sent while it lasts has the span as its parent."""
+        with self.tracing.begin(f"pd_cache.{hop}", self.span.headers, kind="client", node=node) as span:
+            self._hop_span = span
+            try:
+                yield span
+            finally:
+                self._hop_span = self.span
+
+    def headers(self, keys: Keys) -> dict[str, str]:
+        """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own key if there is one."""
+        headers = {name.capitalize(): value for name, value in self._hop_span.headers.items()}
+        if keys.node_key is not None:
+            headers["Authorization"] = f"Bearer {keys.node_key}"
+        elif not keys.guarded and "Authorization" in self.request.headers:
+            headers["Authorization"] = self.request.headers["Authorization"]
+        # bytes are passed on as they come, and the client might not accept every encoding
+        return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+    def note_report(self, hop: Hop, report: RequestReport | None) -> None:
+        if report is not None:
+            self.reports[hop] = report
+
+    def trip(self) -> Trip:
+        """Returns which nodes the request went to, and what these reported."""
+        hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
+        return Trip(self.client, tuple(hops))
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
 
 
 class Requests:
@@ -43,23 +154,36 @@ class Requests:
         self,
         config: ProxyConfig,
         keys: Keys,
-        completions: Completions,
-        models: ModelList,
+        nodes: NodePools,
+        direct: DirectRule,
         metrics: ProxyMetrics,
         recent: RecentRequests,
-        tracing: Tracing = UNTRACED,
+        tracing: Tracing,
     ) -> None:
+        self.session: aiohttp.ClientSession | None = None
+        """For requests to nodes. Set while the proxy runs."""
         self.admission = Admission(config.max_requests, config.max_requests_per_key)
         self.bodies = BodyMemory(config.body_memory)
         self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self.running: set[asyncio.Task[web.StreamResponse]] = set()
-        self._timeout_s = config.request_timeout_s
+        self.trips = RecentTrips()
+        """The last requests."""
+        self._config = config
         self._keys = keys
-        self._completions = completions
-        self._models = models
+        self._nodes = nodes
+        self._pools = nodes.pools
+        self._direct = direct
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
+        self._sparse = SparseLog()
+        self._large = asyncio.Semaphore(1)
+        self._judging = 0
+        """How many prompts are being tokenized or looked up."""
+        self._tokenize_after = 0.0
+        """The time until which no node is asked for tokens."""
+        self._slow = 0
+        """How many judgements of prompts in a row took too long."""
 
     def add_to(self, app: web.Application) -> None:
         """Adds the pages."""
@@ -75,6 +199,8 @@ class Requests:
         for task in self.running:
             task.cancel()
 
+    # --- from its key to its end -----------------------------------------------------------------------------------
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._answered(request, self._read_and_complete)
 
@@ -85,8 +211,7 @@ class Requests:
         self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Checks the client's key and runs `answer`. Counts and logs the request."""
-        exchange = Exchange(request, self.retries, BodyShare(self.bodies))
-        span = exchange.begin_span(self._tracing)
+        exchange = Exchange(request, self.retries, BodyShare(self.bodies), self._tracing)
         status = 499
         try:
             exchange.client = self._keys.client(request.headers.get("Authorization"))
@@ -102,8 +227,8 @@ class Requests:
         finally:
             exchange.share.give_back()
             self._metrics.requests.labels(str(status)).inc()
-            span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
-            span.end(f"status {status}" if status >= 500 else "")
+            exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
+            exchange.span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
             if exchange.nodes and request.method == "POST":
@@ -111,17 +236,18 @@ class Requests:
         return response
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
+        limit_s = self._config.request_timeout_s
         self.admission.check(exchange.client)  # so that no body is read only to be refused
-        body = await read_body(exchange.request, exchange.share, MAX_BODY, self._timeout_s)
+        body = await read_body(exchange.request, exchange.share, MAX_BODY, limit_s)
         with self.admission.admitted(exchange.client):
-            left = self._timeout_s - (time.monotonic() - exchange.started)
-            serving = self._completions.serve(exchange, body)
+            left = limit_s - (time.monotonic() - exchange.started)
+            serving = self._over_nodes(exchange, body)
             del body  # so that it takes memory only until the decode node has it
             return await self._finish(exchange, serving, max(0.0, left))
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
         with self.admission.admitted(exchange.client):
-            return await self._finish(exchange, self._models.serve(exchange), min(_LIST_S, self._timeout_s))
+            return await self._finish(exchange, self._models(exchange), min(_LIST_S, self._config.request_timeout_s))
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -181,25 +307,263 @@ class Requests:
             exchange.request.transport.abort()
         return response
 
+    # --- a completion's way over the nodes ---------------------------------------------------------------------------
 
-class ModelList:
-    """Serves `/v1/models`: the models that decode nodes say they serve.
+    async def _over_nodes(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
+        try:
+            prepared = await self._prepare(exchange, body)
+            if isinstance(prepared, Refusal):
+                return passed_on(prepared)
+            decoding = self._decode(exchange, prepared)
+            del body, prepared  # so that they take memory only until a decode node has them
+            return await decoding
+        finally:
+            if exchange.nodes:
+                self.trips.note(exchange.id, exchange.trip())
 
-    The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
-    """
+    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
+        """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
+        field: Literal["messages", "prompt"] = "messages" if exchange.request.path == CHAT else "prompt"
+        nbytes = len(body)
+        completion, prompt = await self._computed(nbytes, lambda: _read(body, field))
+        exchange.model = self._nodes.served(completion.model(), exchange.started)
+        if not self._pools["decode"].count(exchange.model):
+            raise overloaded("No decode node could answer")
+        exchange.trial.budget.asked(time.monotonic())
+        handoff: HandedOver | None = None
+        with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
+            why, named = await self._judge(exchange, completion, prompt)
+            span.note(direct=why or "")
+        if why is not None:
+            result: str = why
+        elif self._pools["prefill"].count(exchange.model):
+            prompt = prompt._replace(named=named)
+            answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
+            self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
+            if isinstance(answer, Refusal):
+                return answer
+            handoff = answer
+            result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
+        else:
+            result = "no_prefill_nodes"
+        self._metrics.handoffs.labels(result).inc()
+        return await self._computed(nbytes, lambda: completion.for_decode(handoff))
 
-    def __init__(self, nodes: NodeClient) -> None:
-        self._nodes = nodes
-        self._pool = nodes.pools["decode"]
+    async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
+        """Returns what the function returns. For a large body, it runs on another thread, one at a time, so that other requests go on."""
+        if nbytes < _LARGE:
+            return function()
+        async with self._large:
+            return await asyncio.to_thread(function)
 
-    async def serve(self, exchange: Exchange) -> web.Response:
-        """Returns one node's answer for each model. Leaves out a model if none of its nodes answers."""
-        found: list[msgspec.Raw] = []
+    async def _judge(
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt
+    ) -> tuple[Why | None, NamedPrompt | None]:
+        """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known."""
+        direct = self._direct
+        if (why := direct.why(prompt.tokens)) is not None:
+            return why, None
+        if self._judging >= MAX_WAITING or not direct.can_tell(completion.model(), prompt.tokens):
+            return None, None
+        if not completion.plain():
+            return None, None
+        self._judging += 1
+        try:
+            async with asyncio.timeout(direct.timeout_s):
+                tokens = completion.token_ids()
+                if tokens is None:
+                    tokens = await self._tokenize(exchange, completion)
+                if tokens is None or (why := direct.why(len(tokens))) is not None:
+                    return why, None
+                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
+        except TimeoutError:
+            self._slow += 1  # once may be that prompt's own fault
+            if self._slow == _MOST_SLOW:
+                self._pause_tokenizing()
+            return None, None
+        except ValueError:
+            return None, None
+        finally:
+            self._judging -= 1
+        if named is None or named.pool_tokens is None:
+            return None, named
+        return direct.why(len(tokens), named.pool_tokens), named
+
+    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
+        """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
+        now = time.monotonic()
+        node = self._pools["decode"].out_of_turn(now, exchange.model)
+        if node is None or now < self._tokenize_after:
+            return None
+        try:
+            answer = await self._ask(exchange, "POST", f"{node}/tokenize", completion.for_tokenize())
+            try:
+                if answer.status == 200:
+                    tokens = read_tokens(await read_all(answer, LARGEST_BODY))
+                    self._slow = 0
+                    return tokens
+                if answer.status in (400, 422) or answer.status >= 500:
+                    return None  # this prompt's own fault, or possibly so
+                raise HopError("error", f"status {answer.status}")
+            finally:
+                answer.close()
+        except (HopError, ValueError) as error:
+            self._pause_tokenizing()
+            log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
+            return None
+
+    def _pause_tokenizing(self) -> None:
+        self._slow, self._tokenize_after = 0, time.monotonic() + _NO_TOKENIZE_S
+
+    async def _ask(self, exchange: Exchange, method: str, url: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
+        assert self.session is not None
+        return await send(self.session, method, url, exchange.headers(self._keys), body)
+
+    def _failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
+        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+        self._metrics.hop_failures.labels(hop, error.reason).inc()
+        now = time.monotonic()
+        if (count := self._sparse.admit((node, error.reason))) is not None:
+            more = f" (and {count - 1} more like it before)" if count > 1 else ""
+            log.warning("request %s: %s node %s: %s: %s%s", exchange.id, hop, node, error.reason, error, more)
+        if attempts is not None:
+            attempts.failed(node, error.reason, now)
+        elif error.reason == "unreachable":
+            self._pools[hop].failed(node, error.reason, now)
+
+    # --- the prefill hop -----------------------------------------------------------------------------------------
+
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
+        """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
+        limit_s = self._config.prefill_timeout_s
+        until = time.monotonic() + limit_s
+        pool = self._pools["prefill"]
+        attempts = Attempts(pool, exchange.trial, prompt, exchange.model)
+        while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
+            exchange.nodes["prefill"] = node
+            try:
+                with pool.working(node, prompt), exchange.hop_span("prefill", node):
+                    answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
+            except TimeoutError:
+                # a second node is not to blame if the first one left it too little time
+                whole = left > limit_s / 2
+                failure = HopError("timeout", f"no answer within {left:.3g} s")
+                self._failed(exchange, "prefill", node, attempts if whole else None, failure)
+            except HopError as error:
+                self._failed(exchange, "prefill", node, attempts, error)
+            else:
+                attempts.answered(node, time.monotonic(), well=isinstance(answer, HandedOver))
+                return answer
+        return None
+
+    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | HandedOver:
+        answer = await self._ask(exchange, "POST", node + exchange.request.path, body)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                return await refusal_of(answer)
+            whole = await read_all(answer, _MAX_ANSWER)
+            handoff = read_handoff(whole)
+            exchange.note_report("prefill", read_report(whole))
+            return handoff
+        except ValueError as error:
+            raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()
+
+    # --- the decode hop ------------------------------------------------------------------------------------------
+
+    async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        pool = self._pools["decode"]
+        attempts = Attempts(pool, exchange.trial, model=exchange.model)
+        failures: list[HopError] = []
+        while (node := attempts.next(time.monotonic())) is not None:
+            exchange.nodes["decode"] = node
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                with pool.working(node), exchange.hop_span("decode", node) as span:
+                    try:
+                        answer = await self._ask(exchange, "POST", node + exchange.request.path, body)
+                        await check_status(answer)
+                        first = await read_some(answer)  # a node that dies before this can still be replaced
+                    except HopError as error:
+                        self._failed(exchange, "decode", node, attempts, error)
+                        failures.append(error)
+                        span.end(f"{error.reason}: {error}")
+                        continue
+                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
+                    exchange.first_byte_s = time.monotonic() - exchange.started
+                    self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
+                    body = b""
+                    exchange.share.give_back()
+                    return await self._relay(exchange, node, answer, first)
+            finally:
+                if answer is not None:
+                    answer.close()
+        if attempts.out_of_budget:
+            self._metrics.retries_refused.inc()
+        return self._given_up(exchange, attempts, failures)
+
+    def _given_up(self, exchange: Exchange, attempts: Attempts, failures: list[HopError]) -> web.Response:
+        """Returns the answer to a request that no decode node answered."""
+        refusals = {error.reason: error.refusal for error in failures if error.refusal is not None}
+        if attempts.blamed:
+            if "error" in refusals:
+                return passed_on(refusals["error"])
+            raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
+        for reason in ("busy", "error"):
+            if reason in refusals:
+                return passed_on(refusals[reason])
+        if any(error.reason == "exhausted" for error in failures):
+            raise overloaded("The proxy has no file descriptor or port left for a connection to a node")
+        raise overloaded(
+            "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
+        )
+
+    async def _relay(
+        self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks off."""
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
+        response.headers[ID_HEADER] = exchange.id
+        exchange.response = response
+        ending = AnswerEnd()
+        try:
+            await response.prepare(exchange.request)
+            data = first
+            while data:
+                ending.add(data)
+                if answer.content.at_eof():
+                    self._note(exchange, ending)  # before the client can know that this is all
+                await exchange.write(data)
+                data = await read_some(answer)
+            self._note(exchange, ending)
+            await response.write_eof()
+        except HopError as error:
+            self._failed(exchange, "decode", node, None, error)
+            raise
+        except ConnectionError as error:
+            raise ClientGone from error
+        return response
+
+    def _note(self, exchange: Exchange, ending: AnswerEnd) -> None:
+        """Remembers a request whose answer is complete."""
+        exchange.note_report("decode", ending.report())
+        self.trips.note(exchange.id, exchange.trip())
+
+    # --- the list of models --------------------------------------------------------------------------------------
+    # The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
+
+    async def _models(self, exchange: Exchange) -> web.Response:
+        """Returns the list of one decode node for each model. Leaves out a model if none of its nodes answers."""
+        pool, found = self._pools["decode"], []
         refusal: Refusal | None = None
+        models: list[str | None] = [*sorted(pool.models())]
         # one after the other, so that a request holds one connection at a time
-        models: list[str | None] = [*sorted(self._pool.models())]
         for model in models or [None]:
-            said = await self._of_one(exchange, model)
+            said = await self._models_of(exchange, model)
             if isinstance(said, list):
                 found += said
             else:
@@ -209,37 +573,42 @@ class ModelList:
             return web.Response(body=body, content_type="application/json")
         if refusal is not None:
             return passed_on(refusal)
-        raise overloaded("No decode node could answer", self._pool.retry_after(time.monotonic()))
+        raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
 
-    async def _of_one(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
+    async def _models_of(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
         """Returns the list of a node that serves `model`, or the refusal of one; None if no such node answers."""
+        pool = self._pools["decode"]
         tried: list[str] = []
-        said: Refusal | None = None
-        while len(tried) < _MOST_ASKED and (node := self._pool.out_of_turn(time.monotonic(), model, tried)) is not None:
+        refusal: Refusal | None = None
+        while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), model, tried)) is not None:
             tried.append(node)
+            exchange.nodes["decode"] = node
             try:
-                async with asyncio.timeout(_LIST_AT_ONE_S):
-                    answer = await self._at(exchange, node)
+                said = await asyncio.wait_for(self._models_at(exchange, node), _LIST_AT_ONE_S)
             except TimeoutError:
                 failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+                self._failed(exchange, "decode", node, None, failure)
             except HopError as error:
-                failure = error
+                refusal = error.refusal or refusal
+                self._failed(exchange, "decode", node, None, error)
             else:
-                self._pool.reached(node)
-                return answer
-            said = failure.refusal or said
-            self._nodes.failed(exchange, "decode", node, None, failure)
-        return said
+                pool.reached(node)
+                return said
+        return refusal
 
-    async def _at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
-        answer = await self._nodes.send(exchange, "decode", node, "GET", None)
+    async def _models_at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
+        answer = await self._ask(exchange, "GET", node + exchange.request.path, None)
         try:
             await check_status(answer)
             if answer.status >= 400:
                 return await refusal_of(answer)
-            try:
-                return read_models(await read_all(answer, _LARGEST_LIST))
-            except ValueError as error:
-                raise HopError("garbage", str(error)) from error
+            return read_models(await read_all(answer, _MAX_ANSWER))
+        except ValueError as error:
+            raise HopError("garbage", str(error)) from error
         finally:
             answer.close()
+
+
+def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:
+    completion = Completion(body, prompt=field)
+    return completion, completion.prompt()

@@ -28,8 +28,7 @@ from launch.doctor.probe import advertised_findings, peer_findings
 from launch.engines.reference.protocol import BadRequest, parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import read_master_health, read_places, read_segments
-from launch.proxy.answers import ApiError
-from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
+from launch.proxy.bodies import ApiError, Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer

@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from launch.proxy import nodes
-from launch.proxy.answers import ApiError
-from launch.proxy.bodies import BodyMemory, BodyShare, Completion
+from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, Completion
 from launch.supervise import end, spawn_child
 from tests.support.pool import free_port
 from tests.support.proxy import Node, answers, cluster, error_of, hangs, scenario, until

@@ -11,7 +11,6 @@ import aiohttp
 import pytest
 
 from launch.proxy import Proxy
-from launch.proxy import completions as completions_module
 from launch.proxy import requests as requests_module
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
@@ -45,7 +44,7 @@ async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: 
     def broken(body: bytes) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(completions_module, "Completion", broken)
+    monkeypatch.setattr(requests_module, "Completion", broken)
     async with cluster() as c, c.post() as response:
         assert response.status == 500
         error = await error_of(response)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from launch.proxy.answers import ApiError
+from launch.proxy.bodies import ApiError
 from launch.proxy.keys import Keys, WatchedFiles, read_keys
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.discovery import View
-from launch.proxy.answers import ApiError
-from launch.proxy.bodies import Completion, HandedOver, read_handoff
+from launch.proxy.bodies import ApiError, Completion, HandedOver, read_handoff
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Admission
 from launch.proxy.nodes import NodePools
