@@ -8,7 +8,7 @@ SGLANG_VENV ?= .venv-sglang
 PYTHON ?= python3
 # of `make test`: more than cores, because tests wait for something most of the time; a job takes 2 GiB, and there are ports for six
 JOBS ?= 6
-INPUTS ?= 1000000
+INPUTS ?= 20000
 MINUTES ?= 10
 SEED ?= $(shell date +%s)
 BIN := $(VENV)/bin
@@ -73,7 +73,7 @@ manifests: install
 	PATH="$(abspath $(BIN)):$$PATH" bash tools/render-manifests.sh
 
 fuzz: install
-	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
+	FUZZ_EXAMPLES=$(INPUTS) $(BIN)/python -m pytest -o timeout=0 tests/fuzz --hypothesis-seed=$(SEED)
 
 soak: install
 	bash tools/system-packages.sh test

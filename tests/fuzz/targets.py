@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import io
-import itertools
 import json
 import math
-import os
-import socket
-import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,15 +48,48 @@ from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
-from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded
 from pd_cache.server import protocol
-from pd_cache.server.link import ClientLink, ServerLink
 from pd_cache.tiers import memory
-from pd_cache.tiers.disk_files import PAGE, ObjectFolder, digest_of
-from tests.fuzz.target import Format, Parse, Target, pure
-from tests.support.waiting import wait_for
 from transfer.lookup_rpc import NoVerdictError, UnexpectedAnswerError, read_answer
+
+Parse = Callable[[bytes], None]
+
+
+class Format(enum.Enum):
+    """What a target's seeds are made of, which decides how they are changed."""
+
+    JSON = "json"
+    MSGPACK = "msgpack"
+    BYTES = "bytes"
+
+
+_JSON, _MSGPACK, _BYTES = Format.JSON, Format.MSGPACK, Format.BYTES
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parser of what others wrote."""
+
+    name: str
+    parse: Parse
+    """Tries one input. An AssertionError of it is a value that breaks its own promises."""
+    refusals: tuple[type[Exception], ...]
+    """What the parser documents that it raises."""
+    seeds: tuple[bytes, ...]
+    """Valid inputs."""
+    format: Format
+    header: int = 0
+    """Bytes of each seed before what is in `format`."""
+
+    def accepts(self, data: bytes) -> bool:
+        """Returns whether an input is accepted, and not refused as documented. Raises whatever else the parser raises."""
+        try:
+            self.parse(data)
+        except self.refusals:
+            return False
+        return True
+
 
 TOKEN = uuid.UUID(int=7).hex
 NAMESPACE = Namespace(
@@ -130,49 +159,6 @@ def _server_answer(data: bytes) -> None:
         assert protocol.decode_answer(protocol.encode(number, answer)) == (number, answer)
 
 
-@contextmanager
-def _beside() -> Iterator[Parse]:
-    """Each input is what a client sends: a byte for how many descriptors come with a message, a byte for its length, the message."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, open(os.devnull) as null:
-        path = Path(folder) / "beside"
-        server = ServerLink(f"ipc://{folder}/s", lambda incoming: protocol.Done(), CacheMetrics(), "server", path=path)
-        server.start()
-        stack.callback(server.close)
-        stack.callback(server.stop, 10)
-        honest = ClientLink(server.url, None, "h" * 32, lambda: None)
-        stack.callback(honest.close)
-        wait_for(lambda: honest.watch(0.1), 10, "the honest client is connected")
-        assert honest.request(protocol.StatusQuery(), 10).outcome() == protocol.Done()
-        assert honest.attach(str(path))
-
-        def parse(data: bytes) -> None:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                stranger.connect(str(path))
-                place = 0
-                while place + 2 <= len(data):
-                    count, size = data[place] % 4, data[place + 1]
-                    try:
-                        socket.send_fds(stranger, [data[place + 2 : place + 2 + size]], [null.fileno()] * count)
-                    except (BrokenPipeError, ConnectionResetError):
-                        break
-                    place += 2 + size
-            if next(turns) % 50 == 0:
-                assert honest.request(protocol.Unregister(), 10, [null.fileno()]).outcome() == protocol.Done()
-                wait_for(lambda: _descriptors() <= before, 10, "no descriptor is left over")
-
-        assert honest.request(protocol.Unregister(), 10, [null.fileno()]).outcome() == protocol.Done()
-        before, turns = _descriptors(), itertools.count(1)
-        yield parse
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _said(*texts: bytes) -> bytes:
-    return b"".join(bytes([index % 3, len(text)]) + text for index, text in enumerate(texts))
-
-
 # --- objects and files -----------------------------------------------------------------------------------------------
 
 _KEY, _PAYLOAD = "pdc1/0123456789abcdef/0/" + "a" * 32, b"0123456789" * 20
@@ -192,55 +178,6 @@ def _object(data: bytes) -> None:
 
 
 _SEALED = _sealed()
-_NAME = f"{digest_of('key')}-1f"
-
-
-@contextmanager
-def _folder() -> Iterator[Parse]:
-    """Each input is the name of a file, and where it lies; all that were planted lie there for some turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        roots = iter(Path(folder) / str(number) for number in range(1 << 62))
-        planted: list[Path] = []
-        root = next(roots)
-
-        def parse(data: bytes) -> None:
-            nonlocal root
-            place, name = data[:1], data[1:200].split(b"/")[-1].replace(b"\0", b"")
-            if name not in (b"", b".", b".."):
-                here = root / str(PAGE) / "0"
-                parents = (here, here / os.fsdecode(name[:2]), here / "ab", here / "tmp")
-                parent = parents[place[0] % 4] if place else here
-                file = parent / os.fsdecode(name)
-                if file not in (here / "lock", here / "tmp"):
-                    try:
-                        parent.mkdir(parents=True, exist_ok=True)
-                        if place and place[0] & 4:
-                            file.mkdir()
-                        else:
-                            file.write_bytes(b"\0" * (PAGE if place and place[0] & 8 else 1))
-                        planted.append(file)
-                    except OSError:
-                        return  # the file system takes no such name
-            if len(planted) >= 64:
-                _opened(root)
-                planted.clear()
-                root = next(roots)
-
-        yield parse
-        _opened(root)
-
-
-def _opened(root: Path) -> None:
-    folder = ObjectFolder(root, PAGE, direct=False, sync=False)
-    with closing(folder):
-        found = folder.open()
-        assert len({digest for digest, _ in found.objects}) == len(found.objects)
-        buffer = bytearray(PAGE)
-        for digest, name in found.objects:
-            assert name.startswith(f"{digest}-")
-            assert folder.read(name, memoryview(buffer)) == PAGE
-        written = folder.write(digest_of("another"), memoryview(buffer))
-        assert written not in {name for _, name in found.objects}
 
 
 def _manifest(data: bytes) -> None:
@@ -531,22 +468,10 @@ def _master_answer(data: bytes) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _target(
-    name: str,
-    parse: Parse,
-    refusals: tuple[type[Exception], ...],
-    seeds: tuple[bytes, ...],
-    kind: Format,
-    header: int = 0,
-) -> Target:
-    return Target(name, pure(parse), refusals, seeds, kind, header)
-
-
 def _encoded(found: tuple[protocol.Message, ...]) -> tuple[bytes, ...]:
     return tuple(protocol.encode(7, message) for message in found)
 
 
-_JSON, _MSGPACK, _BYTES = Format.JSON, Format.MSGPACK, Format.BYTES
 _PACK: Callable[[Any], bytes] = msgspec.msgpack.encode
 # --- KV events -------------------------------------------------------------------------------------------------------
 
@@ -574,34 +499,29 @@ def _kv_events(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _target("server-request", _server_request, (protocol.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
-        _target("server-answer", _server_answer, (protocol.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
+        Target("server-request", _server_request, (protocol.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
+        Target("server-answer", _server_answer, (protocol.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
+        Target("kv-events", _kv_events, (UndecodableError,), (_EVENTS,), _MSGPACK),
+        Target("object", _object, (), (_SEALED,), _BYTES),
+        Target("manifest", _manifest, (ValueError,), (NAMESPACE.manifest(),), _JSON),
+        Target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
+        Target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
+        Target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
+        Target("peers", _peers, (ValueError,), (_json(_PEERS),), _JSON),
+        Target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
         Target(
-            "beside", _beside, (), (_said(b"c" * 32, b"d" * 32, b"d" * 32), _said(b"c" * 32), _said(b"c" * 33)), _BYTES,
-            alone=False,
-        ),
-        _target("kv-events", _kv_events, (UndecodableError,), (_EVENTS,), _MSGPACK),
-        _target("object", _object, (), (_SEALED,), _BYTES),
-        Target("folder", _folder, (), (b"\x09" + _NAME.encode(), b"\x0bnote-" + _NAME.encode(), b"\x04" + b"ab"), _BYTES, alone=False),
-        _target("manifest", _manifest, (ValueError,), (NAMESPACE.manifest(),), _JSON),
-        _target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
-        _target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
-        _target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
-        _target("peers", _peers, (ValueError,), (_json(_PEERS),), _JSON),
-        _target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
-        _target(
             "master-health", lambda data: bool(read_master_health(data)) and None, (ValueError,),
             (_json({"role": "leader", "service_ready": True}),), _JSON,
         ),
-        _target(
+        Target(
             "master-keys", lambda data: bool(read_places(data, ["k"])) and None, (ValueError,),
             (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
         ),
-        _target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS), _BYTES),
-        _target("rates", _rates, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
-        _target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
-        _target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
-        _target(
+        Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS), _BYTES),
+        Target("rates", _rates, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
+        Target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
+        Target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
+        Target(
             "query", _query, (ApiError,),
             (
                 _json({"model": "m", "token_ids": list(range(600)), "cache_salt": "tenant", "instance_id": "decode-0"}),
@@ -609,18 +529,18 @@ TARGETS: dict[str, Target] = {
             ),
             _JSON,
         ),
-        _target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),
-        _target("models", _models, (ValueError,), (_json({"object": "list", "data": [{"id": "m"}, {"id": "n"}]}),), _JSON),
-        _target(
+        Target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),
+        Target("models", _models, (ValueError,), (_json({"object": "list", "data": [{"id": "m"}, {"id": "n"}]}),), _JSON),
+        Target(
             "prefill-answer", _handed_over, (ValueError,),
             (_json({"id": "x", "kv_transfer_params": {"do_remote_prefill": True}}),), _JSON,
         ),
-        _target(
+        Target(
             "report", lambda data: bool(read_report(data)) and None, (),
             (_json({"pd_cache": {"report": {"asked": 3, "computed": 3, "reason": "evicted"}, "prefill": None}}),), _BYTES,
         ),
-        _target("reference-request", _reference, (BadRequest,), tuple(map(_json, _BODIES[:3])), _JSON),
-        _target(
+        Target("reference-request", _reference, (BadRequest,), tuple(map(_json, _BODIES[:3])), _JSON),
+        Target(
             "transfer-params", _params, (BadParams,),
             (
                 _json(write_params(Announcement(prefix_tokens=4096, namespace="0" * 16, adapter="1" * 32, prefill=PrefillWork(1, 2)))),
@@ -628,8 +548,8 @@ TARGETS: dict[str, Target] = {
             ),
             _JSON,
         ),
-        _target("master-answer", _master_answer, (UnexpectedAnswerError, NoVerdictError), (_EXISTS,), _BYTES),
-        _target(
+        Target("master-answer", _master_answer, (UnexpectedAnswerError, NoVerdictError), (_EXISTS,), _BYTES),
+        Target(
             "trace", _trace, (ValueError,),
             (_json({"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}),), _JSON,
         ),
