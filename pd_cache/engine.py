@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -13,12 +14,12 @@ from typing import ClassVar
 import torch
 
 from pd_cache.blocks import BlocksOrSlots, Slots, StoreOutcome
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 from pd_cache.config import NodeSettings
 from pd_cache.deadline import Deadline
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PoolLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
@@ -76,7 +77,7 @@ class CacheEngine:
         self._owns_version = version is None
         self.version = version or WeightsVersion.of(settings, metadata.model)
         self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
-        self.prefix = PrefixLookup(LayerGroups([self.database]), self.metrics, self.mover.history)
+        self.prefix = EngineGroups([self])
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
@@ -94,9 +95,9 @@ class CacheEngine:
     def wait_available(self, timeout: float) -> None:
         """Waits for the pool, and for the authority of versions. Raises PoolUnavailableError after `timeout` seconds. Serving engines need
         not call this."""
-        deadline = Deadline(timeout)
+        end = time.monotonic() + timeout
         self.backend.wait_available(timeout)
-        if not self.version.wait_known(deadline.left() or 0.0):
+        if not self.version.wait_known(max(0.0, end - time.monotonic())):
             raise PoolUnavailableError(f"the authority of versions at {self.settings.versions} does not answer")
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
@@ -125,23 +126,12 @@ class CacheEngine:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Found:
-        """Does the same as `lookup`; see `LookupClient.survey`. `epoch`: another weights version to look in than the engine's own."""
-        check_names(names)
-        at_hand = min(max(at_hand, 0), len(names))
-        if self.mover.closed:
-            return Found(at_hand, at_hand, "not_asked")
-        deadline = Deadline(timeout)
-        return self.prefix.find(
-            names,
-            at_hand,
-            self.backend.batched_contains,
-            self.version.current(deadline) if epoch is None else epoch,
-            deadline,
-        )
+        """`epoch`: another weights version to look in than the engine's own."""
+        return self.prefix.survey(names, at_hand=at_hand, epoch=epoch, timeout=timeout)
 
     def reset(self, version: str | None = None) -> str | None:
         """Says that this engine has other weights now; see `LookupClient.reset`."""
-        return None if self.mover.closed else self.version.reset(version)
+        return self.prefix.reset(version)
 
     def store(
         self,
@@ -190,7 +180,7 @@ class CacheEngine:
     ) -> Loaded:
         """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
         deadline = Deadline(timeout)
-        current = self.version.current(deadline) if epoch is None else epoch
+        current = self.version.current(timeout) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
@@ -268,41 +258,23 @@ class CacheEngine:
         return next(key for key, pages in self._remembered.items() if pages is not self._registered)
 
 
-class EngineGroups:
+class EngineGroups(PoolLookup):
     """The engines of one model's groups of layers, which share a backend, as one to look up in. The caller keeps them."""
 
     def __init__(self, engines: Sequence[CacheEngine]) -> None:
         """Raises ValueError if there is no engine, or if their chunks are not of one size."""
-        self._backend = engines[0].backend
+        first, groups = engines[0], LayerGroups([engine.database for engine in engines])
+        super().__init__(groups, first.backend.batched_contains, first.version, first.metrics, first.mover.history)
+        self.database = first.database
         self._engines = tuple(engines)
-        self.database = engines[0].database
-        groups = LayerGroups([engine.database for engine in engines])
-        self.prefix = PrefixLookup(groups, engines[0].metrics, engines[0].mover.history)
+
+    @property
+    def closed(self) -> bool:
+        return any(engine.mover.closed for engine in self._engines)
 
     @property
     def available(self) -> bool:
         return all(engine.available for engine in self._engines)
-
-    def survey(
-        self, names: Sequence[bytes], *, at_hand: int = 0, epoch: str | None = None, timeout: float | None = None
-    ) -> Found:
-        """Returns how many chunks, from the first, a load could restore in all groups, by a single request."""
-        check_names(names)
-        at_hand = min(max(at_hand, 0), len(names))
-        if any(engine.mover.closed for engine in self._engines):
-            return Found(at_hand, at_hand, "not_asked")
-        deadline = Deadline(timeout)
-        return self.prefix.find(
-            names,
-            at_hand,
-            self._backend.batched_contains,
-            self._engines[0].version.current(deadline) if epoch is None else epoch,
-            deadline,
-        )
-
-    def reset(self, version: str | None = None) -> str | None:
-        """Says that the engines have other weights now; see `LookupClient.reset`."""
-        return self._engines[0].reset(version)
 
 
 def _close(pages: _Pages) -> None:

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
-from pd_cache.deadline import Deadline
 from pd_cache.groups import LayerGroups
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, worst_reason
 from pd_cache.versions import UNKNOWN, WeightsVersion
 from transfer.errors import Status
 from transfer.store import MooncakeStore
+
+
+class LooksUp(Protocol):
+    """What a lookup client asks: a cache, the engines of a model's layer groups together, or the pool itself."""
+
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Found:
+        """Returns how long a prefix is; see `BlockCache.survey`."""
+
+    @property
+    def available(self) -> bool:
+        """False while it is known that nothing can be found."""
+
+    def reset(self, version: str | None = None) -> str | None:
+        """Says that the engine has other weights now; see `LookupClient.reset`."""
+
+
+class EngineLooksUp(LooksUp, Protocol):
+    """The same of a `CacheEngine` or an `EngineGroups`."""
+
+    @property
+    def database(self) -> ChunkedTokenDatabase:
+        """Names the chunks."""
+
+    def survey(
+        self,
+        names: Sequence[bytes],
+        *,
+        at_hand: int = 0,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Found:
+        """`epoch`: another weights version to look in than the engine's own."""
 
 
 class LookupClient(ABC):
@@ -24,11 +59,15 @@ class LookupClient(ABC):
         """`database` names the chunks."""
         self.metrics = metrics or CacheMetrics()
         self._database = database
+        self._asks: LooksUp | None = None
+        """What this client asks; None once there is nothing to ask."""
+        self._timeout: float | None = None
+        """How long it waits for an answer, in seconds; None for as long as is usual there."""
 
     @property
-    @abstractmethod
     def available(self) -> bool:
         """False while the process that answers lookups is known to be unreachable: every lookup is then an immediate miss."""
+        return self._asks is not None and self._asks.available
 
     def lookup(
         self,
@@ -63,19 +102,16 @@ class LookupClient(ABC):
         """Does the same as `find`. Returns the prefix in chunks, how many chunks the layers have that need all of them, and why the prefix
         is not longer."""
         chunks = min(max(at_hand, 0) // self._database.chunk_size, len(names))
-        if chunks < len(names):
-            try:
-                return self._find(names, chunks, lookup_id or "")
-            except Exception as error:  # noqa: BLE001 - a lookup never fails its request
-                self._count(error, lookup_id)
-                return Found(chunks, chunks, "error")
-        return Found(chunks, chunks)
+        if chunks == len(names):
+            return Found(chunks, chunks)
+        if self._asks is None:
+            return Found(chunks, chunks, "not_asked")
+        try:
+            return self._asks.survey(names, at_hand=chunks, session=lookup_id or "", timeout=self._timeout)
+        except Exception as error:  # noqa: BLE001 - a lookup never fails its request
+            self._count(error, lookup_id)
+            return Found(chunks, chunks, "error")
 
-    @abstractmethod
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
-        """Returns the end of the prefix. All numbers are in chunks. May raise any exception."""
-
-    @abstractmethod
     def reset(self, version: str | None = None) -> str | None:
         """Says that the engine has other weights now: nothing that was stored before is found or loaded by it again.
 
@@ -83,6 +119,7 @@ class LookupClient(ABC):
         underscores. Returns the version's label when no node can load what was stored before. None if that was refused or not answered; then
         this engine finds nothing until a later call succeeds. Waits up to 8 s. Raises ValueError for a label that cannot be one.
         """
+        return None if self._asks is None else self._asks.reset(version)
 
     def stored(self, names: Sequence[bytes]) -> None:  # noqa: B027 - only some clients keep a history
         """Notes that the engine has stored these chunks, so that they count as evicted if a later lookup does not find them."""
@@ -113,56 +150,13 @@ def _extra_keys(request_configs: Mapping[str, Any] | None) -> Iterable[ExtraKey]
 
 
 class PrefixLookup:
-    """Asks once for all chunks of a prompt, in all groups of layers, and counts requested and found tokens."""
+    """Finds out from the statuses of keys how long a prefix is, in all groups of layers, and counts its tokens."""
 
     def __init__(self, groups: LayerGroups, metrics: CacheMetrics, history: ChunkHistory | None = None) -> None:
         """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows."""
         self.groups = groups
         self.metrics = metrics
         self._history = history
-
-    def find(
-        self,
-        names: Sequence[bytes],
-        at_hand: int,
-        exists: Callable[..., list[Status]],
-        epoch: str | None,
-        timeout: float | Deadline | None = None,
-    ) -> Found:
-        """Returns how many of the first chunks a load could restore. The first `at_hand` count as found.
-
-        `exists(keys, timeout=…)` looks up a list of keys with one request, within the seconds that are left of `timeout`. `epoch` is the weights version to
-        look in; if it is unknown, no chunk is found.
-        """
-        if at_hand == len(names):
-            return Found(len(names), len(names))
-        if epoch is None:
-            return self._unknown(names, at_hand, exists, timeout)
-        keys = self.groups.keys(names[at_hand:], epoch)
-        with self.metrics.timed("lookup"):
-            statuses = exists(keys, timeout=Deadline.of(timeout).left())
-        return self.judge(names, at_hand, statuses, epoch)
-
-    def _unknown(
-        self,
-        names: Sequence[bytes],
-        at_hand: int,
-        exists: Callable[..., list[Status]],
-        timeout: float | Deadline | None,
-    ) -> Found:
-        """Returns the answer to a lookup while the weights version is unknown: nothing but what is at hand. Counts it.
-
-        Asks for one key that no chunk has: a pool that is down, often with the authority of versions, is noticed all the same.
-        """
-        self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
-        keys = self.groups.keys(names[at_hand : at_hand + 1], UNKNOWN)[:1]
-        statuses = exists(keys, timeout=Deadline.of(timeout).left())
-        reason = worst_reason(statuses)
-        if reason in ("none", "missing"):
-            reason = "epoch_unknown"
-            self.metrics.trouble("lookup", reason)
-        self.metrics.outages("lookup", statuses)
-        return Found(at_hand, at_hand, reason)
 
     def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Found:
         """Returns how many of the first chunks were found, and why not more. Counts their tokens.
@@ -197,6 +191,78 @@ class PrefixLookup:
         return reason if self._history is None else self._history.explain(reason, names[found.chunks])
 
 
+class PoolLookup(PrefixLookup):
+    """Looks up all chunks of a prompt, in all groups of layers, with one request."""
+
+    def __init__(
+        self,
+        groups: LayerGroups,
+        exists: Callable[..., list[Status]],
+        version: WeightsVersion,
+        metrics: CacheMetrics,
+        history: ChunkHistory | None = None,
+    ) -> None:
+        """`exists(keys, timeout=…)` returns the statuses of keys. `version`: the weights version to look in, if no other is asked for."""
+        super().__init__(groups, metrics, history)
+        self._exists = exists
+        self._version = version
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing to ask any more."""
+        return False
+
+    @property
+    def available(self) -> bool:
+        return not self.closed
+
+    def reset(self, version: str | None = None) -> str | None:
+        return None if self.closed else self._version.reset(version)
+
+    def survey(
+        self,
+        names: Sequence[bytes],
+        *,
+        at_hand: int = 0,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Found:
+        """Returns how many of the first chunks a load could restore. The first `at_hand` count as found; sessions protect nothing here.
+
+        Finds no other chunk if the weights version is unknown.
+        """
+        check_names(names)
+        at_hand = min(max(at_hand, 0), len(names))
+        if at_hand == len(names):
+            return Found(at_hand, at_hand)
+        if self.closed:
+            return Found(at_hand, at_hand, "not_asked")
+        end = None if timeout is None else time.monotonic() + timeout
+        if epoch is None:
+            epoch = self._version.current(timeout)
+        # while the version is unknown, one key that no chunk has is asked for: a pool that is down, often with the authority of versions,
+        # is noticed all the same
+        keys = (
+            self.groups.keys(names[at_hand:], UNKNOWN)[:1]
+            if epoch is None
+            else self.groups.keys(names[at_hand:], epoch)
+        )
+        with self.metrics.timed("lookup"):
+            statuses = self._exists(keys, timeout=None if end is None else max(0.0, end - time.monotonic()))
+        return self._unknown(names, at_hand, statuses) if epoch is None else self.judge(names, at_hand, statuses, epoch)
+
+    def _unknown(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status]) -> Found:
+        """Returns the answer to a lookup while the weights version is unknown: nothing but what is at hand. Counts it."""
+        self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
+        reason = worst_reason(statuses)
+        if reason in ("none", "missing"):
+            reason = "epoch_unknown"
+            self.metrics.trouble("lookup", reason)
+        self.metrics.outages("lookup", statuses)
+        return Found(at_hand, at_hand, reason)
+
+
 class MooncakeLookupClient(LookupClient):
     """Does one `batch_is_exist` per lookup, for all chunks and all shards, in all groups of layers."""
 
@@ -219,21 +285,14 @@ class MooncakeLookupClient(LookupClient):
         databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
-        self._timeout = config.transfer.timeouts.exist_ms / 1000
-        self._history = history
-        self._prefix = PrefixLookup(LayerGroups(databases), self.metrics, self._history)
         self.version = WeightsVersion.of(config, metadata.model, watches=watches)
+        self._history = history
+        self._asks = PoolLookup(LayerGroups(databases), self.store.batch_exist, self.version, self.metrics, history)
+        self._timeout = config.transfer.timeouts.exist_ms / 1000
 
     @property
     def available(self) -> bool:
         return self.store.available
-
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
-        deadline = Deadline(self._timeout)
-        return self._prefix.find(names, at_hand, self.store.batch_exist, self.version.current(deadline), deadline)
-
-    def reset(self, version: str | None = None) -> str | None:
-        return self.version.reset(version)
 
     def stored(self, names: Sequence[bytes]) -> None:
         if self._history is not None:
@@ -244,22 +303,6 @@ class MooncakeLookupClient(LookupClient):
         self.store.close()
 
 
-class LooksUp(Protocol):
-    """The part of a `CacheEngine`, or of an `EngineGroups`, that is needed here. This layer does not import either."""
-
-    @property
-    def database(self) -> ChunkedTokenDatabase: ...
-
-    @property
-    def available(self) -> bool: ...
-
-    def survey(
-        self, names: Sequence[bytes], *, at_hand: int = 0, epoch: str | None = None, timeout: float | None = None
-    ) -> Found: ...
-
-    def reset(self, version: str | None = None) -> str | None: ...
-
-
 class BypassLookupClient(LookupClient):
     """Calls `engine.survey` directly. The caller keeps ownership of the engine."""
 
@@ -267,7 +310,7 @@ class BypassLookupClient(LookupClient):
         self,
         config: NodeSettings,
         metadata: CacheMetadata,
-        engine: LooksUp,
+        engine: EngineLooksUp,
         *,
         timeout: float | None = None,
         metrics: CacheMetrics | None = None,
@@ -277,20 +320,8 @@ class BypassLookupClient(LookupClient):
         if engine.database.namespace != wanted:
             raise ValueError(f"the engine serves {engine.database.namespace}, the client was made for {wanted}")
         super().__init__(engine.database, metrics)
-        self._engine: LooksUp | None = engine
+        self._asks = engine
         self._timeout = timeout
 
-    @property
-    def available(self) -> bool:
-        return self._engine is not None and self._engine.available
-
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
-        if self._engine is None:
-            return Found(at_hand, at_hand, "not_asked")
-        return self._engine.survey(names, at_hand=at_hand, timeout=self._timeout)
-
-    def reset(self, version: str | None = None) -> str | None:
-        return None if self._engine is None else self._engine.reset(version)
-
     def close(self) -> None:
-        self._engine = None
+        self._asks = None

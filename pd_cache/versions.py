@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from pd_cache.deadline import Deadline
 from pd_cache.decoding import decode_json
 from pd_cache.sparse_log import SparseLog
 
@@ -227,14 +226,13 @@ class WeightsVersion:
         """The label of this engine's weights; None if it is not known, or about to change."""
         return self._own
 
-    def current(self, deadline: Deadline | None = None) -> str | None:
+    def current(self, timeout: float | None = None) -> str | None:
         """Returns the label in which to look up and load: the engine's own, if it is current. None if it is not, or if that is unknown.
 
-        Waits only for the first answer, and no longer than a second.
+        Waits only for the first answer, and no longer than a second, or `timeout` (s).
         """
-        left = None if deadline is None else deadline.left()
         with self._lock:
-            self._lock.wait_for(lambda: self._tried, _FIRST_S if left is None else min(left, _FIRST_S))
+            self._lock.wait_for(lambda: self._tried, _FIRST_S if timeout is None else min(timeout, _FIRST_S))
             label = self._known.label if self._watches else self._own
             return None if self.why_not(label) else label
 

@@ -43,7 +43,7 @@ class VersionedNames:
     def exist(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Returns which values are there, by one request."""
         deadline = Deadline(timeout)
-        epoch = self._version.current(deadline)
+        epoch = self._version.current(timeout)
         if epoch is None:
             return [False] * len(names)
         statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline.left())
@@ -58,7 +58,7 @@ class VersionedNames:
         """
         deadline = Deadline(timeout)
         # waits for the first answer, before which the engine's own version is not known
-        self._version.current(deadline)
+        self._version.current(timeout)
         epoch = self.own if epoch is None else epoch
         if why := self._version.why_not(epoch):
             self._cache.metrics.trouble("put", why, len(names))
@@ -72,7 +72,7 @@ class VersionedNames:
         All are misses if the weights change meanwhile.
         """
         deadline = Deadline(timeout)
-        epoch = self._version.current(deadline)
+        epoch = self._version.current(timeout)
         if epoch is None:
             return ["epoch_unknown"] * len(names)
         reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline.left())

@@ -15,7 +15,6 @@ import torch
 from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
-from pd_cache.deadline import Deadline
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
@@ -205,7 +204,7 @@ class ServerCache:
         ):  # one that does not know us yet would answer only once it does
             return PendingLookup(self, None, asked)
         seconds, version = self._lookup_timeout_s if timeout is None else timeout, self.version
-        epoch = None if version is None else version.current(Deadline(seconds))
+        epoch = None if version is None else version.current(seconds)
         if epoch is None:
             return PendingLookup(self, None, asked, "epoch_unknown")
         future = self.connection.link.request(Lookup(session, join_names(names), at_hand, epoch), seconds)
@@ -299,7 +298,7 @@ class ServerCache:
             return
         version = self.version
         if version is not None and epoch is None:
-            epoch = version.current(Deadline(seconds))
+            epoch = version.current(seconds)
         unusable = "epoch_unknown" if version is None or epoch is None else version.why_not(epoch)
         if unusable or epoch is None:
             pending.outcome = unusable
@@ -526,7 +525,7 @@ class ServerLookupClient(LookupClient):
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
         """
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
-        self._cache = ServerCache(
+        self._asks = self._cache = ServerCache(
             url,
             self._identity(config, metadata, further),
             kind="scheduler",
@@ -545,19 +544,9 @@ class ServerLookupClient(LookupClient):
         """Returns the version of the engine's weights; None if the server has to say whom to ask for it."""
         return WeightsVersion.of(config, metadata.model) if config.versions else None
 
-    @property
-    def available(self) -> bool:
-        return self._cache.available
-
     def wait_connected(self, timeout: float) -> None:
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
-
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
-        return self._cache.begin_lookup(names, at_hand=at_hand, session=lookup_id).survey()
-
-    def reset(self, version: str | None = None) -> str | None:
-        return self._cache.reset(version)
 
     def end(self, lookup_id: str) -> None:
         self._cache.end(lookup_id)
@@ -594,6 +583,3 @@ class RpcLookupClient(ServerLookupClient):
     @property
     def available(self) -> bool:
         return True  # the worker lives as long as its scheduler, and knows the pool's state itself
-
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
-        return self._cache.begin_lookup(names, at_hand=at_hand).survey()

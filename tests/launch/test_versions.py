@@ -28,7 +28,6 @@ from launch.versions import (
     versions_handler,
 )
 from pd_cache.cluster import EtcdDiscovery
-from pd_cache.deadline import Deadline
 from pd_cache.versions import (
     FIRST,
     LEASE_S,
@@ -95,7 +94,7 @@ class Engine:
         self.version.poll(self.wire)
 
     def uses(self) -> str | None:
-        return self.version.current(Deadline(0.0))
+        return self.version.current(0.0)
 
 
 class World:

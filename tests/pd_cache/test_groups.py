@@ -101,11 +101,8 @@ def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_befor
 @pytest.mark.parametrize("at_hand", [0, 2])
 def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> None:
     lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
-
-    def present(keys: list[str], timeout: float | None) -> list[Status]:
-        return [Status.OK] * len(keys)
-
-    assert lookup.find([bytes([n] * 16) for n in range(5)], at_hand, present, "").chunks == 4
+    names = [bytes([n] * 16) for n in range(5)]
+    assert lookup.judge(names, at_hand, [Status.OK] * 2 * (5 - at_hand), "").chunks == 4
 
 
 def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:

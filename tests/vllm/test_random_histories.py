@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -125,13 +126,14 @@ class RandomLookups(LookupClient):
 
     def __init__(self, history: History, database: ChunkedTokenDatabase) -> None:
         super().__init__(database, CacheMetrics())
+        self._asks = SimpleNamespace(survey=self._answer)
         self._history = history
 
     @property
     def available(self) -> bool:
         return True
 
-    def _find(self, names: Sequence[bytes], at_hand: int, lookup_id: str) -> Found:
+    def _answer(self, names: Sequence[bytes], *, at_hand: int, session: str, timeout: float | None) -> Found:
         history = self._history
         with history.lock:
             found = next((at for at in range(at_hand, len(names)) if names[at] not in history.pool), len(names))

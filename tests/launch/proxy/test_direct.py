@@ -51,9 +51,6 @@ class Lookups(LookupClient):
     def reset(self) -> str | None:
         raise AssertionError("a proxy resets nothing")
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Found:
-        raise NotImplementedError
-
     def close(self) -> None:
         self.closed = True
 

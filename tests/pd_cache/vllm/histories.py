@@ -160,6 +160,7 @@ class Lookups(LookupClient):
 
     def __init__(self, metrics: CacheMetrics) -> None:
         super().__init__(ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
+        self._asks = SimpleNamespace(survey=self._answer)  # type: ignore[assignment]
         self.there: set[bytes] = set()
         self.leading = 0
         """How many chunks are there of the layers that need all of them, if more than can be loaded."""
@@ -181,7 +182,7 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return self.here
 
-    def _find(self, names: Any, at_hand: int, lookup_id: str) -> Found:
+    def _answer(self, names: Any, *, at_hand: int, session: str, timeout: float | None) -> Found:
         self.asked.append(at_hand)
         if not self.here:
             raise ConnectionError("the server is lost")
