@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,6 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -52,7 +51,6 @@ from pd_cache.tracing import open_tracing
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, on_all_cores, open_cache
 from pd_cache.vllm.compat import check_version
 from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
-from pd_cache.vllm.events import ChunkEvents
 from pd_cache.vllm.files import ReportWriter, ToldCache, report_file, write_cache
 from pd_cache.vllm.layers import (
     GroupTensors,
@@ -130,15 +128,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache: WorkerCache | None = None
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
-        chunk_size = self._settings.node.cache.chunk_tokens
         if role is KVConnectorRole.SCHEDULER:
             reports: ReportWriter | None = None
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
                 reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
-            events = vllm_config.kv_events_config
-            wanted = events is not None and events.enable_kv_cache_events
-            describe = ChunkEvents(chunk_size=chunk_size, block_size=hash_block_size)
             self._scheduler = SchedulerSide(
                 self._settings,
                 stores=stores,
@@ -147,7 +141,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 retention=kv_cache_config.prefix_cache_retention_interval,
                 drafted_up_to=drafted_up_to(vllm_config),
                 ranks=vllm_config.parallel_config.world_size,
-                describe=describe if wanted else None,
                 adapters=Adapters(adapter_settings(vllm_config)),
                 metrics=self._metrics,
                 on_report=None if reports is None else reports.write,
@@ -407,10 +400,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Returns whether the end of a store will free blocks, so that vLLM need not preempt a request for them."""
         return self._scheduling().stores.frees_blocks
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns the KV events of chunks that were stored, or found evicted."""
-        return self._scheduling().stores.take_events()
 
     # --- both ----------------------------------------------------------------------------------------------------
 

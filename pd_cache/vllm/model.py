@@ -73,7 +73,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             for group in groups
         ),
         "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
-        **_limits_on_cpus(vllm_config, len(groups)),
+        "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
+            current_platform.is_cpu()
+            and vllm_config.model_config.use_mla
+            and not vllm_config.scheduler_config.enable_chunked_prefill
+        ),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -135,19 +139,6 @@ def _drafts(layer: str, method: str, layers: int) -> bool:
         return layer.startswith("draft_model.")
     number = re.search(r"\blayers\.(\d+)\b", layer)
     return layer.startswith("mtp.") or (number is not None and int(number[1]) >= layers)
-
-
-def _limits_on_cpus(vllm_config: VllmConfig, groups: int) -> dict[str, bool]:
-    """Returns what vLLM's CPU backend computes wrongly, with KV that was loaded or in any case, and whether each applies."""
-    model, on_cpus = vllm_config.model_config, current_platform.is_cpu()
-    return {
-        "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
-            on_cpus and model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill
-        ),
-        "on CPUs vLLM 0.32 gives wrong tokens for its attention sinks unless sliding windows have a group of their own": (
-            on_cpus and model.hf_config.model_type == "gpt_oss" and groups == 1
-        ),
-    }
 
 
 def keeps_latents(kv_cache_config: KVCacheConfig, group: int) -> bool:

@@ -81,8 +81,8 @@ class TrackedRequest:
         """The span of the lookup, while the request waits for what it finds."""
         self.loading: TraceSpan | None = None
         """The span of the load under way."""
-        self.undrafted: int | None = None
-        """Tokens from this one on were computed without the draft model."""
+        self.drafted = True
+        """Whether the draft model ran in each of its steps."""
         self.planned: dict[int, int] = {}
         """For each layer group, how many chunks need not be stored any more: those that are planned, and those in the pool."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from pd_cache.vllm.events import ChunkEvents
-
 log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
@@ -58,7 +56,6 @@ class SchedulerSide:
         retention: int | None = 0,
         drafted_up_to: int | None = None,
         ranks: int,
-        describe: ChunkEvents | None,
         adapters: Adapters,
         metrics: CacheMetrics,
         on_report: Callable[[str, RequestReport], None] | None = None,
@@ -67,8 +64,7 @@ class SchedulerSide:
     ) -> None:
         """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
         request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
-        of a step may have if the draft model is to run in that step. `describe` is None if the engine's KV events are off. This closes
-        `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
+        of a step may have if the draft model is to run in that step. This closes `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
         self._clock = clock
         self._tracing = tracing
         self._settings = settings
@@ -88,7 +84,6 @@ class SchedulerSide:
             retention=retention,
             drafted_up_to=drafted_up_to,
             ranks=ranks,
-            describe=describe,
             metrics=metrics,
             tracing=tracing,
         )
@@ -338,7 +333,6 @@ class SchedulerSide:
             tracked.found = tracked.hidden = None
             tracked.planned.clear()
         self._outdated.begin_epoch(epoch, self._requests.values())
-        self.stores.begin_epoch()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -396,8 +390,6 @@ class SchedulerSide:
             tracked.looking.note(found=end, reason=reach.reason)
             tracked.looking.end()
             tracked.looking = None
-            if reach.reason == "evicted":
-                self.stores.note_evicted(request, reach.leading)
         if end < awaited:
             tracked.next_poll = self._clock() + tracked.poll_s
             tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)

@@ -18,13 +18,10 @@ from pd_cache.vllm.requests import PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
-    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-    from pd_cache.vllm.events import ChunkEvents
 
 
 class StoreJob(NamedTuple):
@@ -38,8 +35,6 @@ class StoreJob(NamedTuple):
     names: list[bytes]
     blocks: list[int]
     """The blocks of those chunks. A block at the start is -1 if no load will need it."""
-    events: list[BlockStored]
-    """The events to publish for each chunk; empty if KV events are off."""
 
 
 class EndedStore(NamedTuple):
@@ -62,7 +57,6 @@ class Stores:
         retention: int | None,
         drafted_up_to: int | None,
         ranks: int,
-        describe: ChunkEvents | None,
         metrics: CacheMetrics,
         tracing: Tracing,
     ) -> None:
@@ -74,7 +68,6 @@ class Stores:
         self._retention = retention
         self._drafted_up_to = drafted_up_to
         self._ranks = ranks
-        self._describe = describe
         self._metrics = metrics
         self._tracing = tracing
         self._manager: KVCacheManager | None = None
@@ -86,18 +79,10 @@ class Stores:
         """By job."""
         self._next_job = 0
         self._chunks_under_way = 0
-        self._events: list[KVCacheEvent] = []
 
     def bind(self, manager: KVCacheManager) -> None:
         """Takes the manager that knows each request's blocks."""
         self._manager = manager
-
-    def begin_epoch(self) -> None:
-        """Forgets the events of chunks of earlier versions: they are not announced, because no node can find them."""
-        self._events = []
-        self._jobs = {
-            number: (job._replace(events=[]), ranks, outcomes) for number, (job, ranks, outcomes) in self._jobs.items()
-        }
 
     def note_undrafted(self, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
         """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
@@ -112,8 +97,7 @@ class Stores:
             return
         self._undrafted = True
         for tracked, _ in step:
-            start = tracked.request.num_computed_tokens
-            tracked.undrafted = start if tracked.undrafted is None else min(start, tracked.undrafted)
+            tracked.drafted = False
 
     def plan(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
         """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
@@ -124,11 +108,8 @@ class Stores:
         for place, group in enumerate(self._layers):
             first = tracked.planned.get(place, 0)
             last = complete - group.ahead
-            if group.drafts:
-                if tracked.undrafted is not None:
-                    last = min(last, tracked.undrafted // self._chunk)
-                if self._undrafted:
-                    first = max(first, -(-tracked.at_hand // self._chunk))
+            if group.drafts and self._undrafted:
+                first = max(first, -(-tracked.at_hand // self._chunk)) if tracked.drafted else last
             if group.kind == "state" or last <= first:
                 continue
             last = min(last, len(self._chunks.names(tracked, complete)) - group.ahead)
@@ -151,7 +132,7 @@ class Stores:
             chunk = tokens // self._chunk - 1
             before = [-1] * (self._chunk // self._layers[place].block_size - 1)
             names = self._chunks.names(tracked, chunk + 1)[chunk:]
-            ops.append(self._begin(StoreJob(request.request_id, chunk, place, names, [*before, block], []), request))
+            ops.append(self._begin(StoreJob(request.request_id, chunk, place, names, [*before, block]), request))
         return ops
 
     def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> EndedStore | None:
@@ -171,7 +152,6 @@ class Stores:
         pool = self._pool()
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
         pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
-        self._events += [event for event, outcome in zip(job.events, both, strict=False) if outcome is StoreOutcome.NEW]
         return EndedStore(job, both)
 
     @property
@@ -186,16 +166,6 @@ class Stores:
         return any(
             pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
         )
-
-    def note_evicted(self, request: Request, chunk: int) -> None:
-        """Notes that a lookup found a request's chunk evicted."""
-        if self._describe is not None:
-            self._events += self._describe.missing(request, chunk)
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Returns `BlockStored` for chunks that all ranks have stored, and `BlockRemoved` for those that a lookup found evicted."""
-        events, self._events = self._events, []
-        return events
 
     def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
@@ -241,10 +211,7 @@ class Stores:
         if count <= 0:
             return None
         names = self._chunks.names_of(tracked, group, first, first + count)
-        events = (
-            self._describe.stored(request, first, first + count) if self._describe is not None and place == 0 else []
-        )
-        return StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk], events)
+        return StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk])
 
     def _room(self, chunks: int) -> int:
         """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""

@@ -146,8 +146,6 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({}, None),
         ({"latent": True}, None),
         ({"latent": True, "chunked_prefill": False}, "ignores the KV of earlier steps"),
-        ({"model_type": "gpt_oss"}, "attention sinks"),
-        ({"model_type": "gpt_oss", "others": ["window"]}, None),
         ({"others": ["window", "state"]}, None),
         ({"others": ["local"]}, "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
         ({"others": ["sink"]}, "SinkFullAttentionSpec"),
@@ -195,7 +193,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
         model_config=SimpleNamespace(
             model="/models/m",
             use_mla=latent,
-            hf_config=SimpleNamespace(model_type=changed.get("model_type", "any")),
             is_prefix_caching_supported=changed.get("prefixes", True),
             get_num_layers=lambda parallel: 1,
         ),

@@ -211,16 +211,6 @@ class Lookups(LookupClient):
         self.here = False
 
 
-class _Events:
-    """Events that say which chunk of which request they are about."""
-
-    def stored(self, request: Request, first: int, last: int) -> list[tuple[str, int]]:
-        return [(request.request_id, chunk) for chunk in range(first, last)]
-
-    def missing(self, request: Request, chunk: int) -> list[tuple[str, str, int]]:
-        return [("gone", request.request_id, chunk)]
-
-
 class Scene:
     """A scheduler's side over these, and what vLLM does with it."""
 
@@ -253,7 +243,6 @@ class Scene:
             retention=retention,
             drafted_up_to=drafted_up_to,
             ranks=ranks,
-            describe=_Events(),  # type: ignore[arg-type]
             adapters=self.adapters,
             metrics=self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),

@@ -153,7 +153,7 @@ def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended
     assert scene.manager.block_pool.used, "the other rank still reads them"
     scene.side.take_report(StepReport({store.job: (1, [NEW, NOT, NEW])}))
     assert not scene.manager.block_pool.used
-    assert list(scene.side.stores.take_events()) == [("a", 0), ("a", 2)], "events of chunks that all ranks have stored"
+    assert scene.lookups.noted == {scene.names(request)[at] for at in (0, 2)}, "what all ranks have stored"
     scene.side.take_report(StepReport({store.job: (1, [NEW] * 3)}))  # told again: nothing happens
 
 
@@ -173,17 +173,6 @@ def test_a_reset_of_vllms_own_cache_has_the_prompt_looked_up_from_its_start() ->
     assert scene.lookups.asked == [2, 0], "whether the pool has the first chunks had never been asked"
 
 
-def test_a_chunk_that_a_lookup_found_evicted_is_announced_as_removed_and_one_that_was_never_there_is_not() -> None:
-    scene = Scene()
-    scene.lookups.there = set(scene.names(Request("a", PROMPT))[:1])
-    for name, reason, events in (("a", "never_stored", []), ("b", "evicted", [("gone", "b", 1)])):
-        scene.lookups.reason = reason  # type: ignore[assignment]
-        request = Request(name, PROMPT)
-        for _ in range(3):  # vLLM asks again and again
-            scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
-        assert list(scene.side.stores.take_events()) == events
-
-
 def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> None:
     scene, request = Scene(), Request("a", PROMPT)
     scene.lookups.here = False
@@ -194,7 +183,6 @@ def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> No
     scene.side.take_report(StepReport({store.job: (1, [NOT] * 3)}))
     scene.manager.free(request)
     assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
-    assert not list(scene.side.stores.take_events())
 
 
 def test_a_full_queue_of_stores_drops_the_rest_and_counts_it() -> None:

@@ -305,11 +305,7 @@ def test_what_vllm_computed_without_its_draft_model_is_not_stored_of_it() -> Non
     scene.step(a=2 * CHUNK, b=CHUNK)
     request.num_computed_tokens, longer.num_computed_tokens = 2 * CHUNK, CHUNK
     stores = scene.step(a=CHUNK + 3, b=4 * CHUNK).stores
-    drafts = [store.chunks for store in stores if store.chunks.group == 1]
-    assert drafts == [
-        GroupChunks(1, scene.names(request)[2:], [12, 13]),
-        GroupChunks(1, scene.names(longer)[1:2], [10, 11]),
-    ], "the chunks before that step"
+    assert {store.chunks.group for store in stores} == {0}
     after = Request("c", PROMPT)
     scene.side.matched_tokens(after, 2 * CHUNK + BLOCK)  # type: ignore[arg-type]
     in_groups(scene, after, [], list(range(10, 17)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cache.blocks import StoreOutcome
-from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import (
     CHUNK,
     PROMPT,
@@ -13,8 +11,6 @@ from tests.pd_cache.vllm.histories import (
     Scene,
     hit,
 )
-
-NEW, NOT = StoreOutcome.NEW, StoreOutcome.NOT
 
 
 def running(scene: Scene, request: Request, *, at_hand: int = 0, block: int = 10) -> None:
@@ -107,16 +103,6 @@ def test_a_lookup_without_an_answer_says_nothing_of_epochs() -> None:
     stores = scene.step(old=CHUNK, new=CHUNK).stores
     assert {store.epoch for store in stores} == {"run-1"}
     assert not scene.manager.block_pool.evicted
-
-
-def test_chunks_of_an_earlier_epoch_are_not_announced() -> None:
-    scene, request = Scene(), Request("a", PROMPT)
-    running(scene, request)
-    request.num_computed_tokens = 0
-    (store,) = scene.step(a=CHUNK).stores
-    scene.side.reset()
-    scene.side.take_report(StepReport(jobs={store.job: (1, [NEW])}))
-    assert list(scene.side.stores.take_events()) == []
 
 
 @pytest.mark.parametrize("taken", [True, False])
