@@ -16,7 +16,7 @@ from pd_cache.cluster import (
     VllmEngineConfig,
 )
 from pd_cache.cluster.machine import find_program
-from pd_cache.vllm.files import NAMESPACE_FILE, TellNamespace, TellRequests
+from pd_cache.vllm.files import NAMESPACE_FILE, TellCache
 
 _TRACES = "otlp-traces-endpoint"
 
@@ -57,7 +57,7 @@ def command(
         f"--port={node.port}",
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
-        *(f"--middleware={one.__module__}.{one.__name__}" for one in (TellNamespace, TellRequests)),
+        f"--middleware={TellCache.__module__}.{TellCache.__name__}",
         *([f"--kv-events-config={json.dumps(_events_config(*events))}"] if events else []),
         *flags(arguments),
     ]

@@ -10,13 +10,13 @@ connector counts and logs the failure, and the hook returns what it would return
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
@@ -33,15 +33,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from pd_cache.chunks import describe_hashes
+from pd_cache.chunks import Namespace
 from pd_cache.config import NodeSettings
 from pd_cache.engine import CacheEngineBuilder, EngineGroups
-from pd_cache.errors import ConfigError, UnsupportedModelError
+from pd_cache.errors import PdCacheError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
@@ -49,34 +47,35 @@ from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import RpcLookupClient, ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, on_all_cores, open_cache
-from pd_cache.vllm.compat import check_version
-from pd_cache.vllm.connector_messages import Handshake, StepMetadata, WorkerReport
 from pd_cache.vllm.files import ReportWriter, ToldCache, report_file, write_cache
 from pd_cache.vllm.layers import (
     GroupTensors,
     KeptLayers,
     cache_tokens,
     described,
-    fitting_chunk,
     group_tensors,
     kept_layers,
     layer_names,
 )
 from pd_cache.vllm.lora import Adapters
+from pd_cache.vllm.messages import CacheStats, CacheStatsSource, Handshake, PromCacheMetrics, StepMetadata, WorkerReport
 from pd_cache.vllm.model import (
     RankPart,
     adapter_settings,
     check_supported,
+    check_sync,
     draft_layers,
     drafted_up_to,
     drafter_identity,
     keeps_latents,
     model_identity,
     place_of,
+    with_chunk_size,
+    with_hash_seed,
 )
+from pd_cache.vllm.requests import Plan
 from pd_cache.vllm.scheduler import SchedulerSide
-from pd_cache.vllm.settings import Settings, read_settings
-from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
+from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 
@@ -88,6 +87,42 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
+
+TESTED = ("0.32.0",)
+"""Versions that the tests of `tests/vllm` ran with."""
+
+_NEEDED = (
+    "bind_kv_cache_manager",
+    "build_connector_worker_meta",
+    "get_block_ids_with_load_errors",
+    "get_handshake_metadata",
+    "get_transfer_results",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "on_new_request",
+    "set_xfer_handshake_metadata_pp_aware",
+)
+"""Hooks of `KVConnectorBase_V1` that must be called for KV to be correct and blocks to be given back."""
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
+    """Has a hook that fails return `otherwise`, and counts and logs the failure: no request may fail because the cache does."""
+
+    def guarded(hook: _Hook) -> _Hook:
+        @functools.wraps(hook)
+        def safe(self: PdCacheConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # of any kind: vLLM must keep serving
+                self._metrics.trouble(op, f"error_{type(error).__name__}", detail=str(error))
+                logger.exception("pd-cache: %s failed; going on without", op)
+                return otherwise
+
+        return cast(_Hook, safe)
+
+    return guarded
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -118,7 +153,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._layers = kept_layers(kv_cache_config, self._draft)
         settings = with_chunk_size(settings, self._layers)
         if settings.connector.load == "sync":
-            check_sync(why_not_in_step(vllm_config, self._layers))
+            check_sync(vllm_config, self._layers)
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = with_hash_seed(settings, vllm_config, self._layers[0].block_size, hash_block_size)
         self._metrics = CacheMetrics()
@@ -133,16 +168,19 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
                 reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
-            self._scheduler = SchedulerSide(
+            plan = Plan(
                 self._settings,
+                self._layers,
+                hash_block_size,
                 stores=stores,
-                layers=self._layers,
-                hash_block_size=hash_block_size,
+                ranks=vllm_config.parallel_config.world_size,
                 retention=kv_cache_config.prefix_cache_retention_interval,
                 drafted_up_to=drafted_up_to(vllm_config),
-                ranks=vllm_config.parallel_config.world_size,
-                adapters=Adapters(adapter_settings(vllm_config)),
-                metrics=self._metrics,
+            )
+            self._scheduler = SchedulerSide(
+                plan,
+                Adapters(adapter_settings(vllm_config)),
+                self._metrics,
                 on_report=None if reports is None else reports.write,
                 tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
             )
@@ -239,11 +277,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker: each step ---------------------------------------------------------------------------------------
 
+    @never_fails("start_load_kv")
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begins the step's loads; with `load: sync`, completes those whose requests compute in this step."""
         if self._worker is not None:
-            with self._safely("start_load_kv"):
-                self._worker.start(self._step())
+            self._worker.start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: all loads are complete before a request computes."""
@@ -251,11 +289,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: chunks are stored whole, after the step that completes them."""
 
+    @never_fails("wait_for_save")
     def wait_for_save(self) -> None:
         """Queues the step's stores. The scheduler keeps their blocks until the stores have ended."""
         if self._worker is not None:
-            with self._safely("wait_for_save"):
-                self._worker.save(self._step())
+            self._worker.save(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose loads have ended."""
@@ -316,13 +354,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         with on_all_cores():  # the worker may have bound this thread, if it lives in this process
             lookup = self._open_lookup(first)
         self._scheduler.open(first.metadata, lookup)
-        file, namespaces = self._settings.namespace_file, tuple(one.namespace(cache) for one in first.metadata)
+        if self._settings.namespace_file is not None:
+            self._tell(Path(self._settings.namespace_file), tuple(one.namespace(cache) for one in first.metadata))
+
+    @never_fails("namespace")
+    def _tell(self, file: Path, namespaces: tuple[Namespace, ...]) -> None:
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
-        if file is not None:
-            told = ToldCache(() if secret else namespaces, cache_tokens(self._kv_cache_config))
-            with self._safely("namespace"):
-                write_cache(Path(file), told)
+        write_cache(file, ToldCache(() if secret else namespaces, cache_tokens(self._kv_cache_config)))
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -349,16 +388,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 
+    @never_fails("on_new_request")
     def on_new_request(self, request: Request) -> None:
         """Begins to track a request that has arrived."""
-        with self._safely("on_new_request"):
-            self._scheduling().track(request)
+        self._scheduling().track(request)
 
+    @never_fails("lookup", otherwise=(0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously."""
-        with self._safely("lookup"):
-            return self._scheduling().matched_tokens(request, num_computed_tokens)
-        return 0, False
+        return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
@@ -368,24 +406,25 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns what the workers have to do in this step."""
-        scheduler = self._scheduling()
-        step = scheduler.begin_step(scheduler_output)
-        with self._safely("store"):
-            scheduler.plan_stores(step, scheduler_output)
+        step = self._scheduling().begin_step(scheduler_output)
+        self._plan_stores(step, scheduler_output)
         return StepMetadata(step)
 
+    @never_fails("store")
+    def _plan_stores(self, step: Step, output: SchedulerOutput) -> None:
+        self._scheduling().plan_stores(step, output)
+
+    @never_fails("report")
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers have done."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
-            with self._safely("report"):
-                self._scheduling().take_report(meta.report)
+            self._scheduling().take_report(meta.report)
 
+    @never_fails("request_finished", otherwise=(False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Lets vLLM free the request's blocks. Those that are still being stored have a reference of ours."""
-        with self._safely("request_finished"):
-            return False, self._scheduling().finished(request)
-        return False, None
+        return False, self._scheduling().finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -403,21 +442,19 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- both ----------------------------------------------------------------------------------------------------
 
+    @never_fails("reset", otherwise=False)
     def reset_cache(self) -> bool:
         """Says that this engine has other weights now: it loads no KV any more that was stored before.
 
         vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep. Returns False if the authority of
         versions refused it or did not answer; nothing is loaded or stored by this engine until it is called again and succeeds.
         """
-        with self._safely("reset"):
-            return self._scheduling().reset()
-        return False
+        return self._scheduling().reset()
 
+    @never_fails("stats")
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns what was counted since the last call."""
-        with self._safely("stats"):
-            return self._stats.take()
-        return None
+        return self._stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -455,73 +492,29 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
 
-    @contextlib.contextmanager
-    def _safely(self, hook: str) -> Iterator[None]:
-        """Counts and logs an exception of the block, and ends the block: no request may fail because the cache does."""
-        try:
-            yield
-        except Exception as error:  # of any kind: vLLM must keep serving
-            self._metrics.trouble(hook, f"error_{type(error).__name__}", detail=str(error))
-            logger.exception("pd-cache: %s failed; going on without", hook)
-
 
 class _GroupOfRank(NamedTuple):
     kv: GroupTensors
     place: RankPart
 
 
-def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:
-    """Returns settings whose chunks fit the model's blocks. Raises ConfigError if `cache.chunk_size` does not fit them."""
-    cache = settings.node.cache
-    cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
-    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
-
-
-def why_not_in_step(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> str:
-    """Returns why vLLM cannot compute again what a load within a step failed to bring; empty if it can. See docs/vllm.md."""
-    if len(layers) > 1 or layers[0].kind != "full":
-        return "vLLM can compute again what such a load failed to bring only if a model's layers all keep every token in one group"
-    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-        return (
-            f"with a pipeline_parallel_size of {stages} vLLM has begun a request's next step before it learns that a load has "
-            "failed"
-        )
-    if vllm_config.scheduler_config.async_scheduling:
-        return (
-            "with asynchronous scheduling vLLM has begun a request's next step before it learns that a load has failed, and would "
-            "answer with that step's token; set async-scheduling to false"
-        )
-    return ""
-
-
-def check_sync(reason: str) -> None:
-    """Raises ConfigError if there is a reason, from `why_not_in_step`, not to load synchronously."""
-    if reason:
-        raise ConfigError(f"connector.load is sync, and {reason}. Or set connector.load to async")
-
-
-def with_hash_seed(settings: Settings, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> Settings:
-    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens.
-
-    `block_size` is the number of tokens of a block of the layer group that names the chunks; `hash_block_size` is that of each hash. Raises
-    ConfigError if the hashes depend on a seed that is random in each process.
-    """
-    cache = settings.node.cache
-    if cache.hash_mode != "blocks":
-        return settings
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
-        raise ConfigError(
-            f"prefix_caching_hash_algo is {algorithm}, for which vLLM draws a random seed in every process: no other node "
-            "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
-        )
-    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    step = None if hash_block_size == block_size else hash_block_size
-    described = describe_hashes(algorithm, seed, cache.hash_seed, step)
-    node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
-    return msgspec.structs.replace(settings, node=node)
-
-
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:
     timeouts = msgspec.structs.replace(node.transfer.timeouts, exist_ms=timeout_ms)
     return msgspec.structs.replace(node, transfer=msgspec.structs.replace(node.transfer, timeouts=timeouts))
+
+
+class IncompatibleVllmError(PdCacheError):
+    """The installed vLLM has another connector interface."""
+
+
+def check_version(version: str, base: type) -> None:
+    """Logs a warning for a version that was not tested. Raises IncompatibleVllmError if the interface lacks what is needed."""
+    tested = ", ".join(TESTED)
+    lacking = [name for name in _NEEDED if not hasattr(base, name)]
+    if lacking:
+        raise IncompatibleVllmError(
+            f"vLLM {version} has another connector interface than this pd-cache needs: KVConnectorBase_V1 lacks "
+            f"{', '.join(lacking)}. Tested versions of vLLM: {tested}"
+        )
+    if version.split("+")[0] not in TESTED:
+        logger.warning("pd-cache was tested with vLLM %s; this is %s, and may behave otherwise", tested, version)

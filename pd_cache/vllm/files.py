@@ -1,10 +1,8 @@
 """Files through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`.
 
-One adds the namespace of the cache and the size of vLLM's own to vLLM's `/health`, so that a proxy knows which nodes share chunks, and how
-much of what it sent to a node is likely still there.
-
-The connector knows both, in vLLM's engine process; the API server, another process, answers `/health`. A file passes it on:
-`pd-cache launch` names the file to both, and gives vLLM `TellNamespace` as `--middleware`.
+The connector knows, in vLLM's engine process, the namespaces of the cache, how much vLLM's own holds, and what became of each request. The API
+server, another process, is asked: by a proxy, which has to know which nodes share chunks and what a node likely still has, and by `explain`.
+`pd-cache launch` names a file to both, and gives vLLM `TellCache` as `--middleware`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+_Receive = Callable[[], Awaitable[_Message]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class ToldCache(msgspec.Struct, frozen=True):
@@ -57,50 +56,6 @@ def read_cache(file: Path) -> ToldCache:
         size, *lines = file.read_bytes().splitlines() or [b""]
         return ToldCache(tuple(map(Namespace.read, lines)), int(size))
     return ToldCache()
-
-
-class TellNamespace:
-    """ASGI middleware that puts what the connector says into the body of a `/health` answered with 200."""
-
-    def __init__(self, app: _App) -> None:
-        """`app` is vLLM's own."""
-        self._app = app
-        self._file = Path(os.environ.get(NAMESPACE_FILE, ""))
-        self._body = b""
-
-    async def __call__(
-        self, scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[_Message]], send: _Send
-    ) -> None:
-        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/health":
-            send = self._telling(send)
-        await self._app(scope, receive, send)
-
-    def _telling(self, send: _Send) -> _Send:
-        """Returns `send`, with another body for a 200 that has none."""
-        body = self._told()
-        delayed: list[_Message] = []
-
-        async def tell(message: _Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200 and body:
-                delayed.append(message)
-                return
-            if delayed and message["type"] == "http.response.body":
-                start = delayed.pop()
-                if not message.get("body") and not message.get("more_body"):
-                    others = [
-                        pair for pair in start["headers"] if pair[0].lower() not in (b"content-length", b"content-type")
-                    ]
-                    about = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-                    start, message = {**start, "headers": others + about}, {**message, "body": body}
-                await send(start)
-            await send(message)
-
-        return tell
-
-    def _told(self) -> bytes:
-        if not self._body and (told := read_cache(self._file).described()):
-            self._body = msgspec.json.encode({"version": pd_cache.__version__, **told})
-        return self._body
 
 
 _MOST_BYTES = 1 << 19
@@ -172,22 +127,46 @@ def _before(file: Path) -> Path:
     return file.with_name(f"{file.name}.before")
 
 
-class TellRequests:
-    """ASGI middleware that answers a GET of `/requests/ID`: `{"reports": […]}`, or 404 if there is no report."""
+class TellCache:
+    """ASGI middleware for vLLM's server: it puts what the connector says into the body of a `/health` that is answered with 200, and answers a
+    GET of `/requests/ID` with `{"reports": […]}`, or 404 if there is no report."""
 
     def __init__(self, app: _App) -> None:
         """`app` is vLLM's own."""
         self._app = app
-        self._file = report_file(Path(os.environ.get(NAMESPACE_FILE) or "none"))
+        self._file = Path(os.environ.get(NAMESPACE_FILE) or "none")
+        self._told = b""
 
-    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] != "http" or scope["method"] != "GET" or not path.startswith(_PATH):
+        if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
+        elif path == "/health":
+            await self._health(scope, receive, send)
+        elif path.startswith(_PATH):
+            name = path.removeprefix(_PATH)
+            reports = find_reports(report_file(self._file), name) if name else []
+            await _answer(send, 200 if reports else 404, msgspec.json.encode({"reports": reports}))
+        else:
+            await self._app(scope, receive, send)
+
+    async def _health(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        sent: list[_Message] = []
+
+        async def keep(message: _Message) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, keep)
+        if not self._told and (told := read_cache(self._file).described()):
+            self._told = msgspec.json.encode({"version": pd_cache.__version__, **told})
+        if self._told and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
+            await _answer(send, 200, self._told)
             return
-        name = path[len(_PATH) :]
-        reports = find_reports(self._file, name) if name else []
-        body = msgspec.json.encode({"reports": reports})
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200 if reports else 404, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for message in sent:
+            await send(message)
+
+
+async def _answer(send: _Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,15 +1,21 @@
-"""What the cache has to know about a model: its weights, whether its KV can be restored, and which part of the KV a rank has."""
+"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of the KV a rank has, and which settings
+fit it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -18,10 +24,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from pd_cache.chunks import CacheMetadata, LayerGroup
-from pd_cache.errors import LayoutError, UnsupportedModelError
+from pd_cache.chunks import CacheMetadata, LayerGroup, describe_hashes
+from pd_cache.errors import ConfigError, LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.vllm.layers import NO_DRAFT, DraftLayers
+from pd_cache.vllm.layers import NO_DRAFT, DraftLayers, KeptLayers, fitting_chunk
+from pd_cache.vllm.settings import Settings
 from pd_cache.weights import WeightsError, weights_digest
 
 if TYPE_CHECKING:
@@ -273,3 +280,47 @@ def place_of(
             "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
         ) from error
     return RankPart(metadata, stores=rank % replicas == 0)
+
+
+def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:
+    """Returns settings whose chunks fit the model's blocks. Raises ConfigError if `cache.chunk_size` does not fit them."""
+    cache = settings.node.cache
+    cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
+    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
+
+
+def check_sync(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> None:
+    """Raises ConfigError if vLLM cannot compute again what a load within a step failed to bring. See docs/vllm.md."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    begun = "vLLM has begun a request's next step before it learns that a load has failed"
+    if len(layers) > 1 or layers[0].kind != "full":
+        why = "vLLM can compute again what such a load failed to bring only if a model's layers all keep every token in one group"
+    elif stages > 1:
+        why = f"with a pipeline_parallel_size of {stages} {begun}"
+    elif vllm_config.scheduler_config.async_scheduling:
+        why = f"with asynchronous scheduling {begun}, and would answer with that step's token; set async-scheduling to false"
+    else:
+        return
+    raise ConfigError(f"connector.load is sync, and {why}. Or set connector.load to async")
+
+
+def with_hash_seed(settings: Settings, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> Settings:
+    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens.
+
+    `block_size` is the number of tokens of a block of the layer group that names the chunks; `hash_block_size` is that of each hash. Raises
+    ConfigError if the hashes depend on a seed that is random in each process.
+    """
+    cache = settings.node.cache
+    if cache.hash_mode != "blocks":
+        return settings
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algorithm}, for which vLLM draws a random seed in every process: no other node "
+            "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
+        )
+    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+    step = None if hash_block_size == block_size else hash_block_size
+    described = describe_hashes(algorithm, seed, cache.hash_seed, step)
+    node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
+    return msgspec.structs.replace(settings, node=node)

@@ -1,8 +1,10 @@
-"""What the scheduler's side knows of one request: its chunks, its blocks, and what became of its prompt."""
+"""What the scheduler's side goes by, and what it knows of one request: its chunks, its blocks, and what became of its prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
@@ -17,6 +19,80 @@ from pd_cache.vllm.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is loaded and stored of a prompt: it follows from the settings and the model, and is the same for all requests."""
+
+    settings: Settings
+    layers: Sequence[KeptLayers]
+    """What `kept_layers` returns."""
+    hash_block_size: int
+    """Tokens of each of a request's block hashes."""
+    stores: bool = True
+    """False for a consumer."""
+    ranks: int = 1
+    """Of all pipeline stages."""
+    retention: int | None = 0
+    """vLLM's `prefix_cache_retention_interval`."""
+    drafted_up_to: int | None = None
+    """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens per chunk."""
+        return self.settings.node.cache.chunk_tokens
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For each layer group, how many of the last chunks a load needs; 0 for all."""
+        return [group.tail(self.chunk) for group in self.layers]
+
+    @cached_property
+    def ahead(self) -> int:
+        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
+        return max(group.ahead for group in self.layers)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether there is one layer group, of which a load needs every chunk."""
+        return len(self.layers) == 1 and not self.tails[0]
+
+    @cached_property
+    def _divisible(self) -> bool:
+        return all(group.divisible for group in self.layers)
+
+    def most(self, request: Request) -> int:
+        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
+        end. If a group is ahead, a load leaves the last of these chunks to compute."""
+        length: int = request.num_tokens
+        if self.settings.connector.recompute == "block":
+            return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
+        return (length if self._divisible or self.ahead else length - 1) // self.chunk
+
+    def loadable(self, request: Request) -> int:
+        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
+        length: int = request.num_tokens
+        if self.settings.connector.recompute == "token":
+            return length - 1
+        end = own_hit(length, self.layers)
+        # a window or a state can be restored only at a chunk's end
+        return end // self.chunk * self.chunk if any(self.tails) else end
+
+    def needed_blocks(self, request: Request, end: int) -> int:
+        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
+        total = 0
+        # by number, because a draft model's group may be over the same blocks as another group
+        for group in {group.number: group for group in self.layers}.values():
+            blocks = -(-request.num_tokens // group.block_size)
+            if group.kind == "window":
+                blocks -= max(0, end - group.window + 1) // group.block_size
+            elif group.kind == "state":
+                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
+                blocks = min(blocks, 3)
+            total += blocks
+        return total
 
 
 class FoundPrefix(NamedTuple):
@@ -38,16 +114,12 @@ class ProposedLoad(NamedTuple):
     """The end of the last chunk that is loaded, whole or in part."""
     tokens: int
     """The number of tokens reported to vLLM."""
-    in_step: bool
-    """Whether the request computes in the step that begins the load."""
 
 
 class TrackedRequest:
     """One request, from when vLLM takes it in until it ends."""
 
-    def __init__(
-        self, request: Request, handoff: Handoff, arrived: float, adapter: Adapter | None, first_poll_s: float
-    ) -> None:
+    def __init__(self, request: Request, handoff: Handoff, arrived: float, adapter: Adapter | None) -> None:
         self.request = request
         self.adapter = adapter
         """Its LoRA adapter, if it has one."""
@@ -56,15 +128,15 @@ class TrackedRequest:
         self.refused = False
         """Whether it was counted that the adapter cannot be identified."""
         self.handoff = handoff
-        self.announced = handoff.announced
+        self.why_not_awaited = ""
+        """Why what a prefill node has announced is of no use to the request; empty if it is."""
         self.arrived = arrived
         self.names: list[bytes] = []
         """Names of the whole chunks so far; grows with the request."""
         self.found: FoundPrefix | None = None
         self.looked_up = False
-        self.next_poll = 0.0
-        self.poll_s = first_poll_s
-        """The pause before the next lookup of an announced prefix."""
+        self.next_poll = self.poll_s = 0.0
+        """When to look up an announced prefix again, and the pause before that."""
         self.load: ProposedLoad | None = None
         self.in_step = False
         """Whether it has a load in the step under way, whose end is not reported yet."""
@@ -100,16 +172,12 @@ def request_span(tracing: Tracing, name: str, request: Request, **attributes: At
     return span
 
 
-_NOT_THERE: tuple[MissReason, ...] = ("missing", "never_stored")
-
-
 class PromptOutcome:
     """One request's. All numbers are tokens unless stated otherwise. If vLLM preempts the request, its first way counts."""
 
     def __init__(self) -> None:
         self._at_hand: int | None = None
         self._found = 0
-        """The end of the prefix that the last lookup found."""
         self._reason: MissReason = "not_asked"
         self._begun = 0
         self._keeps_part = False
@@ -120,19 +188,10 @@ class PromptOutcome:
         if self._at_hand is None:
             self._at_hand = at_hand
 
-    def looked_up(self, end: int, reason: MissReason, awaited: int, *, serves: bool) -> None:
-        """Notes the answer to a lookup. `awaited`: the end of the prefix that a prefill node has announced, and `serves`: whether it does so
-        in namespaces that this node reads."""
+    def looked_up(self, end: int, reason: MissReason) -> None:
+        """Notes the end of the prefix that was found, and why it is not loaded further."""
         if not self._begun:
-            self._found = end
-            self._reason = reason
-            if end < awaited and reason in _NOT_THERE:
-                self._reason = "deadline" if serves else "other_namespace"
-
-    def refused(self, reason: MissReason) -> None:
-        """Notes that what was found is not loaded."""
-        if not self._begun:
-            self._reason = reason
+            self._found, self._reason = end, reason
 
     def began_load(self, tokens: int, *, keeps_part: bool) -> None:
         """Notes that a load of so many tokens has begun. `keeps_part`: whether vLLM uses what a load that failed has brought."""
@@ -164,30 +223,13 @@ class PromptOutcome:
 
 
 class PromptChunks:
-    """One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
+    """The names of prompts' chunks. One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
 
-    def __init__(
-        self, settings: Settings, layers: Sequence[KeptLayers], hash_block_size: int, metrics: CacheMetrics
-    ) -> None:
-        """`hash_block_size` is the number of tokens of each of a request's block hashes."""
-        self.size = settings.node.cache.chunk_tokens
-        """Tokens per chunk."""
-        self.layers = tuple(layers)
-        self.tails = [group.tail(self.size) for group in layers]
-        """For each layer group, how many of the last chunks a load needs; 0 for all."""
-        self.ahead = max(group.ahead for group in layers)
-        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
-        self.database: ChunkedTokenDatabase | None = None
-        self._divisible = all(group.divisible for group in layers)
-        self._whole_blocks = settings.connector.recompute == "block"
-        self._by_tokens = settings.node.cache.hash_mode == "tokens"
-        self._hash_block_size = hash_block_size
+    def __init__(self, plan: Plan, metrics: CacheMetrics) -> None:
+        self._plan = plan
         self._metrics = metrics
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is one layer group, of which a load needs every chunk."""
-        return len(self.layers) == 1 and not self.tails[0]
+        self._by_tokens = plan.settings.node.cache.hash_mode == "tokens"
+        self.database: ChunkedTokenDatabase | None = None
 
     def nameable(self, tracked: TrackedRequest) -> bool:
         """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
@@ -211,23 +253,6 @@ class PromptChunks:
         named = () if self._by_tokens else (adapter.name, adapter.path)  # vLLM's hashes take these in
         return root((tracked.identity, *named)).hex()
 
-    def most(self, request: Request) -> int:
-        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
-        end. If a group is ahead, a load leaves the last of these chunks to compute."""
-        length: int = request.num_tokens
-        if self._whole_blocks:
-            return min(length // self.size, -(-self.loadable(request) // self.size) + self.ahead)
-        return (length if self._divisible or self.ahead else length - 1) // self.size
-
-    def loadable(self, request: Request) -> int:
-        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
-        length: int = request.num_tokens
-        if not self._whole_blocks:
-            return length - 1
-        end = own_hit(length, self.layers)
-        # a window or a state can be restored only at a chunk's end
-        return end // self.size * self.size if any(self.tails) else end
-
     def names(self, tracked: TrackedRequest, count: int) -> list[bytes]:
         """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
         assert self.database is not None
@@ -236,7 +261,7 @@ class PromptChunks:
             if self._by_tokens:
                 tracked.names = names = self.database.hash_tokens(list(request.all_token_ids), _isolation(tracked))
             else:
-                stride = self.size // self._hash_block_size
+                stride = self._plan.chunk // self._plan.hash_block_size
                 new = request.block_hashes[len(names) * stride : count * stride]
                 further = stride_hashes(new, stride)
                 # vLLM's hashes take in the adapter's name and path, and not its weights

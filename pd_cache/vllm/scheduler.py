@@ -3,8 +3,8 @@
 Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), the names of their chunks (`prompt_chunks.py`), stores
-(`stores.py`), and versions of the weights (`outdated.py`).
+`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), stores (`stores.py`), and what vLLM's own prefix cache may
+hold (`own_cache.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing
-from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
-from pd_cache.vllm.requests import FoundPrefix, PromptChunks, ProposedLoad, TrackedRequest, request_span
-from pd_cache.vllm.settings import Settings
+from pd_cache.vllm.requests import FoundPrefix, Plan, PromptChunks, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.stores import EndedStore, Stores
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -48,45 +45,26 @@ class SchedulerSide:
 
     def __init__(
         self,
-        settings: Settings,
-        *,
-        stores: bool,
-        layers: Sequence[KeptLayers],
-        hash_block_size: int,
-        retention: int | None = 0,
-        drafted_up_to: int | None = None,
-        ranks: int,
+        plan: Plan,
         adapters: Adapters,
         metrics: CacheMetrics,
+        *,
         on_report: Callable[[str, RequestReport], None] | None = None,
         tracing: Tracing = UNTRACED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stores` is false for a consumer. `layers` is what `kept_layers` returns. `hash_block_size` is the number of tokens of each of a
-        request's block hashes. `retention` is vLLM's `prefix_cache_retention_interval`. `drafted_up_to` is the most tokens that any request
-        of a step may have if the draft model is to run in that step. This closes `adapters`. `on_report` is called with the id of each request that ends, and with its report. `tracing` is closed with this."""
-        self._clock = clock
-        self._tracing = tracing
-        self._settings = settings
-        self._config = settings.connector
-        self._may_store = stores
-        self._layers = tuple(layers)
+        """`on_report` is called with the id of each request that ends, and with its report. `close` closes `adapters` and `tracing`."""
+        self._plan = plan
+        self._chunk = plan.chunk
+        self._config = plan.settings.connector
         self._adapters = adapters
         self._on_report = on_report
+        self._tracing = tracing
+        self._clock = clock
         self.metrics = metrics
-        self._chunks = PromptChunks(settings, layers, hash_block_size, metrics)
-        self._chunk = self._chunks.size
+        self._chunks = PromptChunks(plan, metrics)
         self._outdated = OutdatedRequests()
-        self.stores = Stores(
-            settings.connector,
-            self._chunks,
-            self._outdated,
-            retention=retention,
-            drafted_up_to=drafted_up_to,
-            ranks=ranks,
-            metrics=metrics,
-            tracing=tracing,
-        )
+        self.stores = Stores(plan, self._chunks, self._outdated, metrics, tracing)
         self._namespaces: tuple[str, ...] = ()
         """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
         self._lookup: LookupClient | None = None
@@ -106,7 +84,7 @@ class SchedulerSide:
     def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
         """Takes the lookup client, once the workers' KV tensors are known. From now on, chunks can be named and looked up. `metadata` has
         an entry for each layer group, of each pipeline stage."""
-        spaces = [one.namespace(self._settings.node.cache) for one in metadata]
+        spaces = [one.namespace(self._plan.settings.node.cache) for one in metadata]
         self._chunks.database = ChunkedTokenDatabase(spaces[0])
         self._namespaces = tuple(space.fingerprint() for space in spaces)
         self._lookup = lookup
@@ -127,63 +105,101 @@ class SchedulerSide:
 
     # --- a request's way -----------------------------------------------------------------------------------------
 
+    def track(self, request: Request) -> TrackedRequest:
+        """Returns what is known of a request, which may have arrived just now."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            try:
+                handoff = read_params(request.kv_transfer_params)
+            except BadParams as error:
+                self.metrics.trouble("lookup", "bad_handoff", detail=str(error))
+                handoff = Handoff()
+            lora = request.lora_request
+            adapter = None if lora is None else self._adapters.of(lora.lora_name, lora.lora_path)
+            tracked = TrackedRequest(request, handoff, self._clock(), adapter)
+            self._requests[request.request_id] = tracked
+        return tracked
+
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether to load them while
         other requests compute."""
-        tracked = self._track(request)
+        tracked, lookup = self.track(request), self._lookup
         tracked.load, tracked.in_step, tracked.hidden = None, False, None
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
         tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
-        if self._lookup is None or not may_load or not self._chunks.nameable(tracked):
+        if lookup is None or not may_load or not self._chunks.nameable(tracked):
             return 0, False
-        found = self._find(tracked, self._lookup, computed)
-        if found is None:
+        now, at_hand, found = self._clock(), computed // self._chunk * self._chunk, tracked.found
+        awaited = self._awaited(tracked, now) if lookup.available else 0
+        # the engine may have evicted since what it had at hand then, and the pool was never asked for that
+        if found is None or found.start > at_hand or (found.end < awaited and now >= tracked.next_poll):
+            names = self._chunks.names(tracked, self._plan.most(request))
+            tracked.looked_up = True
+            if tracked.looking is None:
+                asked = len(names) * self._chunk
+                tracked.looking = request_span(
+                    self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
+                )
+            reach = lookup.survey(names, request.request_id, at_hand=at_hand)
+            if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
+                self._lost = False
+                self._begin_epoch(reach.epoch)
+            parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
+            found = tracked.found = FoundPrefix(at_hand, reach.chunks * self._chunk, parting)
+            tracked.outcome.looked_up(found.end, self._reason(tracked, found.end, reach.reason))
+            if found.end >= awaited:
+                tracked.looking.note(found=found.end, reason=reach.reason)
+                tracked.looking.end()
+                tracked.looking = None
+            else:
+                tracked.poll_s = min(2 * tracked.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
+                tracked.next_poll = self._clock() + tracked.poll_s
+        if found.end < awaited:
             self._expecting = True
             return None, False
         # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
         # it asks
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
-        loadable = self._chunks.loadable(request)
+        loadable = self._plan.loadable(request)
         external = min(found.end, loadable) - computed
         if external <= 0:
             return 0, False
         end = min(found.end, -(-loadable // self._chunk) * self._chunk)
         if not self._fits(request, end):
-            return self._wait_for_room(tracked), False
+            return self._wait_for_room(tracked, now), False
         tracked.no_room_since = None
-        in_step = self._config.load == "sync"
-        tracked.load = ProposedLoad(computed, end, external, in_step)
-        return external, not in_step
+        tracked.load = ProposedLoad(computed, end, external)
+        return external, self._config.load == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
-        tracked = self._track(request)
+        tracked = self.track(request)
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
             return
         first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()
-        parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._layers))]
+        parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._plan.layers))]
         # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
         # that was never loaded
-        failing = parts[0].blocks if len(parts) == 1 and not self._chunks.tails[0] else []
+        failing = parts[0].blocks if len(parts) == 1 and not self._plan.tails[0] else []
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch, proposed.in_step))
-        tracked.in_step = proposed.in_step
-        if proposed.in_step:
+        tracked.in_step = self._config.load == "sync"
+        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch, tracked.in_step))
+        if tracked.in_step:
             assert self._manager is not None
-            tracked.hidden = HiddenBlocks(self._manager, request, self._layers[0], proposed.start)
+            tracked.hidden = HiddenBlocks(self._manager, request, self._plan.layers[0], proposed.start)
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
         _end_span(tracked.loading, "given up")
         tracked.loading = request_span(self._tracing, "pd_cache.load", request, asked=external)
-        self._holding[request.request_id] = self._needed_blocks(request, proposed.end)
-        for place in range(len(self._layers)):
+        self._holding[request.request_id] = self._plan.needed_blocks(request, proposed.end)
+        for place in range(len(self._plan.layers)):
             if first <= tracked.planned.get(place, 0):
                 tracked.planned[place] = max(tracked.planned.get(place, 0), last)
 
@@ -271,8 +287,8 @@ class SchedulerSide:
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        stores = self._may_store and tracked.id not in self._outdated and not self._lost
-        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._chunks.ahead) if stores else 0
+        stores = self._plan.stores and tracked.id not in self._outdated and not self._lost
+        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._plan.ahead) if stores else 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
@@ -306,14 +322,10 @@ class SchedulerSide:
             except OSError as error:
                 self.metrics.trouble("report", "not_written", detail=str(error))
         told: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
-        announced = tracked.announced
+        announced = tracked.handoff.announced
         if announced is not None and announced.prefill is not None:
             told["prefill"] = msgspec.to_builtins(announced.prefill)
         return told
-
-    def track(self, request: Request) -> None:
-        """Begins to track a request that has arrived."""
-        self._track(request)
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -336,25 +348,6 @@ class SchedulerSide:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _pool(self) -> BlockPool:
-        assert self._manager is not None
-        return self._manager.block_pool
-
-    def _track(self, request: Request) -> TrackedRequest:
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            try:
-                handoff = read_params(request.kv_transfer_params)
-            except BadParams as error:
-                self.metrics.trouble("lookup", "bad_handoff", detail=str(error))
-                handoff = Handoff()
-            lora = request.lora_request
-            adapter = None if lora is None else self._adapters.of(lora.lora_name, lora.lora_path)
-            tracked = self._requests[request.request_id] = TrackedRequest(
-                request, handoff, self._clock(), adapter, _FIRST_POLL_S
-            )
-        return tracked
-
     def _unhide(self, tracked: TrackedRequest) -> None:
         """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
         request = tracked.request
@@ -363,46 +356,14 @@ class SchedulerSide:
         ):
             tracked.hidden = None
 
-    def _find(self, tracked: TrackedRequest, lookup: LookupClient, computed: int) -> FoundPrefix | None:
-        """Returns the answer to the request's one lookup; None while the request still waits for an announced prefix."""
-        at_hand = computed // self._chunk * self._chunk
-        known = tracked.found
-        now = self._clock()
-        awaited = self._awaited(tracked, now) if lookup.available else 0
-        # the engine may have evicted since what it had at hand then, and the pool was never asked for that
-        if known is not None and known.start <= at_hand and (known.end >= awaited or now < tracked.next_poll):
-            return known if known.end >= awaited else None
-        request = tracked.request
-        names = self._chunks.names(tracked, self._chunks.most(request))
-        tracked.looked_up = True
-        if tracked.looking is None:
-            tracked.looking = request_span(
-                self._tracing, "pd_cache.lookup", request, asked=len(names) * self._chunk, announced=awaited
-            )
-        reach = lookup.survey(names, request.request_id, at_hand=at_hand)
-        if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
-            self._lost = False
-            self._begin_epoch(reach.epoch)
-        end = reach.chunks * self._chunk
-        self._note_lookup(tracked, end, reach.reason)
-        tracked.found = FoundPrefix(at_hand, end, reach.leading * self._chunk if reach.leading > reach.chunks else 0)
-        if end >= awaited:
-            tracked.looking.note(found=end, reason=reach.reason)
-            tracked.looking.end()
-            tracked.looking = None
-        if end < awaited:
-            tracked.next_poll = self._clock() + tracked.poll_s
-            tracked.poll_s = min(2 * tracked.poll_s, _LONGEST_POLL_S)
-            return None
-        return tracked.found
-
-    def _note_lookup(self, tracked: TrackedRequest, end: int, reason: MissReason) -> None:
-        announced = tracked.announced
-        awaited = 0 if announced is None else announced.prefix_tokens // self._chunk * self._chunk
-        serves = announced is None or announced.serves(self._namespaces)
-        tracked.outcome.looked_up(
-            end, reason, min(awaited, self._chunks.most(tracked.request) * self._chunk), serves=serves
-        )
+    def _reason(self, tracked: TrackedRequest, end: int, reason: MissReason) -> MissReason:
+        """Returns why a lookup found no more than `end` tokens, if `reason` is what the lookup says."""
+        announced = 0 if tracked.handoff.announced is None else tracked.handoff.announced.prefix_tokens
+        if reason not in ("missing", "never_stored") or end >= min(
+            announced // self._chunk * self._chunk, self._plan.most(tracked.request) * self._chunk
+        ):
+            return reason
+        return "other_namespace" if tracked.why_not_awaited == "other_namespace" else "deadline"
 
     def _fits(self, request: Request, end: int) -> bool:
         """Returns whether this request and all that hold blocks for a load could compute the rest of their tokens at the same time.
@@ -411,75 +372,59 @@ class SchedulerSide:
         prevents that only for full attention. For layers with a window it counts too few blocks: `_request_remaining_blocks` compares
         `max_admission_blocks_per_request` with a list that also has an entry for each block before the window.
         """
-        if self._chunks.plain:
+        if self._plan.plain:
             return True
+        assert self._manager is not None
         others = sum(self._holding.values())
-        usable = self._pool().num_gpu_blocks - 1  # one is the null block
-        return not others or others + self._needed_blocks(request, end) <= usable
+        usable = self._manager.block_pool.num_gpu_blocks - 1  # one is the null block
+        return not others or others + self._plan.needed_blocks(request, end) <= usable
 
-    def _wait_for_room(self, tracked: TrackedRequest) -> int | None:
+    def _wait_for_room(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns None while the request waits for blocks; 0 if it has waited for as long as a load may take, so that vLLM computes it.
 
         Meanwhile vLLM asks for the requests behind it. If some of their loads always fit, the load of a long prompt never does.
         """
-        now = self._clock()
         if tracked.no_room_since is None:
             tracked.no_room_since = now
         if now - tracked.no_room_since < self._config.load_timeout_ms / 1000:
             return None
         self.metrics.trouble("retrieve", "no_blocks")
-        tracked.outcome.refused("no_blocks")
+        tracked.outcome.looked_up(0 if tracked.found is None else tracked.found.end, "no_blocks")
         tracked.may_load = False
         return 0
-
-    def _needed_blocks(self, request: Request, end: int) -> int:
-        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
-        total = 0
-        # by number, because a draft model's group may be over the same blocks as another group
-        for group in {group.number: group for group in self._layers}.values():
-            blocks = -(-request.num_tokens // group.block_size)
-            if group.kind == "window":
-                blocks -= max(0, end - group.window + 1) // group.block_size
-            elif group.kind == "state":
-                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
-                blocks = min(blocks, 3)
-            total += blocks
-        return total
 
     def _awaited(self, tracked: TrackedRequest, now: float) -> int:
         """Returns how long a prefix, in tokens, the request waits for because a prefill node is storing it."""
         announced = tracked.handoff.announced
-        if announced is None or now >= tracked.arrived + self._settings.handoff_wait_s:
+        if announced is None or tracked.why_not_awaited or now >= tracked.arrived + self._plan.settings.handoff_wait_s:
             return 0
         if not announced.serves(self._namespaces):
-            self.metrics.trouble(
-                "lookup",
-                "other_namespace",
-                detail=f"a prefill node stores in {', '.join((announced.namespace, *announced.further))}, this node reads "
-                f"{', '.join(self._namespaces)}",
-            )
-            tracked.handoff = Handoff(tracked.handoff.announce)
-            return 0
-        if announced.adapter and announced.adapter != self._chunks.adapter_tag(tracked):
-            self.metrics.trouble("lookup", "other_adapter", detail="a prefill node computed with another LoRA adapter")
-            tracked.handoff = Handoff(tracked.handoff.announce)
-            return 0
-        most = self._chunks.most(tracked.request) - self._chunks.ahead
-        return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
+            tracked.why_not_awaited = "other_namespace"
+            theirs = ", ".join((announced.namespace, *announced.further))
+            detail = f"a prefill node stores in {theirs}, this node reads {', '.join(self._namespaces)}"
+        elif announced.adapter and announced.adapter != self._chunks.adapter_tag(tracked):
+            tracked.why_not_awaited = "other_adapter"
+            detail = "a prefill node computed with another LoRA adapter"
+        else:
+            most = self._plan.most(tracked.request) - self._plan.ahead
+            return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
+        self.metrics.trouble("lookup", tracked.why_not_awaited, detail=detail)
+        return 0
 
     def _load_part(
         self, tracked: TrackedRequest, place: int, ids: Sequence[Sequence[int]], proposed: ProposedLoad
     ) -> GroupChunks:
         """Returns what a layer group has to load. Left out are tokens that the engine has at hand, and those for which vLLM allocated no
         block."""
-        group, tail = self._layers[place], self._chunks.tails[place]
+        assert self._manager is not None
+        group, tail = self._plan.layers[place], self._plan.tails[place]
         per_chunk = self._chunk // group.block_size
         last = proposed.end // self._chunk
         first = max(proposed.start // self._chunk, last - tail) if tail else proposed.start // self._chunk
         needed = -(-(proposed.start + proposed.tokens) // group.block_size)
         blocks = list(ids[group.number][first * per_chunk : min(last * per_chunk, needed)])
         at_hand = min(len(blocks), max(0, proposed.start // group.block_size - first * per_chunk))
-        null = self._pool().null_block.block_id  # vLLM puts it in place of each block that it has freed
+        null = self._manager.block_pool.null_block.block_id  # vLLM puts it in place of each block that it has freed
         while at_hand < len(blocks) and tail and blocks[at_hand] == null:
             at_hand += 1
         skipped = at_hand // per_chunk
@@ -488,11 +433,8 @@ class SchedulerSide:
         return GroupChunks(place, self._chunks.names_of(tracked, group, first + skipped, last), blocks)
 
     def _storable(self, tracked: TrackedRequest) -> bool:
-        if not self._may_store or self._chunks.database is None:
-            return False
-        if self._lost or tracked.id in self._outdated:
-            return False
-        return self._chunks.nameable(tracked)
+        known = self._plan.stores and self._chunks.database is not None
+        return known and not self._lost and tracked.id not in self._outdated and self._chunks.nameable(tracked)
 
     def _note_stored(self, ended: EndedStore) -> None:
         """Notes that the pool has more chunks of a prompt."""
@@ -502,12 +444,7 @@ class SchedulerSide:
                 [name for name, outcome in zip(job.names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
             )
         tracked = self._requests.get(job.request_id)
-        if (
-            self._chunks.plain
-            and tracked is not None
-            and tracked.found is not None
-            and StoreOutcome.NOT not in outcomes
-        ):
+        if self._plan.plain and tracked is not None and tracked.found is not None and StoreOutcome.NOT not in outcomes:
             start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = FoundPrefix(tracked.found.start, end)  # useful if the request is preempted

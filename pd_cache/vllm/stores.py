@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cache.blocks import StoreOutcome
-from pd_cache.cluster import ConnectorConfig
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import PromptChunks, TrackedRequest, request_span
+from pd_cache.vllm.requests import Plan, PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
@@ -49,25 +48,12 @@ class Stores:
     """One per engine, on the scheduler's thread."""
 
     def __init__(
-        self,
-        config: ConnectorConfig,
-        chunks: PromptChunks,
-        outdated: OutdatedRequests,
-        *,
-        retention: int | None,
-        drafted_up_to: int | None,
-        ranks: int,
-        metrics: CacheMetrics,
-        tracing: Tracing,
+        self, plan: Plan, chunks: PromptChunks, outdated: OutdatedRequests, metrics: CacheMetrics, tracing: Tracing
     ) -> None:
-        """The arguments are those of `SchedulerSide`."""
-        self._config = config
+        self._plan = plan
+        self._chunk, self._layers, self._config = plan.chunk, plan.layers, plan.settings.connector
         self._chunks = chunks
-        self._chunk, self._layers, self._tails = chunks.size, chunks.layers, chunks.tails
         self._outdated = outdated
-        self._retention = retention
-        self._drafted_up_to = drafted_up_to
-        self._ranks = ranks
         self._metrics = metrics
         self._tracing = tracing
         self._manager: KVCacheManager | None = None
@@ -86,14 +72,15 @@ class Stores:
 
     def note_undrafted(self, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
         """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
-        if self._drafted_up_to is None:
+        most = self._plan.drafted_up_to
+        if most is None:
             return
         step = [
             (tracked, scheduled)
             for request_id, scheduled in output.num_scheduled_tokens.items()
             if (tracked := requests.get(request_id)) is not None
         ]
-        if all(tracked.request.num_computed_tokens + count <= self._drafted_up_to for tracked, count in step):
+        if all(tracked.request.num_computed_tokens + count <= most for tracked, count in step):
             return
         self._undrafted = True
         for tracked, _ in step:
@@ -169,17 +156,17 @@ class Stores:
 
     def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
-        request, tail = tracked.request, self._tails[place]
+        request, tail = tracked.request, self._plan.tails[place]
         prompt = request.num_prompt_tokens // self._chunk
         if not self._config.store_generated:
             last = min(last, prompt - self._layers[place].ahead)
-        if not tail or self._retention is None:
+        if not tail or self._plan.retention is None:
             return [range(first, last)] if first < last else []
         # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
-        end = prompt - 1 if self._chunks.ahead else (request.num_prompt_tokens - 1) // self._chunk
+        end = prompt - 1 if self._plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(0, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
-        period = self._retention // self._chunk
+        period = self._plan.retention // self._chunk
         runs: list[range] = []
         for number in range(first, last):
             periodic = period > 0 and number % period >= period - tail
@@ -230,7 +217,7 @@ class Stores:
         number = self._next_job
         self._next_job += 1
         self._chunks_under_way += len(job.names)
-        self._jobs[number] = (job, self._ranks, [StoreOutcome.BEFORE] * len(job.names))
+        self._jobs[number] = (job, self._plan.ranks, [StoreOutcome.BEFORE] * len(job.names))
         if self._tracing.on:
             self._spans[number] = request_span(self._tracing, "pd_cache.store", request, asked=len(job.names))
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._outdated.epoch)

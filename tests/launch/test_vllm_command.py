@@ -55,8 +55,7 @@ def test_the_connector_is_told_its_file_node_and_role(
             "namespace_file": str(tmp_path / "n"),
         },
     }
-    assert "--middleware=pd_cache.vllm.files.TellNamespace" in argv
-    assert "--middleware=pd_cache.vllm.files.TellRequests" in argv
+    assert "--middleware=pd_cache.vllm.files.TellCache" in argv
 
 
 SHOW = """\

@@ -307,7 +307,7 @@ class History:
     def _step(self) -> None:
         from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
-        from pd_cache.vllm.connector_messages import StepMetadata, WorkerReport
+        from pd_cache.vllm.messages import StepMetadata, WorkerReport
 
         output = self.vllm.schedule()
         metadata = output.kv_connector_metadata

@@ -278,19 +278,19 @@ def test_states_are_those_of_one_size_of_nodes() -> None:
 def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
     kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool, message: str
 ) -> None:
-    from pd_cache.vllm.connector import check_sync, why_not_in_step
     from pd_cache.vllm.layers import KeptLayers
+    from pd_cache.vllm.model import check_sync
 
-    def why(stages: int, ahead: bool, kinds: tuple[Literal["full", "window", "state"], ...]) -> str:
+    def check(kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool) -> None:
         config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
             scheduler_config=SimpleNamespace(async_scheduling=ahead),
         )
-        return why_not_in_step(config, [KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)])
+        check_sync(config, [KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)])
 
-    check_sync(why(1, False, ("full",)))
+    check(("full",), 1, False)
     with pytest.raises(ConfigError, match=message):
-        check_sync(why(stages, ahead, kinds))
+        check(kinds, stages, ahead)
 
 
 def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_agree(
@@ -298,7 +298,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 ) -> None:
     from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.connector import PdCacheConnector
-    from pd_cache.vllm.connector_messages import Handshake
+    from pd_cache.vllm.messages import Handshake
     from pd_cache.vllm.settings import read_settings
 
     def told(layers: str, rank: int) -> Handshake:
@@ -322,7 +322,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 
 
 def test_reports_of_ranks_add_up() -> None:
-    from pd_cache.vllm.connector_messages import WorkerReport
+    from pd_cache.vllm.messages import WorkerReport
     from pd_cache.vllm.steps import StepReport
 
     one = StepReport({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})
@@ -333,7 +333,7 @@ def test_reports_of_ranks_add_up() -> None:
 
 
 def test_statistics_are_what_was_added_since() -> None:
-    from pd_cache.vllm.stats import CacheStatsSource
+    from pd_cache.vllm.messages import CacheStatsSource
 
     metrics = CacheMetrics()
     source = CacheStatsSource(metrics)
@@ -357,7 +357,7 @@ def test_statistics_are_what_was_added_since() -> None:
 def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest.LogCaptureFixture) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from pd_cache.vllm.compat import TESTED, IncompatibleVllmError, check_version
+    from pd_cache.vllm.connector import TESTED, IncompatibleVllmError, check_version
 
     check_version(TESTED[0] + "+cpu", KVConnectorBase_V1)
     assert not caplog.records
@@ -392,7 +392,7 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypat
 
 
 def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cache.vllm.connector import with_hash_seed
+    from pd_cache.vllm.model import with_hash_seed
     from pd_cache.vllm.settings import read_settings
 
     settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")

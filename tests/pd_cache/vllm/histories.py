@@ -18,6 +18,7 @@ from pd_cache.reasons import Found, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
+from pd_cache.vllm.requests import Plan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 
@@ -236,15 +237,9 @@ class Scene:
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
         self.side = SchedulerSide(
-            settings,
-            stores=stores,
-            layers=layers,
-            hash_block_size=BLOCK,
-            retention=retention,
-            drafted_up_to=drafted_up_to,
-            ranks=ranks,
-            adapters=self.adapters,
-            metrics=self.metrics,
+            Plan(settings, layers, BLOCK, stores, ranks, retention, drafted_up_to),
+            self.adapters,
+            self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),
             tracing=tracing,
             clock=self.clock,

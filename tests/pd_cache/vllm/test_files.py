@@ -1,0 +1,133 @@
+"""The files in which the connector leaves what it knows, and what vLLM's server makes of them; an ASGI application plays vLLM's part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import pd_cache
+from pd_cache.chunks import Namespace
+from pd_cache.cluster import read_about
+from pd_cache.reasons import RequestReport
+from pd_cache.vllm.files import (
+    NAMESPACE_FILE,
+    ReportWriter,
+    TellCache,
+    ToldCache,
+    find_reports,
+    read_cache,
+    report_file,
+    write_cache,
+)
+
+NAMESPACE = Namespace(
+    model="m", kv_dtype="bfloat16", layout="l", layers=2, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
+)  # fmt: skip
+WINDOW = msgspec.structs.replace(NAMESPACE, group="1-3", keeps="the last 256 tokens", tail=1)
+REPORT = RequestReport.of(20, 8, reason="evicted")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "namespace"
+    monkeypatch.setenv(NAMESPACE_FILE, str(path))
+    return path
+
+
+def ask(path: str = "/health", method: str = "GET", status: int = 200, *parts: bytes) -> tuple[int, bytes]:
+    """Returns status and body, for a vLLM that answers every request with `status` and `parts`."""
+    sent: list[dict[str, Any]] = []
+    parts = parts or (b"",)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"%d" % sum(map(len, parts)))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for index, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": index + 1 < len(parts)})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    asyncio.run(TellCache(app)({"type": "http", "method": method, "path": path}, receive, send))
+    body = b"".join(message["body"] for message in sent[1:])
+    assert int(dict(sent[0]["headers"])[b"content-length"]) == len(body)
+    return sent[0]["status"], body
+
+
+@pytest.mark.parametrize("told", [ToldCache((NAMESPACE,)), ToldCache((NAMESPACE, WINDOW), 4096), ToldCache((), 4096)])
+def test_a_health_of_200_tells_what_was_written(told: ToldCache, file: Path) -> None:
+    write_cache(file, told)
+    assert read_cache(file) == told
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+    status, body = ask()
+    about = read_about(body)
+    assert (status, about.kv_tokens, about.cache_namespaces) == (200, told.kv_tokens, told.namespaces)
+    assert json.loads(body) == {"version": pd_cache.__version__, **told.described()}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("/health", "GET", 503),
+        ("/health", "GET", 500, b"dead"),
+        ("/health", "GET", 200, b"its own"),
+        ("/health", "GET", 200, b"", b"in parts"),
+        ("/v1/models", "GET", 299),
+        ("/health", "HEAD", 200),
+        ("/health/x", "GET", 200),
+        ("/requests/abc", "POST", 299, b"vllm's own"),
+    ],
+)
+def test_any_other_answer_is_vllms_own(asked: tuple[Any, ...], file: Path) -> None:
+    write_cache(file, ToldCache((NAMESPACE,)))
+    assert ask(*asked) == (asked[2], b"".join(asked[3:]))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"format": "pdc1"}', b"[1]", b"7\n{"])
+def test_without_a_file_that_can_be_read_health_is_vllms_own(content: bytes | None, file: Path) -> None:
+    if content is not None:
+        file.write_bytes(content)
+    assert read_cache(file) == ToldCache()
+    assert ask() == (200, b"")
+
+
+def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file: Path) -> None:
+    assert ask("/requests/abc") == (404, b'{"reports":[]}')
+    writer = ReportWriter(report_file(file))
+    writer.write("cmpl-abc-0-1f2e", REPORT)
+    writer.write("cmpl-abcd-0-1f2e", RequestReport.of(1, 8))
+    for name in ("abc", "cmpl-abc-0-1f2e"):
+        assert find_reports(report_file(file), name) == [REPORT]
+    status, body = ask("/requests/abc")
+    assert (status, json.loads(body)["reports"]) == (200, [msgspec.to_builtins(REPORT)])
+    for name in ("ab", ""):
+        assert ask(f"/requests/{name}")[0] == 404
+
+
+def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_path: Path) -> None:
+    file = tmp_path / "requests"
+    writer = ReportWriter(file, most_bytes=1000)
+    for number in range(100):
+        writer.write(f"r{number}", REPORT)
+        assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
+    assert find_reports(file, "r99") == find_reports(file, "r95") == [REPORT]
+    assert find_reports(file, "r1") == []
+
+
+def test_what_an_earlier_start_or_anything_else_wrote_is_no_report(tmp_path: Path) -> None:
+    file = tmp_path / "requests"
+    ReportWriter(file).write("old", REPORT)
+    ReportWriter(file).write("new", REPORT)
+    with file.open("ab") as lines:
+        lines.write(b'{"id": "half", "rep\n{"id": "wrong", "report": {"asked": -1}}\n\xff\n')
+    assert find_reports(file, "new") == [REPORT]
+    for name in ("old", "half", "wrong"):
+        assert find_reports(file, name) == []
