@@ -14,14 +14,12 @@ import torch
 
 from pd_cache.blocks import BlockCache
 from pd_cache.chunks import CacheMetadata
-from pd_cache.config import MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngineBuilder, EngineGroups
+from pd_cache.config import NodeSettings
+from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError, NoAnswerError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import host_pin
-from pd_cache.runtime import temporary_folder
-from pd_cache.server.adapters import RpcLookupServer
 from pd_cache.server.client import ServerCache
 from pd_cache.server.memory import SharingError
 from pd_cache.server.protocol import EngineIdentity
@@ -42,6 +40,8 @@ class WorkerGroup(NamedTuple):
     metadata: CacheMetadata
     layout: KVLayout
     kv_caches: Sequence[torch.Tensor]
+    stores: bool
+    """False if a rank before it has the same KV."""
 
     def object_bytes(self, chunk_size: int) -> int:
         """Returns the payload bytes of a chunk's object."""
@@ -51,13 +51,9 @@ class WorkerGroup(NamedTuple):
 class WorkerCache:
     """A worker's cache, and what has to be closed with it."""
 
-    def __init__(
-        self, caches: Sequence[BlockCache], resources: contextlib.ExitStack, lookup_url: str | None = None
-    ) -> None:
+    def __init__(self, caches: Sequence[BlockCache], resources: contextlib.ExitStack) -> None:
         self.caches = caches
         """One for each group of layers."""
-        self.lookup_url = lookup_url
-        """The address that answers lookups about this worker's chunks, if no other process knows as much."""
         self._resources = resources
 
     def close(self) -> None:
@@ -91,10 +87,8 @@ def open_cache(
         except ValueError as error:  # the file cannot know how large a chunk of this model is
             raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
         stack.callback(backend.close)
-        # with several ranks, each has tiers of its own and none knows what the others hold, so lookups ask the pool
-        tiered = any(not isinstance(tier, MooncakeTier) for tier in node.cache.tiers)
-        elsewhere = tiered or ranks > 1  # the scheduler's client of its own says in which version to work
-        version = WeightsVersion.of(node, groups[0].metadata.model, watches=elsewhere)
+        # with several ranks, none knows what the others hold: the scheduler asks the pool, and says in which version to work
+        version = WeightsVersion.of(node, groups[0].metadata.model, watches=ranks > 1)
         stack.callback(version.close)
         engines = []
         for place, group in enumerate(groups):
@@ -111,11 +105,7 @@ def open_cache(
             stack.callback(CacheEngineBuilder.destroy, name)
             engine.register_kv_caches(group.kv_caches)
             engines.append(engine)
-        lookup_url = None
-        if tiered and ranks == 1:
-            lookup_url = f"ipc://{stack.enter_context(temporary_folder())}/lookup"
-            stack.callback(RpcLookupServer(EngineGroups(engines), lookup_url, metrics=metrics).close)
-        return WorkerCache(engines, stack.pop_all(), lookup_url)
+        return WorkerCache(engines, stack.pop_all())
 
 
 def engine_name(instance: str, place: int) -> str:

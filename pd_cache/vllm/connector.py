@@ -16,7 +16,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -44,12 +44,11 @@ from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory
-from pd_cache.server.client import RpcLookupClient, ServerLookupClient
+from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, on_all_cores, open_cache
 from pd_cache.vllm.files import ReportWriter, ToldCache, report_file, write_cache
 from pd_cache.vllm.layers import (
-    GroupTensors,
     KeptLayers,
     cache_tokens,
     described,
@@ -60,7 +59,6 @@ from pd_cache.vllm.layers import (
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.messages import CacheStats, CacheStatsSource, Handshake, PromCacheMetrics, StepMetadata, WorkerReport
 from pd_cache.vllm.model import (
-    RankPart,
     adapter_settings,
     check_supported,
     check_sync,
@@ -174,7 +172,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 hash_block_size,
                 stores=stores,
                 ranks=vllm_config.parallel_config.world_size,
-                retention=kv_cache_config.prefix_cache_retention_interval,
+                dense=kv_cache_config.prefix_cache_retention_interval != 0,
                 drafted_up_to=drafted_up_to(vllm_config),
             )
             self._scheduler = SchedulerSide(
@@ -211,25 +209,23 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         identity = model_identity(config, settings.connector.revision)
         ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
         found = [self._group_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
-        parts = [part for part in found if part is not None]
-        if not parts:
+        groups = [group for group in found if group is not None]
+        if not groups:
             raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
-        metadata = [part.place.metadata for part in parts]
         worker = get_pp_group().rank_in_group * ranks + rank
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
-        groups = [WorkerGroup(part.place.metadata, part.kv.layout, part.kv.tensors) for part in parts]
         with on_all_cores():  # vLLM's worker on CPUs binds this thread to one core, and new threads inherit that
             world_size = config.parallel_config.world_size
             self._cache = open_cache(settings, groups, instance, worker, world_size, self._metrics)
             caches = iter(self._cache.caches)
             self._worker = WorkerSide(
-                [None if part is None else next(caches) for part in found],
-                stores=[part is not None and part.place.stores for part in found],
+                [None if group is None else next(caches) for group in found],
+                stores=[group is not None and group.stores for group in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
             )
-        self._handshake = Handshake(metadata, os.getpid(), instance, self._cache.lookup_url)
-        for one in metadata:
-            namespace = one.namespace(settings.node.cache)
+        self._handshake = Handshake([group.metadata for group in groups], os.getpid(), instance)
+        for group in groups:
+            namespace = group.metadata.namespace(settings.node.cache)
             logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
     def _group_of(
@@ -239,7 +235,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         identity: str,
         rank: int,
         ranks: int,
-    ) -> _GroupOfRank | None:
+    ) -> WorkerGroup | None:
         """Returns a layer group's tensors on this rank, and which part of its chunks they are; None if this pipeline stage has no layer of
         it."""
         told, name = self._kv_cache_config, self._vllm_config.model_config.model
@@ -269,7 +265,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if plain and stages == 1
             else described(group, names, kv, self._settings.node.cache.chunk_tokens, drafter),
         )
-        return _GroupOfRank(kv, place)
+        return WorkerGroup(place.metadata, kv.layout, kv.tensors, place.stores)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns what the scheduler has to know about this worker's KV tensors."""
@@ -372,9 +368,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.server_url is not None:
             logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
             return ServerLookupClient(own, metadata, settings.server_url, seconds, further=further, metrics=metrics)
-        if worker.lookup_url is not None:
-            logger.info("pd-cache: lookups ask the worker, which has tiers of its own")
-            return RpcLookupClient(own, metadata, worker.lookup_url, metrics=metrics)
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(worker.metadata))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
@@ -491,11 +484,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _step(self) -> Step:
         metadata = self._connector_metadata
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
-
-
-class _GroupOfRank(NamedTuple):
-    kv: GroupTensors
-    place: RankPart
 
 
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:

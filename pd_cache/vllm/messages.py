@@ -49,8 +49,6 @@ class Handshake(KVConnectorHandshakeMetadata):
     pid: int
     instance: str
     """The name under which the worker's process knows the engine."""
-    lookup_url: str | None = None
-    """Where the worker answers lookups about its engine; None if the pool's master or the cache server knows as much."""
 
 
 _COUNTERS = {

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from vllm.config import VllmConfig
@@ -161,15 +161,8 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
     no `revision` is given.
     """
     model = vllm_config.model_config
-    effective = model.hf_config.to_dict()
-    described: dict[str, Any] = {
-        "weights": f"revision {revision}" if revision else _weights(model),
-        "config": {key: value for key, value in effective.items() if key not in _VOLATILE},
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-    }
-    return _identifier(model, described, effective)
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    return _identity(model, revision, vllm_config.cache_config.cache_dtype, config=config)
 
 
 def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
@@ -182,14 +175,8 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
     model = None if speculative is None else speculative.draft_model_config
     if speculative is None or model is None or speculative.method in _NO_KV_DRAFTS:
         return ""
-    described = {
-        "weights": f"revision {revision}" if revision else _weights(model),
-        "method": speculative.method,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": str(speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype),
-    }
-    return _identifier(model, described, model.hf_config.to_dict())
+    kv_cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
+    return _identity(model, revision, kv_cache_dtype, method=speculative.method)
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:
@@ -205,8 +192,15 @@ def adapter_settings(vllm_config: VllmConfig) -> str:
     return json.dumps(described, sort_keys=True)
 
 
-def _identifier(model: ModelConfig, described: dict[str, Any], effective: dict[str, Any]) -> str:
-    if any(kind in json.dumps(effective, default=str) for kind in ("longrope", "dynamic")):
+def _identity(model: ModelConfig, revision: str, kv_cache_dtype: object, **more: object) -> str:
+    described: dict[str, object] = {
+        "weights": f"revision {revision}" if revision else _weights(model),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(kv_cache_dtype),
+        **more,
+    }
+    if any(kind in json.dumps(model.hf_config.to_dict(), default=str) for kind in ("longrope", "dynamic")):
         described["max_model_len"] = model.max_model_len  # such a model chooses its rotary embeddings by this length
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return f"{'+'.join(model.architectures)}:{digest}"
@@ -268,16 +262,12 @@ def place_of(
             model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct, group=group
         )
     except LayoutError as error:
-        if layout.kind is PageKind.OPAQUE:
-            kept = "its KV" if group is None else f"what its layers {group.layers} keep"
-            raise UnsupportedModelError(
-                f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {kept} cannot be cut into parts "
-                f"of heads; such a model's nodes share chunks if all have one tensor-parallel size. Leave cache.shards out, and give nodes "
-                "of another size a file of their own"
-            ) from error
+        why = f"{error}. Give all nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
+        if layout.kind is PageKind.OPAQUE and group is not None:
+            why = f"what its layers {group.layers} keep cannot be cut into parts of heads. Such a model's nodes share chunks if all have one "
+            why += "tensor-parallel size. Leave cache.shards out, and give nodes of another size a file of their own"
         raise UnsupportedModelError(
-            f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {error}. Give all "
-            "nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
+            f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {why}"
         ) from error
     return RankPart(metadata, stores=rank % replicas == 0)
 

@@ -11,7 +11,7 @@ from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, root, st
 from pd_cache.handoff import Handoff
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, MissReason, RequestReport
-from pd_cache.tracing import Attribute, TraceSpan, Tracing
+from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.lora import Adapter
 from pd_cache.vllm.own_cache import HiddenBlocks
@@ -34,8 +34,8 @@ class Plan:
     """False for a consumer."""
     ranks: int = 1
     """Of all pipeline stages."""
-    retention: int | None = 0
-    """vLLM's `prefix_cache_retention_interval`."""
+    dense: bool = False
+    """Whether to store all of a window: vLLM keeps more of windows than the ends of prompts, by its `prefix_cache_retention_interval`."""
     drafted_up_to: int | None = None
     """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
 
@@ -149,10 +149,8 @@ class TrackedRequest:
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
         self.outcome = PromptOutcome()
-        self.looking: TraceSpan | None = None
-        """The span of the lookup, while the request waits for what it finds."""
-        self.loading: TraceSpan | None = None
-        """The span of the load under way."""
+        self.looking = self.loading = NO_SPAN
+        """The span of the lookup, while the request waits for what it finds, and of the load under way."""
         self.drafted = True
         """Whether the draft model ran in each of its steps."""
         self.planned: dict[int, int] = {}
@@ -163,6 +161,9 @@ class TrackedRequest:
         """vLLM's id of the request."""
         request_id: str = self.request.request_id
         return request_id
+
+
+NO_SPAN = UNTRACED.begin("")
 
 
 def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:

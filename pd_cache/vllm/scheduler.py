@@ -22,10 +22,10 @@ from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, MissReason, RequestReport
-from pd_cache.tracing import UNTRACED, TraceSpan, Tracing
+from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
-from pd_cache.vllm.requests import FoundPrefix, Plan, PromptChunks, ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.requests import NO_SPAN, FoundPrefix, Plan, PromptChunks, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.stores import EndedStore, Stores
 
@@ -138,7 +138,7 @@ class SchedulerSide:
         if found is None or found.start > at_hand or (found.end < awaited and now >= tracked.next_poll):
             names = self._chunks.names(tracked, self._plan.most(request))
             tracked.looked_up = True
-            if tracked.looking is None:
+            if tracked.looking is NO_SPAN:
                 asked = len(names) * self._chunk
                 tracked.looking = request_span(
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
@@ -153,7 +153,7 @@ class SchedulerSide:
             if found.end >= awaited:
                 tracked.looking.note(found=found.end, reason=reach.reason)
                 tracked.looking.end()
-                tracked.looking = None
+                tracked.looking = NO_SPAN
             else:
                 tracked.poll_s = min(2 * tracked.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
                 tracked.next_poll = self._clock() + tracked.poll_s
@@ -196,7 +196,7 @@ class SchedulerSide:
             tracked.hidden = HiddenBlocks(self._manager, request, self._plan.layers[0], proposed.start)
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
-        _end_span(tracked.loading, "given up")
+        tracked.loading.end("given up")
         tracked.loading = request_span(self._tracing, "pd_cache.load", request, asked=external)
         self._holding[request.request_id] = self._plan.needed_blocks(request, proposed.end)
         for place in range(len(self._plan.layers)):
@@ -240,20 +240,18 @@ class SchedulerSide:
         for job, (ranks, outcomes) in report.jobs.items():
             if (ended := self.stores.advance(job, ranks, outcomes)) is not None:
                 self._note_stored(ended)
-        for request_id, restored in report.loads.items():
-            if (tracked := self._requests.get(request_id)) is not None:
-                tracked.outcome.loaded(restored)
-                if tracked.in_step:
-                    tracked.in_step = False
-                    self._unhide(tracked)
-                if tracked.loading is not None:
-                    tracked.loading.note(loaded=restored.chunks * self._chunk, reason=restored.reason)
-                    tracked.loading.end("failed" if request_id in report.failed_loads else "")
-                    tracked.loading = None
-        for request_id in report.failed_loads:
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                # what the pool had is gone: vLLM computes it, and it is stored again
+        for request_id, loaded in report.loads.items():
+            if (tracked := self._requests.get(request_id)) is None:
+                continue
+            failed = loaded.reason != "none"
+            tracked.outcome.loaded(loaded)
+            if tracked.in_step:
+                tracked.in_step = False
+                self._unhide(tracked)
+            tracked.loading.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
+            tracked.loading.end("failed" if failed else "")
+            tracked.loading = NO_SPAN
+            if failed:  # what the pool had is gone: vLLM computes it, and it is stored again
                 tracked.may_load = False
                 tracked.found = None
                 tracked.planned.clear()
@@ -270,8 +268,8 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
         if tracked is not None:
-            _end_span(tracked.looking, "the request ended")
-            _end_span(tracked.loading, "the request ended")
+            tracked.looking.end("the request ended")
+            tracked.loading.end("the request ended")
         if tracked is None or self._chunks.database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
@@ -448,8 +446,3 @@ class SchedulerSide:
             start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = FoundPrefix(tracked.found.start, end)  # useful if the request is preempted
-
-
-def _end_span(span: TraceSpan | None, why: str) -> None:
-    if span is not None:
-        span.end(why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,11 +31,10 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The mapping itself."""
 
     config_file: str | None = None
-    """The cluster's YAML file. With `mode: server` it may be left out: the server reports what its chunks are."""
-    mode: Literal["in-process", "server"] | None = None
-    """A cache in each worker, or the cache server of this host. By default, the node's `cache_server` decides."""
+    """The cluster's YAML file. With a `server_url` it may be left out: the server reports what its chunks are."""
     server_url: Annotated[str, msgspec.Meta(pattern=r"^(ipc|tcp)://.+$")] | None = None
-    """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, the node's `cache_server`."""
+    """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's `cache_server`; without either, each
+    worker has a cache of its own."""
     node: str | None = None
     """Which of the file's nodes this is; needed if several could be meant."""
     host: str = "127.0.0.1"
@@ -73,39 +72,38 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
     except msgspec.ValidationError as error:
         names = ", ".join(ExtraConfig.__struct_fields__)
         raise ConfigError(f"kv_connector_extra_config: {error} (allowed: {names})") from None
-    if given.mode == "in-process" and given.server_url is not None:
-        raise ConfigError("kv_connector_extra_config.server_url: is for mode: server, and mode is in-process")
     if given.config_file is None:
         return _of_server(given)
     config = load_config(given.config_file)
     node = _node(config, given, kv_role)
-    server_url = _server_url(config, given, node)
+    server_url = given.server_url
+    if server_url is None and node is not None and node.cache_server is not None:
+        server = config.node(node.cache_server)
+        assert isinstance(server, CacheServerNode)  # the file's checks made sure of it
+        server_url = config.server_url(server)
     masters = [one for one in config.nodes if isinstance(one, MasterNode)]
     if server_url is None and not config.masters.ha and not any(master.port for master in masters):
         raise ConfigError(
             f"kv_connector_extra_config.config_file: {given.config_file} does not tell the master's host and port; only "
             "`pd-cache launch` and `up` find them by themselves"
         )
-    is_vllm = isinstance(config.engine, VllmEngineConfig)
     cache = config.cache
     if cache.hash_mode == "auto":
         cache = msgspec.structs.replace(cache, hash_mode="blocks")
+    own = NodeSettings(
+        master=config.master_address,
+        versions=config.versions,
+        host=given.host,
+        transfer=config.transfer,
+        segment_size=0 if server_url is not None else int(config.transfer.segment_size),
+    )
     if node is not None:
         own = config.settings_of(node)
-    else:
-        segment = 0 if server_url is not None else int(config.transfer.segment_size)
-        own = NodeSettings(
-            master=config.master_address,
-            versions=config.versions,
-            host=given.host,
-            transfer=config.transfer,
-            segment_size=segment,
-        )
     return Settings(
         node=msgspec.structs.replace(own, cache=cache),
         connector=config.connector,
         handoff_wait_s=config.handoff.wait_ms / 1000,
-        shards=config.shards if is_vllm else config.cache.shards,
+        shards=config.shards if isinstance(config.engine, VllmEngineConfig) else config.cache.shards,
         server_url=server_url,
         namespace_file=given.namespace_file,
         tracing=config.tracing,
@@ -116,19 +114,18 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
 
 def _of_server(given: ExtraConfig) -> Settings:
     """Returns settings for a cache server. Whatever the server does not decide has the default of a cluster's file."""
-    if given.mode != "server" or given.server_url is None:
-        raise ConfigError("kv_connector_extra_config: needs a config_file, or `mode: server` with a server_url")
+    if given.server_url is None:
+        raise ConfigError("kv_connector_extra_config: needs a config_file or a server_url")
     if given.node is not None:
         raise ConfigError("kv_connector_extra_config.node: names a node of a config_file, and there is none")
     try:
         welcome = server_welcome(given.server_url, _CONNECT_S)
     except (CacheServerError, ValueError) as error:
         raise ConfigError(f"kv_connector_extra_config.server_url: {given.server_url}: {error}") from None
-    mode, seed = welcome.hash_mode, welcome.hash_seed
     cache = CacheConfig(
         chunk_size="auto" if welcome.may_size else welcome.chunk_size,
-        hash_mode="blocks" if welcome.may_choose else mode,
-        hash_seed=seed,
+        hash_mode="blocks" if welcome.may_choose else welcome.hash_mode,
+        hash_seed=welcome.hash_seed,
     )
     return Settings(
         node=NodeSettings(master="", versions=welcome.versions, host=given.host, cache=cache),
@@ -138,22 +135,6 @@ def _of_server(given: ExtraConfig) -> Settings:
         server_url=given.server_url,
         namespace_file=given.namespace_file,
     )
-
-
-def _server_url(config: ClusterConfig, given: ExtraConfig, node: PrefillNode | DecodeNode | None) -> str | None:
-    """Returns the cache server's address; None for a cache in each worker."""
-    if given.mode == "in-process" or given.server_url is not None:
-        return given.server_url
-    named = node.cache_server if node is not None else None
-    if named is None:
-        if given.mode == "server":
-            raise ConfigError(
-                "kv_connector_extra_config: `mode: server` needs a server_url, or a node with a cache_server in its file"
-            )
-        return None
-    server = config.node(named)
-    assert isinstance(server, CacheServerNode)  # the file's checks made sure of it
-    return config.server_url(server)
 
 
 def _node(config: ClusterConfig, given: ExtraConfig, kv_role: str) -> PrefillNode | DecodeNode | None:

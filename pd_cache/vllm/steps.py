@@ -63,9 +63,9 @@ class StepReport:
 
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
-    failed_loads: set[str] = field(default_factory=set)
     loads: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where."""
+    """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where. One that failed has a
+    reason other than `none`."""
 
     def together(self, other: StepReport) -> StepReport:
         """Returns the report of both."""
@@ -86,4 +86,4 @@ class StepReport:
                 or (restored.reason != "none" and restored.chunks < before_it.chunks)
             ):
                 loads[request_id] = restored
-        return StepReport(jobs, self.failed_loads | other.failed_loads, loads)
+        return StepReport(jobs, loads)

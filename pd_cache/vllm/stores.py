@@ -160,17 +160,15 @@ class Stores:
         prompt = request.num_prompt_tokens // self._chunk
         if not self._config.store_generated:
             last = min(last, prompt - self._layers[place].ahead)
-        if not tail or self._plan.retention is None:
+        if not tail or self._plan.dense:
             return [range(first, last)] if first < last else []
         # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
         end = prompt - 1 if self._plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(0, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
-        period = self._plan.retention // self._chunk
         runs: list[range] = []
         for number in range(first, last):
-            periodic = period > 0 and number % period >= period - tail
-            if number >= ends or junction - tail <= number < junction or periodic:
+            if number >= ends or junction - tail <= number < junction:
                 if runs and runs[-1].stop == number:
                     runs[-1] = range(runs[-1].start, number + 1)
                 else:
@@ -186,7 +184,7 @@ class Stores:
         first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
         if group.kind == "window":
             null = self._pool().null_block.block_id  # vLLM puts it in place of each block that it has freed
-            gone = next((at for at, block in enumerate(blocks) if block != null), len(blocks))
+            gone = max((at + 1 for at, block in enumerate(blocks) if block == null), default=0)
             # a load does not need those blocks of a chunk that lie before the window at the chunk's end
             needed = -(-max(0, group.window - 1) // group.block_size)
             skipped = max(0, -(-(gone - max(0, per_chunk - needed)) // per_chunk))

@@ -152,7 +152,6 @@ class WorkerSide:
         self._report.loads[op.request_id] = end
         if end.reason == "none":
             return
-        self._report.failed_loads.add(op.request_id)
         if op.blocks:
             good = end.chunks * len(op.blocks) // len(op.parts[0].names) if op.parts else 0
             self._ended.bad_blocks.update(block for block in op.blocks[good:] if block >= 0)

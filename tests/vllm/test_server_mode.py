@@ -72,7 +72,7 @@ def sharing(
     folder = tmp_path_factory.mktemp("sharing")
     args = {"enable-lora": True}
     file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
-    flag = connector("kv_both", mode="server", server_url=server_of(file)[0])
+    flag = connector("kv_both", server_url=server_of(file)[0])
     with cache_server(file) as cache, begun(by_hand(model, flag, "--enable-lora")) as server:
         launched = PdCacheServer("decode-0", file)
         try:

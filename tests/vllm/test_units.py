@@ -17,6 +17,7 @@ from pd_cache.errors import ConfigError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import Loaded
 from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
@@ -68,23 +69,15 @@ def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Pa
     given = {"config_file": str(file), "node": "prefill-0"}
     assert read_settings(given, "kv_both").server_url == "ipc:///run/c"
     assert read_settings({**given, "server_url": "ipc:///run/d"}, "kv_both").server_url == "ipc:///run/d"
-    assert read_settings({**given, "mode": "in-process"}, "kv_both").server_url is None
     assert read_settings({"config_file": str(file), "node": "prefill-1"}, "kv_both").server_url is None
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "needs a config_file, or `mode: server` with a server_url"),
-        ({"mode": "server"}, "needs a config_file, or `mode: server` with a server_url"),
-        ({"mode": "remote"}, "Invalid enum value 'remote'"),
-        ({"mode": "server", "server_url": "http://x"}, "server_url"),
-        ({"mode": "in-process", "server_url": "ipc:///x", "config_file": "FILE"}, "is for mode: server"),
-        ({"mode": "server", "server_url": "ipc:///x", "node": "prefill-0"}, "names a node of a config_file"),
-        (
-            {"mode": "server", "config_file": "FILE", "node": "prefill-0"},
-            "needs a server_url, or a node with a cache_s",
-        ),
+        ({}, "needs a config_file or a server_url"),
+        ({"server_url": "http://x"}, "server_url"),
+        ({"server_url": "ipc:///x", "node": "prefill-0"}, "names a node of a config_file"),
         ({"config_file": "FILE", "nod": "x"}, "unknown field `nod`"),
         ({"config_file": "FILE", "node": "prefill-7"}, "there are: prefill-0, prefill-1, decode-0"),
         ({"config_file": "FILE"}, "say which this is"),
@@ -325,11 +318,13 @@ def test_reports_of_ranks_add_up() -> None:
     from pd_cache.vllm.messages import WorkerReport
     from pd_cache.vllm.steps import StepReport
 
-    one = StepReport({1: (1, [StoreOutcome.NEW, StoreOutcome.NEW]), 2: (1, [StoreOutcome.NEW])}, {"a"})
-    two = StepReport({1: (1, [StoreOutcome.BEFORE, StoreOutcome.NOT])}, {"b"})
-    both = WorkerReport(one).aggregate(WorkerReport(two)).report
-    assert both.jobs == {1: (2, [StoreOutcome.NEW, StoreOutcome.NOT]), 2: (1, [StoreOutcome.NEW])}
-    assert both.failed_loads == {"a", "b"}
+    new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
+    one = StepReport({1: (1, [new, new]), 2: (1, [new])}, {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)})
+    two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")})
+    for first, second in ((one, two), (two, one)):
+        both = WorkerReport(first).aggregate(WorkerReport(second)).report
+        assert both.jobs == {1: (2, [new, lost]), 2: (1, [new])}
+        assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, "the worst"
 
 
 def test_statistics_are_what_was_added_since() -> None:

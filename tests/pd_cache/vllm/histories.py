@@ -222,7 +222,7 @@ class Scene:
         stores: bool = True,
         wait_s: float = 2.0,
         layers: Sequence[KeptLayers] = (KeptLayers(0, BLOCK),),
-        retention: int | None = 0,
+        dense: bool = False,
         drafted_up_to: int | None = None,
         hash_mode: Literal["tokens", "blocks"] = "tokens",
         tracing: Tracing = UNTRACED,
@@ -237,7 +237,7 @@ class Scene:
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
         self.side = SchedulerSide(
-            Plan(settings, layers, BLOCK, stores, ranks, retention, drafted_up_to),
+            Plan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to),
             self.adapters,
             self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import Loaded
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import GroupChunks, StepReport
 from tests.pd_cache.vllm.histories import (
@@ -136,7 +137,7 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_and_not_loaded_ag
     scene, request = Scene(), Request("a", PROMPT)
     hit(scene, request, 3)
     scene.step()
-    scene.side.take_report(StepReport(failed_loads={"a"}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(0, "evicted")}))
     assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
     (store,) = scene.step(a=len(PROMPT)).stores
     assert store.chunks.names == scene.names(request)

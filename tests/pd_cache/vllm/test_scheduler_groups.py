@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import Loaded
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import GroupChunks, StepReport
 from tests.pd_cache.vllm.histories import (
@@ -124,7 +125,7 @@ def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end: str) -> 
     if end == "finished":
         scene.side.finished(first)  # type: ignore[arg-type]
     else:
-        scene.side.take_report(StepReport(failed_loads={"a"}))
+        scene.side.take_report(StepReport(loads={"a": Loaded(0, "evicted")}))
         assert offered(scene, first) == (0, False)
     assert offered(scene, second) == (3 * CHUNK, True)
 
@@ -183,9 +184,9 @@ def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it() 
     assert scene.lookups.asked == [0]
 
 
-@pytest.mark.parametrize(("retention", "stored"), [(None, [0, 1, 2, 3, 4]), (2 * CHUNK, [1, 3, 4]), (0, [4])])
-def test_windows_are_kept_as_densely_as_vllm_keeps_them(retention: int | None, stored: list[int]) -> None:
-    scene, request = Scene(layers=[FULL, WINDOW], retention=retention), Request("a", [*range(5 * CHUNK), 1])
+@pytest.mark.parametrize(("dense", "stored"), [(True, [0, 1, 2, 3, 4]), (False, [4])])
+def test_windows_are_kept_as_densely_as_vllm_keeps_them(dense: bool, stored: list[int]) -> None:
+    scene, request = Scene(layers=[FULL, WINDOW], dense=dense), Request("a", [*range(5 * CHUNK), 1])
     scene.side.track(request)  # type: ignore[arg-type]
     in_groups(scene, request, list(range(30, 41)), list(range(10, 21)))
     windows = [store.chunks for store in scene.step(a=5 * CHUNK).stores if store.chunks.group == 1]
@@ -347,5 +348,5 @@ def test_after_a_failed_load_every_group_is_stored_again() -> None:
     scene.side.allocated(request, blocks, 3 * CHUNK)  # type: ignore[arg-type]
     scene.step()
     assert scene.step(a=len(PROMPT)).stores == []
-    scene.side.take_report(StepReport(failed_loads={"a"}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(0, "evicted")}))
     assert {store.chunks.group for store in scene.step(a=len(PROMPT)).stores} == {0, 1}

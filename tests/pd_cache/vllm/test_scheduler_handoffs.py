@@ -113,7 +113,7 @@ def test_a_report_says_why_a_load_ended_early_and_what_vllm_keeps_of_it() -> Non
     scene, request = Scene(), Request("a", PROMPT)
     hit(scene, request, 3)
     scene.step()
-    scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(1, "damaged", TierChunks(disk=1))}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(1, "damaged", TierChunks(disk=1))}))
     scene.side.matched_tokens(request, CHUNK)  # type: ignore[arg-type]
     assert ended(scene, request) == RequestReport(asked=27, found=24, loaded=8, disk=8, computed=19, reason="damaged")
 
@@ -124,7 +124,7 @@ def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
     external, _ = scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
     blocks = in_groups(scene, request, list(range(10, 17)), list(range(20, 27)))
     scene.side.allocated(request, blocks, external)  # type: ignore[arg-type]
-    scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(2, "evicted", TierChunks(pool=2))}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(2, "evicted", TierChunks(pool=2))}))
     report = ended(scene, request)
     assert (report.loaded, report.computed, report.reason) == (0, 27, "evicted")
 

@@ -61,7 +61,7 @@ def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is
     assert [name for op in stores for name in op.chunks.names] == scene.names(request)[:1], "what vLLM had at hand"
     if not aborted:
         request.num_computed_tokens, request.num_in_flight_tokens = CHUNK + BLOCK, 0
-        scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "evicted")}))
+        scene.side.take_report(StepReport(loads={"a": Loaded(0, "evicted")}))
         (again,) = scene.step(a=2 * CHUNK - BLOCK).stores
         assert again.chunks.names == scene.names(request)
 
@@ -102,7 +102,7 @@ def test_no_other_request_can_share_blocks_before_the_load_of_their_step_is_know
 def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_again() -> None:
     one = Sharing()
     one.computed(BLOCK)  # the first block was good
-    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "damaged")}))
+    one.scene.side.take_report(StepReport(loads={"a": Loaded(0, "damaged")}))
     assert one.cached == [10]
     one.request.num_computed_tokens = CHUNK + BLOCK
     one.scene.step(a=CHUNK)
@@ -112,7 +112,7 @@ def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_ag
 def test_blocks_stay_hidden_while_none_of_them_is_known_to_be_good() -> None:
     one = Sharing()
     one.computed(0)
-    one.scene.side.take_report(StepReport(failed_loads={"a"}, loads={"a": Loaded(0, "damaged")}))
+    one.scene.side.take_report(StepReport(loads={"a": Loaded(0, "damaged")}))
     assert one.cached == []
     one.request.num_computed_tokens = 2 * CHUNK
     one.scene.step(a=CHUNK)

@@ -119,7 +119,7 @@ def test_a_request_that_ends_in_its_lookup_or_its_load_ends_their_spans(scene: S
 def test_a_load_that_fails_is_a_failed_span(scene: Scene, recorder: Recorder) -> None:
     hit(scene, traced(PROMPT), 2)
     scene.step()
-    scene.side.take_report(StepReport(loads={"a": Loaded(1, "transfer_failed")}, failed_loads={"a"}))
+    scene.side.take_report(StepReport(loads={"a": Loaded(1, "transfer_failed")}))
     load = recorder.spans[-1]
     assert (load.name, load.ends, load.noted["reason"]) == ("load", ["failed"], "transfer_failed")
 

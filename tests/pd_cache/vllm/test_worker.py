@@ -130,7 +130,7 @@ def test_the_blocks_of_chunks_that_were_not_loaded_are_bad(make: Any, cache: Cac
     side = make()
     side.start(Step(loads=[load("a", [-1, 11, 12, 13, 14, 15])]))
     assert finished(side, "a") == {12, 13, 14, 15}
-    assert reported(side) == StepReport(failed_loads={"a"}, loads={"a": Loaded(1, "evicted")})
+    assert reported(side) == StepReport(loads={"a": Loaded(1, "evicted")})
 
 
 def test_a_rank_without_layers_of_a_group_loads_the_others_and_reports_stores_at_once(
@@ -220,7 +220,7 @@ def test_a_sync_load_has_ended_when_start_returns(make: Any, cache: Cache) -> No
     assert cache.calls == [("a", 5.0)]
     result = side.take_loads(step, set())
     assert (result.finished, result.bad_blocks) == (set(), {14, 15})
-    assert reported(side).failed_loads == {"a"}
+    assert reported(side).loads["a"].reason == "evicted"
 
 
 def test_a_load_within_a_step_that_never_began_has_failed(make: Any) -> None:
