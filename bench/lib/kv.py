@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bench.lib.report import option
-from pd_cache.engine import CacheEngine
+from pd_cache.blocks import BlockCache
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
 from pd_cache.tiers.memory import TRAILER_BYTES
@@ -158,8 +158,8 @@ class PagedPrompt:
         blocks = -(-tokens // block)
         size = (shape.layers, 2 * blocks, shape.kv_heads, block, 2 * shape.head_dim)
         self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16)
-        self.cache = list(self._bits.view(torch.bfloat16).unbind())
-        self.layout = KVLayout.from_tensors(self.cache)
+        self.tensors = {str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())}
+        self.layout = KVLayout.from_tensors(self.tensors)
         self.tokens = list(range(tokens))
         self.whole_tokens = shape.whole_tokens
         self._order = (torch.randperm(blocks), blocks + torch.randperm(blocks))
@@ -168,14 +168,14 @@ class PagedPrompt:
             (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in self._order
         )
 
-    def store(self, engine: CacheEngine) -> None:
-        """Stores all whole chunks, none of which the engine's pool may hold."""
-        stored = PromptCache(engine).store(self.tokens, kv_caches=self.cache, slot_mapping=self.source)
+    def store(self, cache: BlockCache) -> None:
+        """Stores all whole chunks, none of which the cache's pool may hold."""
+        stored = PromptCache(cache).store(self.tokens, kv_caches=self.tensors, slot_mapping=self.source)
         assert stored == self.whole_tokens, f"only {stored} tokens were stored"
 
-    def retrieve(self, engine: CacheEngine) -> None:
+    def retrieve(self, cache: BlockCache) -> None:
         """Loads all whole chunks into the target."""
-        mask = PromptCache(engine).retrieve(self.tokens, kv_caches=self.cache, slot_mapping=self.target)
+        mask = PromptCache(cache).retrieve(self.tokens, kv_caches=self.tensors, slot_mapping=self.target)
         assert int(mask.sum()) == self.whole_tokens, f"only {int(mask.sum())} tokens were loaded"
 
     def scramble(self) -> None:

@@ -1,4 +1,4 @@
-"""Pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is disturbed by it."""
+"""Clusters and pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is disturbed by it."""
 
 from __future__ import annotations
 
@@ -17,62 +17,45 @@ from transfer.store import load_mooncake
 
 
 @contextmanager
+def cluster_here(config: ClusterConfig) -> Iterator[LocalCluster]:
+    """Runs a cluster on this machine, and yields it when it is ready."""
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_text(dump_config(config))
+        with running(*read_config(file), sink=quiet) as cluster:
+            yield cluster
+
+
+@contextmanager
 def local_pool(
     segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
 ) -> Iterator[str]:
     """Yields `host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` says how it evicts."""
-    with _pool(segment_size, transfer or TransferSettings(), master) as cluster:
+    own = msgspec.structs.replace(master or MasterNode(name="master"), port=0, metrics_port=0)
+    nodes: tuple[Node, ...] = (own, StoreNode(name="store", segment_size=ByteSize(segment_size)))
+    with cluster_here(ClusterConfig(name="bench", transfer=transfer or TransferSettings(), nodes=nodes)) as cluster:
         yield cluster.config.master_address
 
 
 @contextmanager
-def watched_pool(segment_size: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yields the same as `local_pool`, and the pids of the processes `master` and `store`."""
-    with _pool(segment_size, TransferSettings()) as cluster:
-        yield cluster.config.master_address, dict(cluster.supervisor.pids)
-
-
-@contextmanager
-def whole_pool(segment_size: int, master: MasterNode) -> Iterator[ClusterConfig]:
-    """Yields the file of a pool as `local_pool` makes it, with every port in it."""
-    with _pool(segment_size, TransferSettings(), master) as cluster:
-        yield cluster.config
-
-
-@contextmanager
-def own_master(config: ClusterConfig, host: str, segment_size: int = 0, **changes: Any) -> Iterator[str]:
+def own_master(config: ClusterConfig, host: str, segment_size: int = 0) -> Iterator[str]:
     """Yields `host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
 
-    Its settings are those of the file's master, except for `changes` (fields of `MasterNode`), and no other process knows of it. A store
-    node with `segment_size` bytes, prefaulted, runs beside it if that is not 0.
+    Its settings are those of the file's master, and no other process knows of it. A store node with `segment_size` bytes, prefaulted,
+    runs beside it if that is not 0.
     """
     usual = next((node for node in config.nodes if isinstance(node, MasterNode)), MasterNode(name="master"))
-    master = msgspec.structs.replace(usual, host=host, port=0, metrics_port=0, **changes)
-    stores = [StoreNode(name="store", host=host, segment_size=ByteSize(segment_size))] if segment_size else []
-    with _running(bench_transfer(config), master, *stores) as own:
-        yield own.config.master_address
+    nodes: list[Node] = [msgspec.structs.replace(usual, host=host, port=0, metrics_port=0)]
+    if segment_size:
+        nodes.append(StoreNode(name="store", host=host, segment_size=ByteSize(segment_size)))
+    own = ClusterConfig(name="bench", transfer=bench_transfer(config), nodes=tuple(nodes))
+    with cluster_here(own) as cluster:
+        yield cluster.config.master_address
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
     """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it is given one."""
     return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=ByteSize(0))
-
-
-@contextmanager
-def _pool(segment_size: int, transfer: TransferSettings, master: MasterNode | None = None) -> Iterator[LocalCluster]:
-    own = msgspec.structs.replace(master or MasterNode(name="master"), port=0, metrics_port=0)
-    with _running(transfer, own, StoreNode(name="store", segment_size=ByteSize(segment_size))) as cluster:
-        yield cluster
-
-
-@contextmanager
-def _running(transfer: TransferSettings, *nodes: Node) -> Iterator[LocalCluster]:
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
-        file = Path(folder) / "pool.yaml"
-        file.write_text(dump_config(ClusterConfig(name="bench", transfer=transfer, nodes=nodes)))
-        config, source = read_config(file)
-        with running(config, source, sink=quiet) as cluster:
-            yield cluster
 
 
 @contextmanager

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from bench.lib.pool import cluster_here
 from bench.lib.trace import BLOCK_TOKENS
 from launch.discovery import open_directory
 from launch.http import NOBODY, Access, client_key, fetch, proxy_access, proxy_certificate
-from launch.up import quiet, running
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -27,8 +25,6 @@ from pd_cache.cluster import (
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
-    dump_config,
-    read_config,
 )
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError
@@ -55,13 +51,12 @@ class ServerUnderLoad(NamedTuple):
     """Its own, in PEM format, where it speaks TLS and we have it."""
     watching: Access = NOBODY
     """What its metrics ask for."""
-    pids: Mapping[str, int] = MappingProxyType({})
-    """Of its nodes' processes, by name, where they are ours."""
 
 
-def small_engines(prefill: int = 1, decode: int = 1) -> ClusterConfig:
-    """Returns a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
-    return ClusterConfig(
+@contextmanager
+def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
+    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    config = ClusterConfig(
         name="bench-serve",
         transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
         cache=CacheConfig(chunk_size=BLOCK_TOKENS // 16),
@@ -74,26 +69,14 @@ def small_engines(prefill: int = 1, decode: int = 1) -> ClusterConfig:
         ),
         nodes=(
             MasterNode(name="master", port=0, metrics_port=0),
-            *(PrefillNode(name=f"prefill-{n}", segment_size=ByteSize(512 << 20)) for n in range(prefill)),
-            *(DecodeNode(name=f"decode-{n}", segment_size=ByteSize(0)) for n in range(decode)),
+            PrefillNode(name="prefill", segment_size=ByteSize(512 << 20)),
+            DecodeNode(name="decode", segment_size=ByteSize(0)),
             ProxyNode(name="proxy", port=0),
         ),
     )
-
-
-@contextmanager
-def own_cluster(vocabulary: int | None, config: ClusterConfig | None = None) -> Iterator[ServerUnderLoad]:
-    """Yields a small cluster of the reference engine on this machine: `config`, or `small_engines()`."""
-    config = config or small_engines()
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
-        file = Path(folder) / "cluster.yaml"
-        file.write_text(dump_config(config))
-        with running(*read_config(file), sink=quiet) as cluster:
-            model, words, longest = _of_engine(config.engine, vocabulary)
-            prefill = tuple(url for name, url in cluster.urls.items() if name.startswith("prefill"))
-            yield ServerUnderLoad(
-                cluster.urls["proxy"], model, words, longest, prefill, pids=dict(cluster.supervisor.pids)
-            )
+    with cluster_here(config) as cluster:
+        model, words, longest = _of_engine(config.engine, vocabulary)
+        yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill"],))
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnderLoad:
@@ -148,29 +131,26 @@ def any_server(url: str, model: str | None, vocabulary: int | None, key: str) ->
 def past_prefill(proxy: str, access: Access = NOBODY) -> float:
     """Prompts that went past the prefill nodes because the pool held them; 0 where that is not a proxy of ours."""
     try:
-        text = fetch(f"{proxy}/metrics", _FIND_S, access).decode()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == "pd_cache_proxy_handoffs_total" and sample.labels.get("result") == "in_pool"
-        )
+        samples = _samples(proxy, access)
     except (OSError, ValueError):
         return 0.0
+    name = "pd_cache_proxy_handoffs_total"
+    return sum(one.value for one in samples if one.name == name and one.labels.get("result") == "in_pool")
 
 
 def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
     """Returns how many tokens nodes found in the pool and how many they looked up, since their start; None if not all of them report it."""
-    found = asked = 0.0
     try:
-        for node in nodes:
-            with urllib.request.urlopen(f"{node}/metrics", timeout=_FIND_S) as answer:
-                text = answer.read(16 << 20).decode()
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name.endswith("pd_cache_tokens_total") and sample.labels.get("op") == "lookup":
-                        found += sample.value * (sample.labels["outcome"] == "hit")
-                        asked += sample.value * (sample.labels["outcome"] == "requested")
+        samples = [one for node in nodes for one in _samples(node)]
     except (OSError, ValueError):
         return None
-    return (found, asked) if nodes else None
+    lookups = [
+        one for one in samples if one.name.endswith("pd_cache_tokens_total") and one.labels.get("op") == "lookup"
+    ]
+    found = sum(one.value for one in lookups if one.labels["outcome"] == "hit")
+    return (found, sum(one.value for one in lookups if one.labels["outcome"] == "requested")) if nodes else None
+
+
+def _samples(node: str, access: Access = NOBODY) -> list[Sample]:
+    text = fetch(f"{node}/metrics", _FIND_S, access).decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

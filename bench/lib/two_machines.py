@@ -3,9 +3,10 @@
     pd-cache bench bandwidth --serve 10.0.0.1:50070        on one machine: until Ctrl-C, one bench after the other
     pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
 
-A bench is a `Site`, which each machine has one of and whose methods marked `@step` do the work, and a function that leads: it runs at the
-machine that connects, and has the sites do steps at the same time (`Machines.run`). A site that needs more processes than its own, such as
-many clients, has a `Crew`, whose processes have sites, too. Every wait has a deadline. Nothing is authenticated.
+A bench is a `Site`, which each machine has one of and whose methods `(self, job) -> result` are steps, and a function that leads: it runs at
+the machine that connects, and has the sites do steps at the same time (`Machines.run`). Jobs and results are what msgspec encodes. A site
+that needs more processes than its own, such as many clients, has a `Crew`, whose processes have sites, too. Every wait has a deadline.
+Nothing is authenticated.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import tempfile
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,18 +32,15 @@ import msgspec
 import zmq
 
 import pd_cache
-from pd_cache.cluster import ClusterConfig, MasterNode, decode_custom, dump_config, load_config, read_config
-from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
+from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
-from transfer.settings import ByteSize
 
-J = TypeVar("J", bound=msgspec.Struct)
-R = TypeVar("R", bound=msgspec.Struct)
-S = TypeVar("S", bound="Site")
+J = TypeVar("J")
+R = TypeVar("R")
 T = TypeVar("T")
 MOST = 1024
 """Processes of a crew."""
-_STEP = "_bench_step"
 _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
 _IDLE_S = 60.0
@@ -54,16 +52,6 @@ _LARGEST = 256 << 20
 
 class PeerError(PdCacheError):
     """The other machine, or a process of a crew, failed or did not answer in time."""
-
-
-class Nothing(msgspec.Struct, frozen=True):
-    """The job, or the result, of a step that has none."""
-
-
-def step(method: Callable[[S, J], R]) -> Callable[[S, J], R]:
-    """Marks a method `(self, job: SomeStruct) -> SomeStruct` of a `Site` as a step. Both structs are msgspec's."""
-    setattr(method, _STEP, True)
-    return method
 
 
 @dataclass(frozen=True)
@@ -135,17 +123,15 @@ def conduct(options: MachineOptions, site: type[Site], lead: Callable[[Machines]
         if options.connect is not None:
             host, port = _address(options.connect)
             own = Location("node-0", _towards(host, port), config)
-            peers["node-1"] = stack.enter_context(closing(Peer(f"tcp://{options.connect}", host)))
-            peers["node-1"].begin(*_hello(site))
+            peers["node-1"] = stack.enter_context(closing(Peer(site, f"tcp://{options.connect}", host)))
             peers["node-1"].end(time.monotonic() + _HELLO_S)
-        elif options.file is not None and config.master_address:
-            own = Location("node-0", _towards(*_address(config.master_address)), config)
-        if options.connect is None and local > 1:
-            crew = stack.enter_context(closing(Crew(site, own)))
-            crew.grow(local - 1)
-            peers |= {f"node-{number}": peer for number, peer in enumerate(crew.peers, start=1)}
-        machines = Machines(own, site(own), peers)
-        with machines.closing_sites():
+        else:
+            if options.file is not None and config.master_address:
+                own = Location("node-0", _towards(*_address(config.master_address)), config)
+            if local > 1:
+                crew = stack.enter_context(closing(Crew(site, own, local - 1)))
+                peers |= {f"node-{number}": peer for number, peer in enumerate(crew.peers, start=1)}
+        with closing(Machines(own, site(own), peers)) as machines:
             return lead(machines)
 
 
@@ -154,7 +140,7 @@ class Machines:
 
     def __init__(self, location: Location, site: Site, peers: Mapping[str, Peer]) -> None:
         self.location, self.own = location, location.node
-        self._site, self._peers, self._closed = site, dict(peers), False
+        self._site, self._peers, self._later = site, dict(peers), ExitStack()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -167,36 +153,34 @@ class Machines:
 
     def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
         """Has machines, by name, do their jobs at the same time. Returns their results. Raises PeerError, and what a step here raises."""
-        deadline, kind = time.monotonic() + timeout_s, _result(method)
-        for node in jobs.keys() - {self.own}:
-            self._peers[node].begin(method.__name__.encode(), _encode(jobs[node]))
-        results = {node: method(self._site, job) for node, job in jobs.items() if node == self.own}
-        return {
-            **results,
-            **{node: _decode(self._peers[node].end(deadline), kind) for node in jobs.keys() - {self.own}},
-        }
+        deadline = time.monotonic() + timeout_s
+        others = {node: peer for node, peer in self._peers.items() if node in jobs}
+        for node, peer in others.items():
+            peer.begin(method, jobs[node])
+        results = {self.own: method(self._site, jobs[self.own])} if self.own in jobs else {}
+        return results | {node: peer.result(method, deadline) for node, peer in others.items()}
 
     def everywhere(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
         """Has all machines do the same job."""
         return self.run(method, dict.fromkeys(self.nodes, job), timeout_s=timeout_s)
 
-    @contextmanager
-    def closing_sites(self) -> Iterator[None]:
-        """Closes all sites at its end: before something that they use, and that the caller runs, ends."""
-        try:
-            yield
-        finally:
-            if not self._closed:
-                self._closed = True
-                self._site.close()
-                for peer in self._peers.values():
-                    peer.leave()
+    def needing(self, context: AbstractContextManager[T]) -> T:
+        """Enters a context, such as a pool, that ends when all sites are closed."""
+        return self._later.enter_context(context)
+
+    def close(self) -> None:
+        """Closes all sites."""
+        with self._later:
+            self._site.close()
+            for peer in self._peers.values():
+                peer.leave()
 
 
 class Peer:
     """A site in another process. For one thread."""
 
-    def __init__(self, address: str, host: str) -> None:
+    def __init__(self, site: type[Site], address: str, host: str) -> None:
+        """Asks the process at `address` to open the site: `end` waits for that."""
         self.host, self._address = host, address
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -205,10 +189,15 @@ class Peer:
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.connect(address)
+        self._socket.send_multipart(_hello(site))
 
-    def begin(self, *parts: bytes) -> None:
-        """Sends a request, whose answer `end` waits for."""
-        self._socket.send_multipart(parts)
+    def begin(self, method: Callable[[Any, J], Any], job: J) -> None:
+        """Sends a job, whose result `result` waits for."""
+        self._socket.send_multipart([method.__name__.encode(), msgspec.msgpack.encode(job)])
+
+    def result(self, method: Callable[[Any, Any], R], deadline: float) -> R:
+        """Returns what the step returned. Raises PeerError as `end` does."""
+        return _decode(self.end(deadline), typing.get_type_hints(method)["return"])  # type: ignore[no-any-return]
 
     def has_answer(self, seconds: float) -> bool:
         """Returns whether the answer comes within this time."""
@@ -226,7 +215,7 @@ class Peer:
     def leave(self) -> None:
         """Has the site closed, if it answers."""
         try:
-            self.begin(_LEAVE)
+            self._socket.send_multipart([_LEAVE])
             self.end(time.monotonic() + _HELLO_S)
         except PeerError:
             pass  # it is gone, or closes its site by itself
@@ -276,60 +265,56 @@ def _hello(site: type[Site]) -> list[bytes]:
 
 def _do(site: Site | None, asked: list[bytes]) -> bytes:
     method = getattr(type(site), asked[0].decode(), None)
-    if len(asked) != 2 or not hasattr(method, _STEP):
+    kinds = typing.get_type_hints(method) if callable(method) else {}
+    if len(asked) != 2 or "job" not in kinds:
         raise ValueError(f"no step {asked[0]!r} here")
-    job: type[msgspec.Struct] = typing.get_type_hints(method)["job"]
-    return _encode(method(site, _decode(asked[1], job)))  # type: ignore[misc]
+    return msgspec.msgpack.encode(method(site, _decode(asked[1], kinds["job"])))  # type: ignore[misc]
+
+
+def _decode(raw: bytes, kind: Any) -> Any:
+    return msgpack_decoder(kind)(raw)
 
 
 class Crew:
     """Processes of this machine with a site each. They end with this process."""
 
-    def __init__(self, site: type[Site], location: Location) -> None:
-        """No process yet. `site` is a class that can be imported."""
-        self._site, self._location = site, location
+    def __init__(self, site: type[Site], location: Location, count: int) -> None:
+        """Starts them, and waits until each has its site. `site` is a class that can be imported."""
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
-        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
         self._processes: list[subprocess.Popen[bytes]] = []
         self.peers: list[Peer] = []
-
-    def __len__(self) -> int:
-        return len(self.peers)
-
-    def grow(self, count: int) -> None:
-        """Starts processes until there are `count`."""
-        module = self._site.__module__
+        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
+        module = site.__module__
         if module == "__main__":
             module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
-        before = len(self)
-        for number in range(before, count):
-            address = f"ipc://{self._folder.name}/{self._location.node}-{number}"
-            command = [sys.executable, "-m", "bench.lib.two_machines", f"{module}:{self._site.__name__}", address, self._location.host, self._folder.name]  # fmt: skip
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
-            self.peers.append(Peer(address, self._location.host))
-        for peer in self.peers[before:]:
-            peer.begin(*_hello(self._site))
-        deadline = time.monotonic() + _START_S + 5 * count
-        for process, peer in list(zip(self._processes, self.peers, strict=True))[before:]:
-            while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
-                pass
-            peer.end(time.monotonic())
+        try:
+            for number in range(count):
+                address = f"ipc://{self._folder.name}/{location.node}-{number}"
+                command = [sys.executable, "-m", "bench.lib.two_machines", f"{module}:{site.__name__}", address, location.host, self._folder.name]  # fmt: skip
+                self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+                self.peers.append(Peer(site, address, location.host))
+            deadline = time.monotonic() + _START_S + 5 * count
+            for process, peer in zip(self._processes, self.peers, strict=True):
+                while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
+                    pass
+                peer.end(time.monotonic())
+        except BaseException:
+            self.close()
+            raise
 
-    def run(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float, of: range | None = None) -> list[R]:
-        """Has the processes `of` this range, by default all, do the job, beginning together. Raises PeerError."""
-        chosen = self.peers if of is None else self.peers[of.start : of.stop]
-        deadline, kind = time.monotonic() + timeout_s, _result(method)
-        for peer in chosen:
-            peer.begin(method.__name__.encode(), _encode(job))
-        return [_decode(peer.end(deadline), kind) for peer in chosen]
+    def run(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> list[R]:
+        """Has the processes do the job, beginning together. Returns their results. Raises PeerError."""
+        deadline = time.monotonic() + timeout_s
+        for peer in self.peers:
+            peer.begin(method, job)
+        return [peer.result(method, deadline) for peer in self.peers]
 
     def close(self) -> None:
         """Ends all of them; kills those that do not end."""
         for process, peer in zip(self._processes, self.peers, strict=True):
             if process.poll() is None:
                 peer.leave()
-            assert process.stdin is not None
-            process.stdin.close()
+            process.stdin.close()  # type: ignore[union-attr]
         for process in self._processes:
             try:
                 process.wait(20.0)
@@ -338,31 +323,7 @@ class Crew:
                 process.wait()
         for peer in self.peers:
             peer.close()
-        self._processes, self.peers = [], []
         self._folder.cleanup()
-
-
-def _encode(struct: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(struct, enc_hook=_plain)
-
-
-def _plain(value: object) -> int:
-    if isinstance(value, ByteSize):
-        return int(value)
-    raise NotImplementedError(type(value))  # how msgspec learns that a type is not ours
-
-
-def _decode(raw: bytes, kind: type[R]) -> R:
-    try:
-        decoded: R = msgpack_decoder(kind, decode_custom)(raw)
-    except UndecodableError as error:
-        raise ValueError(f"{error}; do both machines run the same version?") from None
-    return decoded
-
-
-def _result(method: Callable[..., R]) -> type[R]:
-    kind: type[R] = typing.get_type_hints(method)["return"]
-    return kind
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""How fast bytes move from each node to each node's memory, next to raw TransferEngine between the same two, and to the link.
+"""How fast bytes move from each of two nodes to each node's memory, next to raw TransferEngine between the same two, and to the link.
 
     pd-cache bench bandwidth                           on one machine, between two processes
     pd-cache bench bandwidth --serve HOST:PORT         on one of two machines, and on the other --connect HOST:PORT
@@ -13,9 +13,9 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -23,10 +23,10 @@ import msgspec
 from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, own_master
 from bench.lib.report import Check, Report, Table, finish, option, progress, report_options, size
-from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options, step
+from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
-from transfer.settings import MIN_SEGMENT, ByteSize, Placement, Timeouts, TransferSettings
+from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import MooncakeStore
 
@@ -34,7 +34,9 @@ _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
 """The share of the raw engine's throughput, between the same two nodes, that put and get have to reach."""
-PARTS = ("put", "get", "raw_write", "raw_read")
+Part = Literal["put", "get", "remove", "raw_write", "raw_read"]
+PARTS: tuple[Part, ...] = ("put", "get", "raw_write", "raw_read")
+"""What is timed."""
 
 
 # --- at every node ---------------------------------------------------------------------------------------------------
@@ -57,13 +59,14 @@ class NodeMemory(msgspec.Struct, frozen=True):
     engine: str
     address: int
     machine: str
-    timeouts: Timeouts
+    timeout_s: float
+    """Of its transfers."""
 
 
 class Transfer(msgspec.Struct, frozen=True):
     """Move one batch to, or from, a node's memory. `run` names the objects."""
 
-    part: str
+    part: Part
     run: str
     to: NodeMemory
 
@@ -75,58 +78,13 @@ class Timed(msgspec.Struct, frozen=True):
     equal: bool = True
 
 
-class RawEngine:
-    """Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing."""
-
-    def __init__(self, settings: TransferSettings, host: str) -> None:
-        """`host`: the address at which peers reach this process. Raises TransferError if Mooncake refuses."""
-        from mooncake.engine import TransferEngine  # needs what the store has loaded already
-
-        # Mooncake takes no less than 5 s
-        longest_s = max(5, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 1000)
-        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(longest_s))
-        self._engine: Any = TransferEngine()
-        code = self._engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
-        if code != 0:
-            raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}")
-        self.address = f"{host}:{self._engine.get_rpc_port()}"
-        self._registered: list[int] = []
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Lets peers read and write this memory, which must stay mapped until `close`. Raises TransferError if Mooncake refuses."""
-        if (code := self._engine.register_memory(address, nbytes)) != 0:
-            raise TransferError(f"TransferEngine {self.address} refused to register {nbytes} bytes ({code})")
-        self._registered.append(address)
-
-    def write(self, peer: str, slots: Sequence[Slot], remote: Sequence[int]) -> Status:
-        """Writes each slot to the address of the same index in the peer's memory. Returns OK when all are there."""
-        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
-        code = self._engine.batch_transfer_sync_write(peer, addresses, list(remote), sizes)
-        return Status.OK if code == 0 else Status.TRANSFER_FAILED
-
-    def read(self, peer: str, slots: Sequence[Slot], remote: Sequence[int]) -> Status:
-        """Fills each slot from the address of the same index in the peer's memory. Returns OK when all are full."""
-        addresses, sizes = [slot.address for slot in slots], [slot.size for slot in slots]
-        code = self._engine.batch_transfer_sync_read(peer, addresses, list(remote), sizes)
-        return Status.OK if code == 0 else Status.TRANSFER_FAILED
-
-    def close(self) -> None:
-        """Takes the memory back."""
-        while self._registered:
-            self._engine.unregister_memory(self._registered.pop())
-
-
 class BandwidthSite(Site):
     """A store client, a segment and a raw engine, with the same batch of bytes for both."""
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
-        self._store: MooncakeStore | None = None
-        self._engine: RawEngine | None = None
-        self._source: list[Slot] = []
-        self._target: list[Slot] = []
+        self._open = ExitStack()
 
-    @step
     def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
         batch = job.objects * job.object_bytes
@@ -135,42 +93,42 @@ class BandwidthSite(Site):
             raise TransferError(
                 f"7 batches, {needed >> 20} MiB, are more than half of this machine's {memory >> 20} MiB; make --size or --objects smaller"
             )
-        stride = StagingPool.stride_of(job.object_bytes)
+        host, stride = self.location.host, StagingPool.stride_of(job.object_bytes)
         settings = msgspec.structs.replace(
             bench_transfer(self.location.config), staging_size=ByteSize(2 * job.objects * stride)
         )
-        self._timeouts = settings.timeouts
-        self._store = store = MooncakeStore(
-            settings, master=job.master, host=self.location.host, segment_size=max(MIN_SEGMENT, 4 * batch)
-        )
-        self._staging = staging = store.staging(job.object_bytes)
+        self._timeout_s = max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000
+        # the objects go with the segments that they are in
+        segment_size = max(MIN_SEGMENT, 4 * batch)
+        self._store = store = MooncakeStore(settings, master=job.master, host=host, segment_size=segment_size)
+        self._open.callback(store.close)
+        staging = store.staging(job.object_bytes)
         store.wait_open(_OPEN_S)
-        slots = [
-            slot for _ in range(2 * job.objects) if (slot := staging.lease(time.monotonic() + _OPEN_S)) is not None
-        ]
+        slots: list[Slot] = []
+        for _ in range(2 * job.objects):
+            slot = staging.lease(time.monotonic() + _OPEN_S)
+            assert slot is not None
+            self._open.callback(slot.release)
+            slots.append(slot)
         self._source, self._target = slots[: job.objects], slots[job.objects :]
         for slot in self._source:
             slot.view[:] = os.urandom(slot.size)
-        self._engine = engine = RawEngine(settings, self.location.host)
+        self._sizes = [slot.size for slot in self._source]
         self._memory = StagingPool(job.objects * stride, job.object_bytes)
+        self._remote = [index * stride for index in range(job.objects)]
+        self._engine = _raw_engine(settings, host)
         for pool in (staging, self._memory):
-            engine.register(pool.address, pool.nbytes)
-        self._stride = stride
+            if (code := self._engine.register_memory(pool.address, pool.nbytes)) != 0:
+                raise TransferError(f"TransferEngine refused to register {pool.nbytes} bytes ({code})")
+            self._open.callback(self._engine.unregister_memory, pool.address)
+        engine = f"{host}:{self._engine.get_rpc_port()}"
         return NodeMemory(
-            self.location.node,
-            self.location.host,
-            store.hostname,
-            engine.address,
-            self._memory.address,
-            machine(),
-            settings.timeouts,
+            self.location.node, host, store.hostname, engine, self._memory.address, machine(), self._timeout_s
         )
 
-    @step
     def transfer(self, job: Transfer) -> Timed:
         """Moves one batch and returns its timing. Raises TransferError if part of it did not arrive."""
         keys = [f"pdc1/bench/{job.run}/{self.location.node}/{index}" for index in range(len(self._source))]
-        what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
         if job.part == "get":
             for slot in self._target:
                 slot.view[:64] = bytes(64)
@@ -178,134 +136,113 @@ class BandwidthSite(Site):
         statuses = self._do(job, keys)
         seconds = time.perf_counter() - begin
         if bad := [status for status in statuses if status is not Status.OK]:
+            what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
             raise TransferError(f"{what}: {bad[0].value} for {len(bad)} of {len(statuses)}")
         equal = job.part != "get" or all(a.view == b.view for a, b in zip(self._source, self._target, strict=True))
         return Timed(seconds, equal)
 
     def _do(self, job: Transfer, keys: list[str]) -> Sequence[Status]:
-        store, engine = self._store, self._engine
-        assert store is not None, "not open"
-        assert engine is not None
-        get_s, put_s = self._timeouts.get_ms / 1000, self._timeouts.put_ms / 1000
-        remote = [job.to.address + index * self._stride for index in range(len(keys))]
+        store, timeout = self._store, self._timeout_s
         if job.part == "put":
             placement = Placement(preferred_segment=job.to.segment)
-            sizes = [slot.size for slot in self._source]
-            return store.start_put(keys, self._source, sizes, timeout=put_s, placement=placement).results()
+            return store.start_put(keys, self._source, self._sizes, timeout=timeout, placement=placement).results()
         if job.part == "get":
-            return [one.status for one in store.start_get(keys, self._target, timeout=get_s).results()]
+            return [one.status for one in store.start_get(keys, self._target, timeout=timeout).results()]
         if job.part == "remove":
-            return store.remove(keys, timeout=put_s, force=True)
-        if job.part == "raw_write":
-            return [engine.write(job.to.engine, self._source, remote)]
-        if job.part == "raw_read":
-            return [engine.read(job.to.engine, self._target, remote)]
-        raise ValueError(f"no part {job.part!r}")
+            return store.remove(keys, timeout=timeout, force=True)
+        write = job.part == "raw_write"
+        own = [slot.address for slot in (self._source if write else self._target)]
+        move = self._engine.batch_transfer_sync_write if write else self._engine.batch_transfer_sync_read
+        code = move(job.to.engine, own, [job.to.address + offset for offset in self._remote], self._sizes)
+        return [Status.OK if code == 0 else Status.TRANSFER_FAILED]
 
     def close(self) -> None:
-        """The objects go with the segments that they are in."""
-        if self._engine is not None:
-            self._engine.close()
-        if self._store is not None:
-            for slot in (*self._source, *self._target):
-                slot.release()
-            self._store.close()
+        self._open.close()
 
 
-# --- at the machine that leads ----------------------------------------------------------------------------------------------
+def _raw_engine(settings: TransferSettings, host: str) -> Any:
+    """Returns Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing. `host`: the address at which peers reach
+    this process. Raises TransferError if Mooncake refuses."""
+    from mooncake.engine import TransferEngine  # needs what the store has loaded already
+
+    # Mooncake takes no less than 5 s
+    longest_s = max(5, max(settings.timeouts.get_ms, settings.timeouts.put_ms) // 1000)
+    os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(longest_s))
+    engine = TransferEngine()
+    code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
+    if code != 0:
+        raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}")
+    return engine
 
 
-@dataclass
-class Pair:
-    """What was measured from one node to another's memory; GB/s, a value a round."""
-
-    begin: str
-    end: str
-    rates: dict[str, list[float]]
-    equal: bool = True
-
-    def median(self, part: str) -> float | None:
-        values = self.rates[part]
-        return statistics.median(values) if values else None
+# --- at the machine that leads ---------------------------------------------------------------------------------------
 
 
 def measure(
-    machines: Machines,
-    opened: dict[str, NodeMemory],
-    groups: Iterable[Sequence[tuple[str, str]]],
-    batch: int,
-    rounds: int,
-) -> Iterator[list[Pair]]:
-    """Yields the pairs of each group, all of a group at the same time. The first round of each is not counted."""
-    timeout = _MARGIN_S + max(max(one.timeouts.get_ms, one.timeouts.put_ms) for one in opened.values()) / 1000
-    for group in groups:
-        pairs = [Pair(begin, end, {part: [] for part in PARTS}) for begin, end in group]
-        for turn in range(rounds + 1):
-            run = uuid.uuid4().hex[:12]
-            for part in ("put", "get", "remove", "raw_write", "raw_read"):
-                if part.startswith("raw") and pairs[0].begin == pairs[0].end:
-                    continue  # the store copies within a node; the engine would take the way over the network
-                jobs = {pair.begin: Transfer(part, run, opened[pair.end]) for pair in pairs}
-                done = machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout)
-                for pair in pairs:
-                    pair.equal &= done[pair.begin].equal
-                    if turn and part in PARTS:
-                        pair.rates[part].append(batch / done[pair.begin].seconds / 1e9)
-        yield pairs
+    machines: Machines, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second node's memory. The first round
+    is not counted."""
+    timeout = _MARGIN_S + max(one.timeout_s for one in opened.values())
+    rates: dict[str, dict[Part, list[float]]] = {begin: {part: [] for part in PARTS} for begin, _ in pairs}
+    equal = dict.fromkeys(rates, True)
+    for turn in range(rounds + 1):
+        run = uuid.uuid4().hex[:12]
+        for part in ("put", "get", "remove", "raw_write", "raw_read"):
+            if part.startswith("raw") and pairs[0][0] == pairs[0][1]:
+                continue  # the store copies within a node; the engine would take the way over the network
+            jobs = {begin: Transfer(part, run, opened[end]) for begin, end in pairs}
+            for begin, done in machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout).items():
+                equal[begin] &= done.equal
+                if turn and part in PARTS:
+                    rates[begin][part].append(batch / done.seconds / 1e9)
+    rows = []
+    for begin, end in pairs:
+        of_each = {f"{part}_gbps": statistics.median(some) if some else None for part, some in rates[begin].items()}
+        rows.append({"from": begin, "to": end, **of_each, "bytes_equal": equal[begin]})
+    return rows
 
 
 def lead(
     machines: Machines, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
-    """Opens, measures and closes at all nodes. Returns the figures."""
-    batch, hosts, config = object_bytes * objects, machines.hosts, machines.location.config
-    with own_master(config, hosts[machines.own]) as master, machines.closing_sites(), progress() as bar:
-        job = JoinPool(master, object_bytes, objects)
-        opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
-        groups = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
-        begin, end = machines.nodes
-        together = [[(begin, end), (end, begin)]] if at_once else []
-        task = bar.add_task("pairs", total=len(groups) + len(together))
-
-        def run(groups: list[list[tuple[str, str]]]) -> list[dict[str, Any]]:
-            rows = []
-            for pairs in measure(machines, opened, groups, batch, rounds):
-                bar.advance(task)
-                for pair in pairs:
-                    figures = {f"{part}_gbps": pair.median(part) for part in PARTS}
-                    link = None if link_gbit is None or pair.begin == pair.end else link_gbit / 8
-                    rows.append({"from": pair.begin, "to": pair.end, **figures, "link_gbps": link, "bytes_equal": pair.equal})  # fmt: skip
-            return rows
-
-        results, results_at_once = run(groups), run(together)
-    nodes = {node: {"host": hosts[node], "machine": one.machine} for node, one in opened.items()}
+    """Opens, measures and closes at both nodes. Returns the figures."""
+    hosts, config = machines.hosts, machines.location.config
+    master = machines.needing(own_master(config, hosts[machines.own]))
+    job = JoinPool(master, object_bytes, objects)
+    opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
+    one, other = machines.nodes
+    turns = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
+    with progress() as bar:
+        turns += [[(one, other), (other, one)]] if at_once else []
+        rows = [
+            row | {"link_gbps": None if link_gbit is None or row["from"] == row["to"] else link_gbit / 8}
+            for pairs in bar.track(turns, description="pairs")
+            for row in measure(machines, opened, pairs, object_bytes * objects, rounds)
+        ]
     return {
         "about": about(config),
-        "nodes": nodes,
+        "nodes": {node: {"host": hosts[node], "machine": opened[node].machine} for node in opened},
         "object_bytes": object_bytes,
         "objects": objects,
         "rounds": rounds,
-        "results": results,
-        "at_once": results_at_once,
+        "results": rows[:4],
+        "at_once": rows[4:],
     }
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def ratios(rows: Sequence[dict[str, Any]], ours: str, limit: str) -> list[float]:
-    """`ours / limit` of each pair that has both."""
-    return [row[ours] / row[limit] for row in rows if row[ours] is not None and row[limit] is not None]
-
-
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Against the raw engine; there is none within a node, so that with one node only the bytes are checked."""
+    """Returns the checks against the raw engine, of which there is none within a node, and of the bytes."""
     everything = [*figures["results"], *figures["at_once"]]
     equal = sum(row["bytes_equal"] for row in everything)
     found = [Check("pairs whose bytes came back as they were", equal, len(everything), at_least=True)]
     for rows, when in ((figures["results"], ""), (figures["at_once"], ", all at once")):
         for ours, limit in (("put", "raw_write"), ("get", "raw_read")):
-            if values := ratios(rows, f"{ours}_gbps", f"{limit}_gbps"):
+            ratios = [_ratio(row[f"{ours}_gbps"], row[f"{limit}_gbps"]) for row in rows]
+            if values := [ratio for ratio in ratios if ratio is not None]:
                 name = f"{ours} / {limit}{when}, median of {len(values)} pairs"
                 found.append(Check(name, statistics.median(values), _RATIO, at_least=True))
     return found
@@ -314,19 +251,15 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 def report_of(figures: dict[str, Any]) -> Report:
     """Returns the figures for people."""
     nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
-    size = ByteSize(figures["object_bytes"])
-    batch = f"{figures['objects']} objects of {size}"
+    batch = f"{figures['objects']} objects of {ByteSize(figures['object_bytes'])}"
     note = f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes. Within a node it is a copy in memory."
     parts = [_table("One pair at a time", rows, note)]
     if at_once:
         parts.append(
             _table("Both at once", at_once, "Each node moves bytes to or from the other one at the same time.")
         )
-    parts.append(
-        Table(
-            "Nodes", ("node", "host", "machine"), [[node, one["host"], one["machine"]] for node, one in nodes.items()]
-        )
-    )
+    machines = [[node, one["host"], one["machine"]] for node, one in nodes.items()]
+    parts.append(Table("Nodes", ("node", "host", "machine"), machines))
     summary = (
         f"{batch} a batch, put into and got from each node's memory through MooncakeStore, and moved by the "
         "raw TransferEngine between the same two."
@@ -335,15 +268,14 @@ def report_of(figures: dict[str, Any]) -> Report:
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]], note: str) -> Table:
-    linked = any(row["link_gbps"] is not None for row in rows)
-    columns = ["from", "to", "put", "get", "raw write", "raw read", "put / raw", "get / raw"]
+    columns = ["from", "to", "put", "get", "raw write", "raw read", "put / raw", "get / raw", "link", "get / link"]
     cells = []
     for row in rows:
         put, get, raw_write, raw_read = rates = [row[f"{part}_gbps"] for part in PARTS]
-        cells.append([row["from"], row["to"], *rates, _ratio(put, raw_write), _ratio(get, raw_read)])
-        if linked:
-            cells[-1] += [row["link_gbps"], _ratio(get, row["link_gbps"])]
-    return Table(title, [*columns, "link", "get / link"] if linked else columns, cells, note)
+        link = row["link_gbps"]
+        ratios = [_ratio(put, raw_write), _ratio(get, raw_read), link, _ratio(get, link)]
+        cells.append([row["from"], row["to"], *rates, *ratios])
+    return Table(title, columns, cells, note)
 
 
 def _ratio(value: float | None, limit: float | None) -> float | None:
@@ -376,7 +308,7 @@ def main(
 ) -> None:
     """Put and get between all nodes, next to the raw engine and the link."""
     figures = conduct(
-        where, BandwidthSite, lambda machines: lead(machines, size, objects, rounds, at_once, link_gbit), local=2
+        where, BandwidthSite, lambda machines: lead(machines, int(size), objects, rounds, at_once, link_gbit), local=2
     )
     if figures is not None:
         finish(figures, checks_of(figures), report=report_of(figures), **output)

@@ -7,13 +7,14 @@ pd-cache bench lookup --serve HOST:PORT                      on one of two machi
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import statistics
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Literal
 
 import click
@@ -21,23 +22,11 @@ import msgspec
 import numpy as np
 
 from bench.lib.about import about
-from bench.lib.lmcache_lookups import LMCacheLookups
 from bench.lib.plots import LinePlot
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.stats import Histogram
-from bench.lib.two_machines import (
-    MOST,
-    Crew,
-    Location,
-    MachineOptions,
-    Machines,
-    Nothing,
-    Site,
-    conduct,
-    machine_options,
-    step,
-)
+from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
@@ -72,7 +61,7 @@ def measure(
     client: MooncakeLookupClient,
     database: ChunkedTokenDatabase,
     raw: Any,
-    peer: LMCacheLookups | None,
+    peer: Any,
     tokens: list[int],
     rounds: int,
 ) -> dict[str, float]:
@@ -95,7 +84,7 @@ def measure(
         "numpy_ms": lambda: np.array(tokens, dtype=np.int32),
     }
     if peer is not None:
-        theirs = peer.keys(tokens)
+        theirs = [key.to_string() for _, _, key in peer.token_database.process_tokens(tokens)]
         if (code := raw.put_batch(theirs, [b"x"] * len(theirs))) or peer.lookup(tokens) != len(tokens):
             raise TransferError(f"LMCache does not find what was put under its own keys (put_batch answered {code})")
         functions["lmcache_ms"] = lambda: peer.lookup(tokens)
@@ -145,12 +134,43 @@ def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[
         raise TransferError(f"the pool holds {found} of the {len(tokens)} tokens that were just put")
 
 
+def lmcache_client(raw: Any, chunk: int) -> Any:
+    """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
+
+    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache 0.5.6 names it
+    `master_server_address` in the settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise asks 127.0.0.1:50051. Raises
+    click.UsageError if LMCache is not installed.
+    """
+    if importlib.util.find_spec("lmcache") is None:
+        raise click.UsageError("LMCache is not installed in this environment: pip install lmcache")
+    import torch
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.lookup_client.mooncake_lookup_client import MooncakeLookupClient as TheirLookupClient
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.token_database import ChunkedTokenDatabase as TheirTokenDatabase
+
+    metadata = LMCacheMetadata(
+        model_name="bench",
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.bfloat16,
+        kv_shape=(32, 2, chunk, 8, 128),
+    )
+    client = TheirLookupClient.__new__(TheirLookupClient)
+    client.store = raw
+    client.token_database = TheirTokenDatabase(LMCacheEngineConfig.from_defaults(chunk_size=chunk), metadata)
+    return client
+
+
 # --- many clients ----------------------------------------------------------------------------------------------------
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """Asks to become a client of this master, with a prompt of each length in the pool."""
+class Clients(msgspec.Struct, frozen=True):
+    """Be so many clients of this master on each node, each with a prompt of every length in the pool."""
 
+    count: int
     master: str
     chunk: int
     lengths: tuple[int, ...]
@@ -165,11 +185,16 @@ class Asking(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """How often in how long; the latencies of each."""
+class Rate(msgspec.Struct, frozen=True):
+    """How often a second, of one client or of several together; and how long each answer took."""
 
-    seconds: float
+    per_s: float
     latencies: Histogram
+
+    @classmethod
+    def of(cls, rates: Iterable[Rate]) -> Rate:
+        parts = list(rates)
+        return cls(sum(one.per_s for one in parts), Histogram.of(one.latencies for one in parts))
 
 
 class TimedLookups(Site):
@@ -180,8 +205,7 @@ class TimedLookups(Site):
         self._open = ExitStack()
         self._prompts: dict[int, tuple[list[int], list[str]]] = {}
 
-    @step
-    def open(self, job: Opening) -> Nothing:
+    def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, database, self._raw = self._open.enter_context(
             looking_up(self.location, job.master, job.chunk, f"bench-{job.seed}")
@@ -191,10 +215,8 @@ class TimedLookups(Site):
             keys = database.all_shard_keys(database.hash_tokens(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
-        return Nothing()
 
-    @step
-    def ask(self, job: Asking) -> Asked:
+    def ask(self, job: Asking) -> Rate:
         """Asks without a pause. Raises TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, latencies = self._raw, self._client, Histogram()
@@ -214,31 +236,10 @@ class TimedLookups(Site):
             now = time.perf_counter()
             latencies.add(now - last)
             last = now
-        return Asked(last - start, latencies)
+        return Rate(latencies.count / (last - start), latencies)
 
     def close(self) -> None:
         self._open.close()
-
-
-class Level(msgspec.Struct, frozen=True):
-    """The first so many clients of the node do this."""
-
-    clients: int
-    asking: Asking
-
-
-class Growing(msgspec.Struct, frozen=True):
-    """Asks for this many clients."""
-
-    clients: int
-    opening: Opening
-
-
-class Rate(msgspec.Struct, frozen=True):
-    """The results of a node's clients together."""
-
-    per_s: float
-    latencies: Histogram
 
 
 class LookupSite(Site):
@@ -246,27 +247,20 @@ class LookupSite(Site):
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
-        self._crew = Crew(TimedLookups, location)
+        self._open = ExitStack()
 
-    @step
-    def grow(self, job: Growing) -> Nothing:
-        """Starts as many clients as are missing."""
-        before = len(self._crew)
-        self._crew.grow(job.clients)
-        if before < job.clients:
-            self._crew.run(TimedLookups.open, job.opening, timeout_s=_OPEN_S + _MARGIN_S, of=range(before, job.clients))
-        return Nothing()
+    def open(self, job: Clients) -> None:
+        """Starts the clients, in place of those before."""
+        self._open.close()
+        self._crew = self._open.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
+        self._crew.run(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
-    @step
-    def ask(self, job: Level) -> Rate:
+    def ask(self, job: Asking) -> Rate:
         """Makes the clients look up, all at the same time."""
-        timeout = job.asking.seconds + _MARGIN_S
-        asked = self._crew.run(TimedLookups.ask, job.asking, timeout_s=timeout, of=range(job.clients))
-        rate = sum(one.latencies.count / one.seconds for one in asked)
-        return Rate(rate, Histogram.of(one.latencies for one in asked))
+        return Rate.of(self._crew.run(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S))
 
     def close(self) -> None:
-        self._crew.close()
+        self._open.close()
 
 
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
@@ -278,7 +272,7 @@ def measure_parts(machines: Machines, master: str, chunk: int, rounds: int, lmca
         looking_up(machines.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
-        peer = LMCacheLookups.of(raw, chunk) if lmcache else None
+        peer = lmcache_client(raw, chunk) if lmcache else None
         return [
             measure(client, database, raw, peer, prompt(size, size), rounds)
             for size in bar.track((4096, 32768, 131072), description="prompts")
@@ -289,14 +283,15 @@ def measure_clients(
     machines: Machines, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
-    opening = Opening(master, chunk, tuple(lengths), random.randrange(1 << 31))
+    seed = random.randrange(1 << 31)
     rows = []
     with progress() as bar:
         task = bar.add_task("clients", total=len(levels) * len(lengths))
         for clients in levels:
             # the more, the longer they all take to start on one machine
-            timeout = _MARGIN_S + _OPEN_S + 5 * clients
-            machines.everywhere(LookupSite.grow, Growing(clients, opening), timeout_s=timeout)
+            timeout = 2 * _MARGIN_S + _OPEN_S + 5 * clients
+            of_a_node = Clients(clients, master, chunk, tuple(lengths), seed)
+            machines.everywhere(LookupSite.open, of_a_node, timeout_s=timeout)
             for tokens in lengths:
                 row: dict[str, Any] = {
                     "tokens": tokens,
@@ -304,13 +299,12 @@ def measure_clients(
                     "clients": clients * len(machines.nodes),
                 }
                 for kind in _KINDS:
-                    level = Level(clients, Asking(kind, tokens, seconds))
-                    done = machines.everywhere(LookupSite.ask, level, timeout_s=seconds + 2 * _MARGIN_S).values()
-                    together = Histogram.of(one.latencies for one in done)
+                    job = Asking(kind, tokens, seconds)
+                    done = Rate.of(machines.everywhere(LookupSite.ask, job, timeout_s=seconds + 2 * _MARGIN_S).values())
                     row |= {
-                        f"{kind}_per_s": sum(one.per_s for one in done),
-                        f"{kind}_p50_ms": 1e3 * together.quantile(0.5),
-                        f"{kind}_p99_ms": 1e3 * together.quantile(0.99),
+                        f"{kind}_per_s": done.per_s,
+                        f"{kind}_p50_ms": 1e3 * done.latencies.quantile(0.5),
+                        f"{kind}_p99_ms": 1e3 * done.latencies.quantile(0.99),
                     }
                 rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
                 bar.advance(task)
@@ -328,9 +322,9 @@ def lead(
 ) -> dict[str, Any]:
     """Both parts, on a pool of the bench's own at the machine that leads."""
     config, hosts = machines.location.config, machines.hosts
-    with own_master(config, hosts[machines.own], _SEGMENT) as master, machines.closing_sites():
-        parts = measure_parts(machines, master, chunk, rounds, lmcache)
-        clients = measure_clients(machines, master, chunk, levels, lengths, seconds) if levels else []
+    master = machines.needing(own_master(config, hosts[machines.own], _SEGMENT))
+    parts = measure_parts(machines, master, chunk, rounds, lmcache)
+    clients = measure_clients(machines, master, chunk, levels, lengths, seconds) if levels else []
     return {"about": about(config), "nodes": hosts, "coordinator": machines.own, "results": parts, "clients": clients}
 
 

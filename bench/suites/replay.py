@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,20 +24,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 from bench.lib.about import about
 from bench.lib.plots import LinePlot
 from bench.lib.pool import local_pool
-from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
-from bench.lib.report import Check, Figure, Report, Table, finish, option, report_options
+from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
-from bench.lib.shrunken import STEP_BYTES, allotted_bytes, object_bytes
-from bench.lib.trace import Request, deal, read_trace
-from bench.lib.two_machines import MachineOptions, Machines, Nothing, conduct, machine_options
-from launch.discovery import open_directory
+from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
+from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
+from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
+from launch.discovery import find_master, open_directory
+from pd_cache.blocks import Slots, StoreOutcome
+from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import ClusterConfig, MasterNode, read_config
+from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
+from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import ConfigError
-from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
+from transfer.errors import Status
+from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
 
 _UNBOUNDED = math.inf
 _ROOM = 1.1
@@ -45,6 +51,9 @@ _SLOWEST_S = 0.05
 """A request, on the average, before the replay is given up."""
 _STEP_S = 60.0
 _FIND_S = 10.0
+_OPEN_S = 30.0
+_STAGING = ByteSize(32 << 20)
+_REMOVED_AT_ONCE = 512
 _HALVINGS = 8
 _PERCENT = ("hit_rate", "lru", "ideal")
 _COLUMNS = {
@@ -64,6 +73,172 @@ _LINES = 8
 """Most lines of the plot."""
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
+
+
+# --- at every machine ------------------------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True):
+    """Connect to the pool."""
+
+    model: str
+    """Clients with the same one share chunks."""
+    longest: int
+    """Whole blocks of the longest prompt."""
+    chunk_bytes: int
+    master: str = ""
+    """`host:port`; empty for that of the cluster's file."""
+    lease_ms: int = 0
+    """With `master`: its lease, which no transfer may outlive."""
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """Live through these requests, in order."""
+
+    what: str
+    """For the progress bar."""
+    requests: list[Request]
+    speed: float | None
+    """How many times as fast as the trace was; None is as fast as possible."""
+
+
+class Remove(msgspec.Struct, frozen=True):
+    """Take these blocks' chunks out of the pool."""
+
+    blocks: list[int]
+    lease_ms: int
+
+
+class Tally(msgspec.Struct):
+    """What became of requests, summed up."""
+
+    prompt_tokens: int = 0
+    found: int = 0
+    """How many chunks the prefixes have that lookups found."""
+    loaded: int = 0
+    """How many of those were loaded with the right bytes."""
+    damaged: int = 0
+    """Loaded with other bytes than were stored."""
+    stored: int = 0
+    refused: int = 0
+    """That the pool did not take."""
+    troubles: dict[str, float] = {}
+    """As the engine counts them, by operation and reason."""
+    seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.loaded * BLOCK_TOKENS / max(1, self.prompt_tokens)
+
+    @staticmethod
+    def together(tallies: Iterable[Tally]) -> Tally:
+        """Returns the tally of clients that worked at the same time."""
+        parts = list(tallies)
+        total = Tally(seconds=max(part.seconds for part in parts))
+        for part in parts:
+            for name in ("prompt_tokens", "found", "loaded", "damaged", "stored", "refused"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            for reason, count in part.troubles.items():
+                total.troubles[reason] = total.troubles.get(reason, 0) + count
+        return total
+
+
+class ReplaySite(Site):
+    """This machine's client of the pool, which lives through its share of the trace."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self._instance = f"replay-{uuid.uuid4().hex}"
+        self._engine: CacheEngine | None = None
+
+    def open(self, job: Open) -> int:
+        """Connects; a client from before is closed. Returns the lease, in ms, as far as the client knows."""
+        self.close()
+        settings = self._settings(job)
+        self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
+        metadata, layout = CacheMetadata.of(job.model, self._cache.layout), self._cache.layout
+        self._engine = CacheEngineBuilder.get_or_create(self._instance, settings, metadata, layout)
+        self._engine.wait_available(_OPEN_S)
+        return job.lease_ms or find_master(self.location.config, _FIND_S).lease_ttl_ms
+
+    def replay(self, job: Replay) -> Tally:
+        """Lives through requests, one after the other."""
+        assert self._engine is not None, "not open"
+        tally, start = Tally(), time.monotonic()
+        with progress() as bar:
+            for request in bar.track(job.requests, description=job.what):
+                if job.speed is not None:
+                    time.sleep(max(0.0, start + request.timestamp / 1000 / job.speed - time.monotonic()))
+                self._one(self._engine, request.whole_blocks, tally)
+                tally.prompt_tokens += request.input_length
+        tally.seconds = time.monotonic() - start
+        for (name, *labels), count in self._engine.metrics.totals().items():
+            if name == "troubles" and count:
+                tally.troubles[".".join(labels)] = count
+        return tally
+
+    def _one(self, engine: CacheEngine, blocks: Sequence[int], tally: Tally) -> None:
+        cache, names = self._cache, _names(blocks)
+        found = engine.lookup(names)
+        loaded = 0
+        if found:
+            loaded = engine.retrieve(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors)
+            if not cache.arrived(blocks[:loaded]):
+                tally.damaged += loaded
+                loaded = 0
+        tally.found += found
+        tally.loaded += loaded
+        if missing := names[loaded:]:
+            outcomes = engine.store(missing, Slots(cache.fill(blocks[loaded:])), kv_caches=cache.tensors)
+            tally.stored += outcomes.count(StoreOutcome.NEW)
+            tally.refused += outcomes.count(StoreOutcome.NOT)
+
+    def remove(self, job: Remove) -> None:
+        """Takes chunks out of a pool that is not ours, as far as that goes: those under a lease when it is over."""
+        assert self._engine is not None, "not open"
+        database = self._engine.database
+        keys = [*database.all_shard_keys(_names(job.blocks)), database.manifest_key]
+        for _ in range(2):
+            busy = []
+            for start in range(0, len(keys), _REMOVED_AT_ONCE):
+                some = keys[start : start + _REMOVED_AT_ONCE]
+                statuses = self._engine.backend.batched_remove(some, timeout=_FIND_S)
+                busy += [key for key, status in zip(some, statuses, strict=True) if status is Status.BUSY]
+            keys = busy
+            if not keys:
+                return
+            time.sleep(job.lease_ms / 1000 + 0.1)
+
+    def disconnect(self, job: None) -> None:
+        """Disconnects: the pool is about to end."""
+        self.close()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            CacheEngineBuilder.destroy(self._instance)
+            self._engine = None
+
+    def _settings(self, job: Open) -> NodeSettings:
+        tier = MooncakeTier()
+        if job.master:
+            longest = min(60_000, job.lease_ms)
+            transfer = TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
+            settings = NodeSettings(master=job.master, host=self.location.host, transfer=transfer)
+        else:
+            config = find_master(self.location.config, _FIND_S)
+            settings = config.settings_of(config.nodes[0])
+            transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
+            settings = msgspec.structs.replace(settings, host=self.location.host, transfer=transfer, segment_size=0)
+            tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)
+        cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks", tiers=(tier,))
+        return msgspec.structs.replace(settings, cache=cache)
+
+
+def _names(blocks: Iterable[int]) -> list[bytes]:
+    return [block.to_bytes(16, "big") for block in blocks]
+
+
+# --- at the machine that leads ---------------------------------------------------------------------------------------
 
 
 class Eviction(NamedTuple):
@@ -142,7 +317,7 @@ class Leader:
         """Returns a row, from a pool that lasts as long as that takes."""
         with shrunken_pool(setting, len(self.distinct)) as master:
             tally, _ = self._replay(what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms)
-            self._machines.everywhere(ReplaySite.disconnect, Nothing(), timeout_s=_STEP_S)
+            self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
         return self._row(tally, setting)
 
     def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
@@ -161,7 +336,7 @@ class Leader:
         opened = self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
         jobs = {node: Replay(what, share, self._speed) for node, share in self._shares.items()}
         tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
-        return Tally.together(tallies.values()), min(one.lease_ms for one in opened.values())
+        return Tally.together(tallies.values()), min(opened.values())
 
     def _row(self, tally: Tally, setting: ReplaySetting) -> dict[str, Any]:
         bounded = setting.capacity != _UNBOUNDED
@@ -174,10 +349,10 @@ class Leader:
             "hit_rate": tally.hit_rate,
             "lru": hit_rate(self._trace, SimulatedLru(int(setting.capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
-            "refused": tally.refused_chunks,
-            "lost": tally.found_chunks - tally.loaded_chunks - tally.damaged_chunks,
-            "damaged": tally.damaged_chunks,
-            "stored": tally.stored_chunks,
+            "refused": tally.refused,
+            "lost": tally.found - tally.loaded - tally.damaged,
+            "damaged": tally.damaged,
+            "stored": tally.stored,
             "seconds": tally.seconds,
             "troubles": tally.troubles,
         }

@@ -33,7 +33,7 @@ from bench.lib.report import Check, Figure, Report, Table, finish, option, progr
 from bench.lib.stats import quantile
 from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace
-from bench.lib.two_machines import MachineOptions, Machines, Site, conduct, machine_options, step
+from bench.lib.two_machines import MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.cluster import read_config
 from pd_cache.errors import ConfigError
 
@@ -89,7 +89,6 @@ class Send(msgspec.Struct, frozen=True):
 class ServeSite(Site):
     """This machine's generator."""
 
-    @step
     def send(self, job: Send) -> Load:
         """Returns what became of the requests, when the last one has ended."""
         with progress() as bar:

@@ -10,39 +10,53 @@ compared with: `memcpy` of the same bytes into the same shared buffer, and an in
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
+import psutil
 import torch
+import zmq
 
 from bench.lib.kv import PagedPrompt, Shape, gbps, shape_options, timed
+from bench.lib.pool import cluster_here
 from bench.lib.report import Check, finish, option, output_options, progress, size
-from bench.lib.server_lookups import (
-    LOOKUP_TOKENS,
-    RATE,
-    lookups_at_a_rate,
-    memory_growth,
-    raw_round_trips,
-    round_trips,
-)
 from bench.lib.stats import quantile
-from launch.up import quiet, running
+from bench.lib.two_machines import Crew, Location, Site
+from launch.supervise import end, spawn_child
+from pd_cache.blocks import BlockCache
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode, dump_config, read_config
+from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout
 from pd_cache.prompts import PromptCache
+from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
-from pd_cache.server.connection import server_status
-from pd_cache.server.protocol import EngineIdentity
+from pd_cache.server.connection import ServerConnection, server_status
+from pd_cache.server.protocol import EngineIdentity, Lookup
 from transfer.settings import ByteSize, TransferSettings
+
+CLIENTS = 4
+RATE = 1000
+"""Lookups a second, of all clients together."""
+LOOKUP_TOKENS = 4096
+_PATIENCE_S = 60.0
+_WARM_UP = 200
+_ECHO = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+while True:
+    socket.send_multipart(socket.recv_multipart())
+"""
 
 
 @contextlib.contextmanager
@@ -54,16 +68,12 @@ def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterato
         CacheServerNode(name="cache"),
     )
     transfer = TransferSettings(staging_size=staging)
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
-        file = Path(folder) / "server.yaml"
-        name = f"bench-{uuid.uuid4().hex[:8]}"
-        file.write_text(dump_config(ClusterConfig(name=name, nodes=nodes, transfer=transfer, cache=cache)))
-        config, source = read_config(file)
-        with running(config, source, sink=quiet) as cluster:
-            plain = CacheConfig(chunk_size=cache.chunk_size)
-            settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=transfer)
-            url = cluster.urls["cache"]
-            yield settings, url, server_status(url, 10).pid
+    name = f"bench-{uuid.uuid4().hex[:8]}"
+    with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=transfer, cache=cache)) as cluster:
+        plain = CacheConfig(chunk_size=cache.chunk_size)
+        settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=transfer)
+        url = cluster.urls["cache"]
+        yield settings, url, server_status(url, 10).pid
 
 
 def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], chunk: int) -> ServerCache:
@@ -78,50 +88,30 @@ class Transfers:
 
     def __init__(self, prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) -> None:
         self.prompt = prompt
-        self.metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
+        metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         # the engine's tensors lie in shared memory, too: both write to the same pages
-        self.caches = {str(index): tensor for index, tensor in enumerate(prompt.cache)}
-        self.server = served_cache(url, self.metadata, self.caches, chunk)
-        self.remote = PromptCache(self.server)
-        self.engine = CacheEngineBuilder.get_or_create("bench", settings, self.metadata, prompt.layout)
-        self.own = PromptCache(self.engine)
-        self.whole = len(prompt.tokens) // chunk * chunk
-        self.nbytes = self.whole * prompt.layout.token_bytes
+        self.server = served_cache(url, metadata, prompt.tensors, chunk)
+        self.engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
+        self.nbytes = prompt.whole_tokens * prompt.layout.token_bytes
         self._source = np.ones(self.nbytes, np.uint8)
-        storage = prompt.cache[0].untyped_storage()
+        storage = prompt.tensors["0"].untyped_storage()
         self._target = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()[: self.nbytes]
 
     def memcpy(self) -> None:
         np.copyto(self._target, self._source)
 
-    def store(self, cache: Any) -> None:
-        stored = cache.store(self.prompt.tokens, kv_caches=self.caches, slot_mapping=self.prompt.source)
-        assert stored == self.whole, f"only {stored} tokens were stored"
-
-    def retrieve(self, cache: Any) -> None:
-        mask = cache.retrieve(self.prompt.tokens, kv_caches=self.caches, slot_mapping=self.prompt.target)
-        assert int(mask.sum()) == self.whole, f"only {int(mask.sum())} tokens were loaded"
-
-    @property
-    def keys(self) -> list[str]:
-        """The prompt's, in the pool."""
-        return self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
-
     def remove(self) -> None:
         """Takes the prompt out of the pool, so that it is stored again."""
-        self.engine.backend.store.remove(self.keys, timeout=10, force=True)  # type: ignore[attr-defined]
+        keys = self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
+        self.engine.backend.store.remove(keys, timeout=10, force=True)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
         """Waits until both ways reach the pool."""
         self.engine.wait_available(30)
         _until(lambda: self.server.available, 30)
-
-        def stored() -> bool:
-            slots = self.prompt.source[: self.engine.chunk_size]
-            tokens = self.prompt.tokens[: self.engine.chunk_size]
-            return self.remote.store(tokens, kv_caches=self.caches, slot_mapping=slots) > 0
-
-        _until(stored, 30)
+        chunk, prompt = self.engine.chunk_size, self.prompt
+        tokens, slots, remote = prompt.tokens[:chunk], prompt.source[:chunk], PromptCache(self.server)
+        _until(lambda: remote.store(tokens, kv_caches=prompt.tensors, slot_mapping=slots) > 0, 30)
         self.remove()
 
     def close(self) -> None:
@@ -134,12 +124,12 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {
         f"{side}_{what}": [] for side in ("server", "engine") for what in ("store", "retrieve")
     }
-    sides = [("server", moves.remote), ("engine", moves.own)]
+    sides: list[tuple[str, BlockCache]] = [("server", moves.server), ("engine", moves.engine)]
     for index in range(rounds + 1):
         for name, cache in sides if index % 2 else sides[::-1]:
-            store = timed(lambda cache=cache: moves.store(cache))  # type: ignore[misc]
+            store = timed(partial(moves.prompt.store, cache))
             moves.prompt.scramble()
-            retrieve = timed(lambda cache=cache: moves.retrieve(cache))  # type: ignore[misc]
+            retrieve = timed(partial(moves.prompt.retrieve, cache))
             assert moves.prompt.arrived(), f"other bytes came back from the {name}"
             moves.remove()
             if index:  # the first round writes to memory that was not written to before
@@ -155,12 +145,12 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
 
 def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
-    moves.store(moves.remote)
+    moves.prompt.store(moves.server)
     seconds: dict[str, list[float]] = {"memory_retrieve": [], "memcpy": []}
     for _ in range(rounds):
         seconds["memcpy"].append(timed(moves.memcpy))
         moves.prompt.scramble()
-        seconds["memory_retrieve"].append(timed(lambda: moves.retrieve(moves.remote)))
+        seconds["memory_retrieve"].append(timed(partial(moves.prompt.retrieve, moves.server)))
     rates = gbps(moves.nbytes, seconds)
     return {**rates, "memory_ratio": rates["memory_retrieve_gbps"] / rates["memcpy_gbps"]}
 
@@ -195,6 +185,119 @@ def moving(prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) ->
         yield moves
     finally:
         moves.close()
+
+
+# --- lookups ---------------------------------------------------------------------------------------------------------
+
+
+def round_trips(url: str, count: int) -> list[float]:
+    """Returns the seconds of each of `count` lookups that ask for nothing, one after the other."""
+    with contextlib.closing(
+        ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
+    ) as client:
+        client.wait_ready(_PATIENCE_S)
+        return [timed(lambda: client.ask(Lookup("", b""), 5)) for _ in range(_WARM_UP + count)][_WARM_UP:]
+
+
+def raw_round_trips(count: int) -> list[float]:
+    """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+        url = f"ipc://{folder}/echo.sock"
+        echo = spawn_child((sys.executable, "-c", _ECHO, url))
+        try:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.rcvtimeo = int(1000 * _PATIENCE_S)
+                socket.connect(url)
+
+                def trip() -> None:
+                    socket.send(b"x" * 32)
+                    socket.recv()
+
+                return [timed(trip) for _ in range(_WARM_UP + count)][_WARM_UP:]
+        finally:
+            end([echo], 0, ask=False)
+
+
+class AskServer(msgspec.Struct, frozen=True):
+    """Ask this server for a prompt of `model` that it holds, `RATE` times a second with the others."""
+
+    url: str
+    model: str
+    seconds: float
+
+
+class AskingScheduler(Site):
+    """One of the clients of `lookups_at_a_rate`: a scheduler that asks when its turn comes."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self._open = contextlib.ExitStack()
+
+    def connect(self, job: AskServer) -> None:
+        """Gets ready to ask."""
+        self._adapter = SchedulerAdapter(job.url, None, EngineIdentity(model=job.model, block_size=16))
+        self._open.callback(self._adapter.shutdown)
+
+    def ask(self, job: AskServer) -> list[float]:
+        """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the seconds of each lookup, from when
+        it was due: they include the wait of one that was delayed by the one before."""
+        start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
+        latencies, prompt = [], list(range(LOOKUP_TOKENS))
+        for index in range(int(RATE / CLIENTS * job.seconds)):
+            due = start + index * CLIENTS / RATE
+            time.sleep(max(0.0, due - time.monotonic()))
+            found = _look_up(self._adapter, str(index), prompt, 0.0001)
+            assert found == LOOKUP_TOKENS, "a lookup missed what is there"
+            latencies.append(time.monotonic() - due)
+        return latencies
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s: float) -> int | None:
+    """Looks up in a session, ends it, and returns the tokens found."""
+    adapter.maybe_submit_lookup_request(request, token_ids=prompt)
+    while (found := adapter.check_lookup_result(request)) is None:
+        if pause_s:
+            time.sleep(pause_s)
+    adapter.end_session(request)
+    adapter.cleanup_lookup_result(request)
+    return found
+
+
+def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
+    """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
+    job = AskServer(url, model, seconds)
+    with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
+        crew.run(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
+        found = crew.run(AskingScheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
+        return [latency for one in found for latency in one]
+
+
+def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
+    """Returns the server's own memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
+    adapter = SchedulerAdapter(url, None, EngineIdentity(model=model, block_size=16))
+    prompt = list(range(LOOKUP_TOKENS // 4))
+
+    def resident() -> float:
+        memory = psutil.Process(pid).memory_info()
+        return float(memory.rss - memory.shared) / 2**20  # what it shares with engines does not count
+
+    def ask(count: int) -> None:
+        for index in range(count):
+            _look_up(adapter, str(index), prompt, 0.0)
+
+    try:
+        ask(max(1000, requests // 10))
+        before = resident()
+        seconds = timed(lambda: ask(requests))
+        return {"mib_before": before, "mib_after": resident(), "requests_per_s": requests / seconds}
+    finally:
+        adapter.shutdown()
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
 
 
 @click.command()

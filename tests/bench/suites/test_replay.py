@@ -10,11 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.replaying import Open, Remove, Replay, ReplaySite, Tally
 from bench.lib.shrunken import ShrunkenCache, allotted_bytes
 from bench.lib.trace import BLOCK_TOKENS
 from bench.lib.two_machines import Location
-from bench.suites.replay import Eviction, ReplaySetting, main, settings_of
+from bench.suites.replay import Eviction, Open, Remove, Replay, ReplaySetting, ReplaySite, Tally, main, settings_of
 from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
@@ -96,11 +95,11 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
 def test_tallies_of_clients_add_up() -> None:
     together = Tally.together(
         [
-            Tally(requests=1, prompt_tokens=BLOCK_TOKENS, loaded_chunks=1, troubles={"store.no_space": 2}, seconds=3),
-            Tally(requests=2, prompt_tokens=3 * BLOCK_TOKENS, troubles={"store.no_space": 1, "x": 1}, seconds=2),
+            Tally(prompt_tokens=BLOCK_TOKENS, loaded=1, troubles={"store.no_space": 2}, seconds=3),
+            Tally(prompt_tokens=3 * BLOCK_TOKENS, troubles={"store.no_space": 1, "x": 1}, seconds=2),
         ]
     )
-    assert (together.requests, together.seconds, together.hit_rate) == (3, 3, 0.25)
+    assert (together.seconds, together.hit_rate) == (3, 0.25)
     assert together.troubles == {"store.no_space": 3, "x": 1}
 
 
@@ -135,7 +134,7 @@ def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
         try:
             site.open(Open(model="m", longest=9, chunk_bytes=4096, master=address, lease_ms=lease_ms))
             tally = site.replay(Replay("test", requests, None))
-            assert (tally.stored_chunks, tally.loaded_chunks) == (len(blocks), 3 * (3 + 6))
+            assert (tally.stored, tally.loaded) == (len(blocks), 3 * (3 + 6))
             site.remove(Remove(blocks, lease_ms))
             assert client.remove_all(True) == 0
         finally:

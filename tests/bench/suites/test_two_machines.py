@@ -12,11 +12,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from bench.lib.shrunken import allotted_bytes, object_bytes
-from bench.lib.two_machines import Crew, Location, Nothing, PeerError, Site, step
+from bench.lib.two_machines import Crew, Location, PeerError, Site
 from tests.support.cluster import cluster_file
 from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import ROOT, Node
@@ -122,12 +121,6 @@ def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_
 # --- processes of one machine ------------------------------------------------------------------------------------------
 
 
-class Number(msgspec.Struct, frozen=True):
-    """A number."""
-
-    value: int
-
-
 class Adding(Site):
     """Adds up what comes."""
 
@@ -135,33 +128,27 @@ class Adding(Site):
         super().__init__(location)
         self._sum = 0
 
-    @step
-    def add(self, job: Number) -> Number:
+    def add(self, job: int) -> int:
         """Fails for numbers below 0."""
-        if job.value < 0:
+        if job < 0:
             raise ValueError("below 0")
-        self._sum += job.value
-        return Number(self._sum)
+        self._sum += job
+        return self._sum
 
-    @step
-    def sleep(self, job: Nothing) -> Nothing:
+    def sleep(self, job: None) -> None:
         """Longer than a test waits."""
         time.sleep(5.0)
-        return job
 
 
-def test_a_crew_grows_and_a_part_of_it_can_work() -> None:
-    with closing(Crew(Adding, Location.here())) as crew:
-        crew.grow(2)
-        assert crew.run(Adding.add, Number(1), timeout_s=30) == [Number(1), Number(1)]
-        crew.grow(3)
-        assert crew.run(Adding.add, Number(2), timeout_s=30, of=range(1, 3)) == [Number(3), Number(2)]
+def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has() -> None:
+    with closing(Crew(Adding, Location.here(), 2)) as crew:
+        assert crew.run(Adding.add, 1, timeout_s=30) == [1, 1]
+        assert crew.run(Adding.add, 2, timeout_s=30) == [3, 3]
 
 
 def test_a_step_that_fails_or_is_late_is_an_error() -> None:
-    with closing(Crew(Adding, Location.here())) as crew:
-        crew.grow(1)
+    with closing(Crew(Adding, Location.here(), 1)) as crew:
         with pytest.raises(PeerError, match="ValueError: below 0"):
-            crew.run(Adding.add, Number(-1), timeout_s=30)
+            crew.run(Adding.add, -1, timeout_s=30)
         with pytest.raises(PeerError, match="does not answer"):
-            crew.run(Adding.sleep, Nothing(), timeout_s=0.2)
+            crew.run(Adding.sleep, None, timeout_s=0.2)
