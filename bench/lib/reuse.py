@@ -8,7 +8,7 @@ pool, its tokens are in the denominator only, and so are those behind a hole.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from bench.lib.trace import BLOCK_TOKENS, Request
@@ -53,13 +53,6 @@ class SimulatedLru:
             self._blocks.popitem(last=False)
         return found
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yields the blocks held, those that go next first."""
-        return iter(self._blocks)
-
 
 def _leading(blocks: Sequence[B], known: Container[B]) -> int:
     found = 0
@@ -77,8 +70,3 @@ def hit_rate(requests: Iterable[Request], cache: SimulatedCache) -> float:
         hit += cache.use(request.whole_blocks) * BLOCK_TOKENS
         total += request.input_length
     return hit / total
-
-
-def distinct_blocks(requests: Iterable[Request]) -> int:
-    """Whole blocks of a trace: the capacity, in blocks, above which nothing is ever forgotten."""
-    return len({block for request in requests for block in request.whole_blocks})

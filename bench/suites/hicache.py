@@ -1,8 +1,7 @@
 """Pages of an SGLang host pool, to and from a Mooncake pool: by pd-cache's HiCache backend, and by SGLang's own Mooncake backend.
 
 Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (attention heads), each with
-names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline. The last line measures
-copy and checksum by themselves, which is what pd-cache does besides a transfer. A transfer straight from the host pool would save the copy.
+names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline.
 
     python -m bench.suites.hicache --pages 64 --rounds 7
 """
@@ -22,11 +21,8 @@ import torch
 
 from bench.lib import sglang_pools
 from bench.lib.pool import local_pool
-from pd_cache.checksum import Digest
 
 _MIB = 1 << 20
-_STEP = 512 << 10
-"""Bytes that are copied and hashed while they are in the processor's cache."""
 
 
 @click.command(help=__doc__)
@@ -62,19 +58,14 @@ def main(pages: int, tokens: int, layers: int, layout: str, rounds: int) -> None
                 for what, move in moves.items():
                     if not all(timed(what, name, move, number)):
                         raise click.ClickException(f"{name}: not every page was moved ({what})")
-            source = memoryview(host.kv_buffer.view(torch.uint8).reshape(-1).numpy().data)[: pages * page_bytes]
-            staging = memoryview(bytearray(page_bytes))
-            timed("alone", "copy and checksum", functools.partial(_sealed, source, staging, copy=True), number)
-            timed("alone", "checksum", functools.partial(_sealed, source, staging, copy=False), number)
         for backend in backends.values():
             backend.close()
     print(f"{pages} pages of {page_bytes / _MIB:g} MiB, {layout}, medians of {rounds - 1} rounds, GB/s")
     own = "SGLang's own"
     speeds = {key: pages * page_bytes / 1e9 / median(times) for key, times in took.items()}
-    for what in ("store", "load", "alone"):
+    for what in ("store", "load"):
         line = "".join(f"  {who} {speed:5.2f}" for (of, who), speed in speeds.items() if of == what)
-        ratio = "" if what == "alone" else f"  ratio {speeds[what, 'pd-cache'] / speeds[what, own]:.2f}"
-        print(f"{what:6}{line}{ratio}")
+        print(f"{what:6}{line}  ratio {speeds[what, 'pd-cache'] / speeds[what, own]:.2f}")
 
 
 def _ours(host: Any, master: str, page_bytes: int) -> Any:
@@ -89,18 +80,6 @@ def _ours(host: Any, master: str, page_bytes: int) -> Any:
 def _mooncakes_own(host: Any, master: str) -> Any:
     extra = sglang_pools.mooncakes_options(master)
     return sglang_pools.open_backend("mooncake", host, sglang_pools.storage_config(extra, model_name="bench"))
-
-
-def _sealed(source: memoryview, staging: memoryview, *, copy: bool) -> None:
-    """Takes the checksum of all bytes, and copies them to one page of staging memory after another."""
-    digest = Digest()
-    for start in range(0, len(source), _STEP):
-        step = source[start : start + _STEP]
-        if copy:
-            place = start % len(staging)
-            staging[place : place + len(step)] = step
-        digest.update(step)
-    digest.intdigest()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +67,7 @@ _COLUMNS = {
     "lost": "lost",
     "seconds": "seconds",
 }
-_LINES = 8
-"""Most lines of the plot."""
+_DEFAULT_LEASE_MS = 200
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
@@ -78,7 +75,7 @@ _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 # --- at every machine ------------------------------------------------------------------------------------------------
 
 
-class Open(msgspec.Struct, frozen=True, kw_only=True):
+class Open(msgspec.Struct, frozen=True):
     """Connect to the pool."""
 
     model: str
@@ -244,110 +241,89 @@ def _names(blocks: Iterable[int]) -> list[bytes]:
 class Eviction(NamedTuple):
     """When a master makes room, and how much; as `eviction_high_watermark` and `eviction_ratio` in the cluster's file."""
 
-    watermark: float
-    ratio: float
-
-
-_DEFAULT_EVICTION = Eviction(
-    MasterNode(name="master").eviction_high_watermark, MasterNode(name="master").eviction_ratio
-)
-_DEFAULT_LEASE_MS = 200
-
-
-class ReplaySetting(NamedTuple):
-    """A pool to replay on."""
-
-    capacity: float
-    """Chunks; may be infinite."""
-    chunk_bytes: int
-    eviction: Eviction | None
-    """None where it is not known."""
-    lease_ms: int
-
-    @property
-    def slot(self) -> int:
-        """Bytes of the pool that a chunk takes."""
-        return allotted_bytes(object_bytes(self.chunk_bytes))
-
-
-@contextmanager
-def shrunken_pool(setting: ReplaySetting, distinct: int) -> Iterator[str]:
-    """Yields the master's `host:port` of a pool of this machine with room for as many chunks as `setting` says."""
-    bounded = setting.capacity != _UNBOUNDED
-    assert setting.eviction is not None
-    chunks = setting.capacity if bounded else _ROOM * distinct / setting.eviction.watermark
-    longest = min(60_000, setting.lease_ms)  # no transfer may outlive the lease; these take milliseconds
-    transfer = TransferSettings(timeouts=Timeouts(get_ms=longest, put_ms=longest))
-    master = MasterNode(
-        name="master",
-        lease_ttl_ms=setting.lease_ms,
-        eviction_high_watermark=setting.eviction.watermark,
-        eviction_ratio=setting.eviction.ratio,
-    )
-    size = max(MIN_SEGMENT, math.ceil(chunks) * setting.slot)
-    with local_pool(size, transfer=transfer, master=master) as address:
-        yield address
+    watermark: float = MasterNode(name="master").eviction_high_watermark
+    ratio: float = MasterNode(name="master").eviction_ratio
 
 
 class Leader:
     """The part of the machine that leads."""
 
-    def __init__(self, machines: Machines, requests: Sequence[Request], speed: float | None) -> None:
-        self._machines = machines
-        self._trace = requests
-        self._speed = speed
+    def __init__(self, machines: Machines, requests: Sequence[Request], chunk_bytes: int, speed: float | None) -> None:
+        self._machines, self._trace, self._chunk_bytes, self._speed = machines, requests, chunk_bytes, speed
+        self._slot = allotted_bytes(object_bytes(chunk_bytes))
         shares = deal(requests, len(machines.nodes))
         self._shares = {
             node: [requests[index] for index in share] for node, share in zip(machines.nodes, shares, strict=True)
         }
-        self.clients = len(machines.nodes)
         self.ideal = hit_rate(requests, Infinite())
-        self.requests = len(requests)
-        self.prompt_tokens = sum(request.input_length for request in requests)
         self.distinct = sorted({block for request in requests for block in request.whole_blocks})
-        self.lru = [
-            (float(capacity), hit_rate(requests, SimulatedLru(capacity)))
-            for capacity in sorted({max(1, len(self.distinct) >> halvings) for halvings in range(_HALVINGS)})
-        ]
-        """Hit rates of LRU at some capacities, up to that where it forgets nothing."""
         paced = 0.0 if speed is None else requests[-1].timestamp / 1000 / speed
         self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
 
-    def on_pool_of_its_own(self, setting: ReplaySetting, what: str) -> dict[str, Any]:
-        """Returns a row, from a pool that lasts as long as that takes."""
-        with shrunken_pool(setting, len(self.distinct)) as master:
-            tally, _ = self._replay(what, setting.chunk_bytes, master=master, lease_ms=setting.lease_ms)
-            self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
-        return self._row(tally, setting)
+    def capacities(self, asked: Sequence[float]) -> Sequence[float]:
+        """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be too small."""
+        least = -(-MIN_SEGMENT // self._slot)
+        if small := [int(one) for one in asked if one < least]:
+            raise click.UsageError(
+                f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {self._chunk_bytes} bytes; "
+                "choose larger --chunk-bytes"
+            )
+        return asked or (*(float(max(least, round(share * len(self.distinct)))) for share in _SHARES), _UNBOUNDED)
 
-    def on_the_clusters_pool(self, capacity_bytes: int, chunk_bytes: int, eviction: Eviction | None) -> dict[str, Any]:
-        """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards."""
-        tally, lease_ms = self._replay(f"chunks of {chunk_bytes} bytes", chunk_bytes)
+    def on_pool_of_its_own(self, capacity: float, eviction: Eviction, lease_ms: int) -> dict[str, Any]:
+        """Returns a row, from a pool of this machine with room for so many chunks, which lasts as long as that takes."""
+        chunks = _ROOM * len(self.distinct) / eviction.watermark if capacity == _UNBOUNDED else capacity
+        longest = min(60_000, lease_ms)  # no transfer may outlive the lease; these take milliseconds
+        transfer = TransferSettings(timeouts=Timeouts(get_ms=longest, put_ms=longest))
+        master = MasterNode(
+            name="master",
+            lease_ttl_ms=lease_ms,
+            eviction_high_watermark=eviction.watermark,
+            eviction_ratio=eviction.ratio,
+        )
+        size = max(MIN_SEGMENT, math.ceil(chunks) * self._slot)
+        with local_pool(size, transfer=transfer, master=master) as address:
+            tally, _ = self._replay(
+                "unbounded" if capacity == _UNBOUNDED else f"{capacity:.0f} chunks", address, lease_ms
+            )
+            self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
+        return self._row(tally, capacity, eviction, lease_ms)
+
+    def on_the_clusters_pool(self, config: ClusterConfig) -> dict[str, Any]:
+        """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards. Raises ConfigError if no node gives
+        memory."""
+        with open_directory(config) as directory:
+            directory.wait_synced(_FIND_S)
+            capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
+        if not capacity:
+            raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
+        tally, lease_ms = self._replay(config.name)
         job = Remove(self.distinct, lease_ms)
         timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
         self._machines.run(ReplaySite.remove, {self._machines.own: job}, timeout_s=timeout_s)
-        slot = allotted_bytes(object_bytes(chunk_bytes))
-        return self._row(tally, ReplaySetting(capacity_bytes // slot, chunk_bytes, eviction, lease_ms))
+        master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
+        eviction = None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
+        return self._row(tally, capacity // self._slot, eviction, lease_ms)
 
-    def _replay(self, what: str, chunk_bytes: int, **pool: Any) -> tuple[Tally, int]:
+    def _replay(self, what: str, master: str = "", lease_ms: int = 0) -> tuple[Tally, int]:
         """Returns what became of the requests, and the lease in force."""
         longest = max(1, *(len(request.whole_blocks) for request in self._trace))
-        job = Open(model=f"replay-{uuid.uuid4().hex}", longest=longest, chunk_bytes=chunk_bytes, **pool)
+        job = Open(f"replay-{uuid.uuid4().hex}", longest, self._chunk_bytes, master, lease_ms)
         opened = self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
         jobs = {node: Replay(what, share, self._speed) for node, share in self._shares.items()}
         tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
         return Tally.together(tallies.values()), min(opened.values())
 
-    def _row(self, tally: Tally, setting: ReplaySetting) -> dict[str, Any]:
-        bounded = setting.capacity != _UNBOUNDED
+    def _row(self, tally: Tally, capacity: float, eviction: Eviction | None, lease_ms: int) -> dict[str, Any]:
+        bounded = capacity != _UNBOUNDED
         return {
-            "capacity_chunks": int(setting.capacity) if bounded else "unbounded",
-            "capacity_mib": setting.capacity * setting.slot / (1 << 20) if bounded else None,
-            "watermark": setting.eviction and setting.eviction.watermark,
-            "ratio": setting.eviction and setting.eviction.ratio,
-            "lease_ms": setting.lease_ms,
+            "capacity_chunks": int(capacity) if bounded else "unbounded",
+            "capacity_mib": capacity * self._slot / (1 << 20) if bounded else None,
+            "watermark": eviction and eviction.watermark,
+            "ratio": eviction and eviction.ratio,
+            "lease_ms": lease_ms,
             "hit_rate": tally.hit_rate,
-            "lru": hit_rate(self._trace, SimulatedLru(int(setting.capacity))) if bounded else self.ideal,
+            "lru": hit_rate(self._trace, SimulatedLru(int(capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
             "refused": tally.refused,
             "lost": tally.found - tally.loaded - tally.damaged,
@@ -356,6 +332,38 @@ class Leader:
             "seconds": tally.seconds,
             "troubles": tally.troubles,
         }
+
+    def figures(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns all figures."""
+        return {
+            "requests": len(self._trace),
+            "prompt_tokens": sum(request.input_length for request in self._trace),
+            "distinct_chunks": len(self.distinct),
+            "object_bytes": [object_bytes(self._chunk_bytes)],
+            "allotted_bytes": [self._slot],
+            "results": rows,
+        }
+
+    def report(self, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
+        """Returns the table, and the hit rate over the capacity."""
+        cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
+        most = len(self.distinct)
+        halved = sorted({max(1, most >> halvings) for halvings in range(_HALVINGS)})
+        pools = [(most if row["lru"] is row["ideal"] else row["capacity_chunks"], row["hit_rate"]) for row in rows]
+        lines = {
+            "ideal": [(float(capacity), self.ideal) for capacity in halved],
+            "LRU, in simulation": [(float(room), hit_rate(self._trace, SimulatedLru(room))) for room in halved],
+            "pool": sorted((float(room), found) for room, found in pools),
+        }
+        plot = LinePlot("Hit rate against the pool's capacity", "capacity, chunks of 512 tokens", "hit rate", lines)
+        note = "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."
+        caption = "The unbounded pool stands at the number of different chunks."
+        summary = (
+            f"{len(self._trace)} requests, {most} different chunks, by {len(self._shares)} client(s). "
+            "The hit rate is the tokens that were loaded, of all prompt tokens."
+        )
+        parts: list[Table | Figure] = [Table("Pools", list(_COLUMNS.values()), cells, note), Figure(plot, caption)]
+        return Report("A trace on a real pool", summary, parts, facts)
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
@@ -380,56 +388,38 @@ def _capacities(context: click.Context, option: click.Parameter, values: tuple[s
     return tuple(map(read, values))
 
 
-def _evictions(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[Eviction, ...]:
-    def read(value: str) -> Eviction:
-        try:
-            watermark, ratio = map(float, value.split(","))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is not of the form 0.9,0.1", context, option) from None
-        if not (0 < watermark <= 1 and 0 < ratio <= 1):
-            raise click.BadParameter(f"{value!r}: both must be above 0 and at most 1", context, option)
-        return Eviction(watermark, ratio)
+def _eviction(context: click.Context, option: click.Parameter, value: str | None) -> Eviction | None:
+    if value is None:
+        return None
+    try:
+        watermark, ratio = map(float, value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not of the form 0.9,0.1", context, option) from None
+    if not (0 < watermark <= 1 and 0 < ratio <= 1):
+        raise click.BadParameter(f"{value!r}: both must be above 0 and at most 1", context, option)
+    return Eviction(watermark, ratio)
 
-    return tuple(map(read, values))
+
+def _chunk_bytes(context: click.Context, option: click.Parameter, value: int) -> int:
+    if value % STEP_BYTES:
+        raise click.BadParameter(f"{value} is not a multiple of {STEP_BYTES}", context, option)
+    return value
+
+
+_CAPACITY = (
+    "Chunks that the pool has room for, or `unbounded`; may be given several times. "
+    "By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded."
+)
 
 
 @click.command()
 @machine_options
-@option(
-    "--trace",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="One of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces, or one in that format (bench/lib/trace.py).",
-)
+@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
-@option(
-    "--capacity",
-    "capacities",
-    multiple=True,
-    callback=_capacities,
-    help="Chunks that the pool has room for, or `unbounded`; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.",
-)
-@option(
-    "--evict",
-    "evictions",
-    multiple=True,
-    callback=_evictions,
-    help=f"The master's eviction_high_watermark and eviction_ratio, by default {_DEFAULT_EVICTION.watermark},{_DEFAULT_EVICTION.ratio}; may be given several times.",
-)
-@option(
-    "--lease-ms",
-    "leases",
-    multiple=True,
-    type=click.IntRange(100),
-    help="How long a chunk that was looked up is safe from eviction, in the time of the replay, by default 200; may be given several times.",
-)
-@option(
-    "--chunk-bytes",
-    "sizes",
-    multiple=True,
-    type=click.IntRange(STEP_BYTES, 16 << 20),
-    help="Of a chunk, by default 4096; with a file it may be given several times, since there it is what decides how many the pool holds.",
-)
+@option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
+@option("--evict", "eviction", callback=_eviction, help="The master's eviction_high_watermark and eviction_ratio, such as 0.85,0.02.")  # fmt: skip
+@option("--lease-ms", type=click.IntRange(100), help="How long a chunk that was looked up is safe from eviction, in the time of the replay; by default 200.")  # fmt: skip
+@option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk. With a file it decides how many the pool has room for.")  # fmt: skip
 @option("--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible.")
 @report_options
 def main(
@@ -437,124 +427,34 @@ def main(
     trace: Path,
     limit: int | None,
     capacities: tuple[float, ...],
-    evictions: tuple[Eviction, ...],
-    leases: tuple[int, ...],
-    sizes: tuple[int, ...],
+    eviction: Eviction | None,
+    lease_ms: int | None,
+    chunk_bytes: int,
     speed: float | None,
     **output: Any,
-) -> None:  # fmt: skip
+) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    sizes = sizes or (4096,)
-    for size in sizes:
-        if size % STEP_BYTES:
-            raise click.UsageError(f"--chunk-bytes {size} must be a multiple of {STEP_BYTES}")
-    if where.file is None:
-        if len(sizes) > 1:
-            raise click.UsageError("--chunk-bytes: once, where pools of any --capacity are made")
-    elif capacities or evictions or leases:
+    if where.file is not None and (capacities or eviction or lease_ms):
         raise click.UsageError(
             "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
         )
-
     if where.connect and where.file is None:
         raise click.UsageError(
             "--connect: say which pool, that of a cluster's file (-c): those of this machine alone are on its loopback"
         )
+    config = None if where.file is None else read_config(where.file)[0]
 
     def lead(running: Machines) -> tuple[Leader, list[dict[str, Any]]]:
-        leader = Leader(running, read_trace(trace, limit), speed)
-        if where.file is not None:
-            capacity, eviction = pool_of(read_config(where.file)[0])
-            return leader, [leader.on_the_clusters_pool(capacity, size, eviction) for size in sizes]
-        settings = settings_of(capacities, evictions, leases, sizes[0], len(leader.distinct))
-        return leader, [
-            leader.on_pool_of_its_own(one, f"pool {number} of {len(settings)}")
-            for number, one in enumerate(settings, start=1)
-        ]
+        leader = Leader(running, read_trace(trace, limit), chunk_bytes, speed)
+        if config is not None:
+            return leader, [leader.on_the_clusters_pool(config)]
+        evict, lease = eviction or Eviction(), lease_ms or _DEFAULT_LEASE_MS
+        return leader, [leader.on_pool_of_its_own(room, evict, lease) for room in leader.capacities(capacities)]
 
-    led = conduct(where, ReplaySite, lead, local=1)
-    if led is None:
-        return
-    leader, rows = led
-    results = {
-        "requests": leader.requests,
-        "prompt_tokens": leader.prompt_tokens,
-        "distinct_chunks": len(leader.distinct),
-        "object_bytes": [object_bytes(size) for size in sizes],
-        "allotted_bytes": [allotted_bytes(object_bytes(size)) for size in sizes],
-        "results": rows,
-    }
-    report = report_of(leader, rows, about(None if where.file is None else read_config(where.file)[0]))
-    finish(results, checks_of(rows), report=report, **output)
-
-
-def report_of(leader: Leader, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """Returns the table, and the hit rate over the capacity."""
-    cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
-    lines: dict[str, list[tuple[float, float]]] = {
-        "ideal": [(capacity, leader.ideal) for capacity, _ in leader.lru],
-        "LRU, in simulation": leader.lru,
-    }
-    most = len(leader.distinct)
-    for row in rows:
-        capacity = row["capacity_chunks"]
-        label = f"pool, {row['watermark'] or '?'} / {row['ratio'] or '?'}, lease {row['lease_ms']} ms"
-        if label in lines or len(lines) < _LINES:
-            x = float(most if capacity == "unbounded" else capacity)
-            lines.setdefault(label, []).append((x, row["hit_rate"]))
-    plot = LinePlot(
-        "Hit rate against the pool's capacity",
-        "capacity, chunks of 512 tokens",
-        "hit rate",
-        {name: sorted(points) for name, points in lines.items()},
-    )
-    return Report(
-        "A trace on a real pool",
-        f"{leader.requests} requests of {leader.prompt_tokens} prompt tokens, {most} different chunks, by {leader.clients} client(s). "
-        "The hit rate is the tokens that were loaded, of all prompt tokens.",
-        [
-            Table("Pools", list(_COLUMNS.values()), cells, "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."),
-            Figure(plot, "A pool is named by the master's watermark / ratio of eviction and its lease. The unbounded one stands at the number of different chunks."),
-        ],
-        facts,
-    )  # fmt: skip
-
-
-def settings_of(
-    capacities: Sequence[float],
-    evictions: Sequence[Eviction],
-    leases: Sequence[int],
-    chunk_bytes: int,
-    distinct: int,
-) -> list[ReplaySetting]:
-    """Returns all combinations; for an unbounded pool, which evicts nothing, only the first. Raises UsageError for a pool that would be too
-    small."""
-    evictions, leases = evictions or (_DEFAULT_EVICTION,), leases or (_DEFAULT_LEASE_MS,)
-    slot = allotted_bytes(object_bytes(chunk_bytes))
-    least = -(-MIN_SEGMENT // slot)
-    capacities = capacities or (*(float(max(least, round(share * distinct))) for share in _SHARES), _UNBOUNDED)
-    if small := [int(one) for one in capacities if one < least]:
-        raise click.UsageError(
-            f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {chunk_bytes} bytes; "
-            "choose larger --chunk-bytes"
-        )
-    return [
-        ReplaySetting(capacity, chunk_bytes, eviction, lease)
-        for capacity, eviction, lease in itertools.product(dict.fromkeys(capacities), evictions, leases)
-        if capacity != _UNBOUNDED or (eviction, lease) == (evictions[0], leases[0])
-    ]
-
-
-def pool_of(config: ClusterConfig) -> tuple[int, Eviction | None]:
-    """Returns the bytes of memory in a cluster's pool, and how it evicts, if the file says it. Raises ConfigError if no node gives
-    memory."""
-    with open_directory(config) as directory:
-        directory.wait_synced(_FIND_S)
-        capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
-    if not capacity:
-        raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
-    master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
-    return capacity, None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
+    led = conduct(where, ReplaySite, lead)
+    if led is not None:
+        leader, rows = led
+        finish(leader.figures(rows), checks_of(rows), report=leader.report(rows, about(config)), **output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every storage tier against its limit in the same run: memory against memcpy, the disk against fio and plain loops, the pool's read-ahead
+"""Every storage tier against its limit in the same run: memory against memcpy, the disk against plain loops, the pool's read-ahead
 against reading one batch at a time, a hybrid against its first tier alone; how long `contains` and an eviction take.
 
     pd-cache bench tiers --json          or  python -m bench.suites.tiers --json
@@ -7,11 +7,9 @@ against reading one batch at a time, a hybrid against its first tier alone; how 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import uuid
@@ -212,40 +210,8 @@ class RawDisk:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 
-    def fio(self, what: str) -> float:
-        """Returns the seconds that fio takes to `write` fresh files, or to `read` them."""
-        options = {
-            "name": "raw",
-            "directory": self._folder,
-            "rw": what,
-            "bs": self._file_bytes,
-            "nrfiles": self._each,
-            "filesize": self._file_bytes,
-            "size": self._file_bytes * self._each,
-            "file_service_type": "sequential",
-            "numjobs": self._threads,
-            "direct": int(self._direct),
-            "ioengine": "psync",
-            "fallocate": "none",
-            "group_reporting": 1,
-            "thread": 1,
-            "output-format": "json",
-        }
-        done = subprocess.run(
-            ["fio", *(f"--{name}={value}" for name, value in options.items())],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-            cwd=self._folder,
-        )
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][what]
-        nbytes = self._file_bytes * self._each * self._threads
-        assert job["io_bytes"] == nbytes, job["io_bytes"]
-        return float(nbytes / job["bw_bytes"])
-
-    def loop(self, what: str) -> float:
-        """Returns the seconds that plain loops of the same calls take, one a thread."""
+    def seconds(self, what: str) -> float:
+        """Returns the seconds that plain loops of the tier's calls take, one a thread, to `write` fresh files or to `read` them."""
         slots = [self._memory.lease(0.0) for _ in range(self._threads)]
 
         def one(thread: int) -> None:
@@ -275,12 +241,8 @@ class RawDisk:
 
 
 def measure_disk(payload: int, objects: int, rounds: int, folder: Path, threads: int) -> dict[str, Any]:
-    """Disk gets and puts against the file system itself, in turn: fio, where there is one, and plain loops.
-
-    The limit is the faster of the two: fio's buffers lie in small pages, which costs it up to half of what the disk can do.
-    """
+    """Disk gets and puts against the file system itself, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
-    tools = ("fio", "loop") if shutil.which("fio") else ("loop",)
     tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * objects, payload), threads=threads)
     seconds: Seconds = {}
 
@@ -293,20 +255,16 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path, threads:
         raw = RawDisk(folder / "raw", file_bytes, objects, threads, tier.direct)
         for _ in range(rounds + 1):
             keys = names(objects)
-            for tool in tools:
-                raw.fresh()
-                run = raw.fio if tool == "fio" else raw.loop
-                note(f"{tool}_write", run("write"))
-                note(f"{tool}_read", run("read"))
+            raw.fresh()
+            note("raw_write", raw.seconds("write"))
+            note("raw_read", raw.seconds("read"))
             note("disk_put", timed(partial(put, disk, keys)))
             note("disk_get", timed(partial(get, disk, keys)))
             assert set(disk.batched_remove(keys)) == {Status.OK}
     seconds = {name: values[1:] for name, values in seconds.items()}
     nbytes = objects * file_bytes
     figures: dict[str, Any] = {**gbps(nbytes, seconds)}
-    for name, what in (("disk_get", "read"), ("disk_put", "write")):
-        limit = max((f"{tool}_{what}" for tool in tools), key=lambda one: figures[f"{one}_gbps"])
-        figures[f"raw_{what}_gbps"] = figures[f"{limit}_gbps"]
+    for name, limit in (("disk_get", "raw_read"), ("disk_put", "raw_write")):
         figures[f"{name}_ratio"] = figures[f"{name}_gbps"] / figures[f"{limit}_gbps"]
         figures[f"{name}_spread"] = spread(ratios(seconds, name, limit))
     return figures

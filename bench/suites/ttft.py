@@ -150,7 +150,6 @@ COUNTERS = {
         ("vllm:mooncake_store_operation_bytes_total", "operation", "load_get"),
     ),
 }
-GROUPS = ("vllm:pd_cache_group_bytes_total", "op", "retrieve")
 TROUBLES = ("vllm:pd_cache_troubles_total",)
 
 
@@ -259,26 +258,16 @@ def measure_plain(
             client.remove_all(True)
 
 
-class Measured(NamedTuple):
-    """What pd-cache's connector says of itself besides its counters."""
-
-    by_group: dict[int, dict[str, int]]
-    """How many bytes of each group of layers B loaded for a prompt, by the prompt's length; nothing for models with one group."""
-    troubles: dict[str, float]
-    """Chunks that A did not store or B did not load, by node, operation and reason."""
-
-
-def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures) -> Measured:
-    """Measures a connector: A computes and stores all prompts; then B, started after A has ended, takes them from the pool."""
+def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures) -> dict[str, float]:
+    """Measures a connector: A computes and stores all prompts; then B, started after A has ended, takes them from the pool. Returns how
+    many chunks A did not store or B did not load, by node, operation and reason, as far as the connector says it."""
     counters = COUNTERS[name]
-    by_group: dict[int, dict[str, int]] = {}
     troubles: dict[str, float] = {}
     for node in ("a", "b"):
         with start(node) as url:
             server = OpenAIServer(url)
             for tokens, several in prompts.items():
                 before = _counted(server, counters)
-                groups = server.metric(*GROUPS)
                 for prompt in several:
                     found.took(tokens, f"{name}_{node}", server.first_token(prompt[:tokens]))
                     server.forget()
@@ -287,22 +276,14 @@ def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures)
                 ):
                     if (what == "stored") == (node == "a"):
                         found.counted(tokens, f"{name}_{what}", (now - then) / len(several))
-                by_group[tokens] = {
-                    _layers(labels): round((now - groups.get(labels, 0)) / len(several))
-                    for labels, now in server.metric(*GROUPS).items()
-                }
             troubles |= {f"{node}: {labels}": chunks for labels, chunks in server.metric(*TROUBLES).items() if chunks}
-    return Measured(by_group, troubles)
+    return troubles
 
 
 def _counted(server: OpenAIServer, counters: Counters) -> tuple[float, float, float]:
     """Returns the bytes stored, the bytes loaded, and the tokens found, since the server was started."""
     stored, loaded = (sum(server.metric(*one).values()) for one in counters)
     return stored, loaded, sum(server.metric("vllm:external_prefix_cache_hits_total").values())
-
-
-def _layers(labels: str) -> str:
-    return labels.partition('layers="')[2].partition('"')[0]
 
 
 def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
@@ -354,7 +335,7 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
         with vllm(model, flags, {}) as url:
             measure_plain(OpenAIServer(url), prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        ours = measure_connector("ours", starting_ours(model, flags, master, folder), prompts, found)
+        troubles = measure_connector("ours", starting_ours(model, flags, master, folder), prompts, found)
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), prompts, found)
@@ -368,7 +349,7 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
                 Check(f"{tokens}: ours_a / recompute", row["ours_a_ms"] / row["recompute_ms"], 1.03, at_least=False),
             ]
         checks.append(Check("lookup p99 ms, 8192 tokens", lookup_p99_ms(master, 8192), 2.0, at_least=False))
-    figures = {"model": kind, "results": rows, "loaded_by_group": ours.by_group, "troubles": ours.troubles}
+    figures = {"model": kind, "results": rows, "troubles": troubles}
     finish(figures, checks, **output)
 
 

@@ -30,10 +30,3 @@ def test_the_bench_reports_every_target(tmp_path: Path) -> None:
         "hybrid_get / local_get", "local_contains_us", "disk_contains_us", "eviction lru",
     }  # fmt: skip
     assert not list(tmp_path.glob("pd-cache-bench-*")), "the measured folders are gone"
-
-
-def test_without_fio_the_disk_is_compared_with_plain_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers.shutil, "which", lambda name: None)
-    figures = tiers.measure_disk(4000, objects=4, rounds=3, folder=tmp_path, threads=2)
-    assert figures["raw_read_gbps"] == figures["loop_read_gbps"]
-    assert "fio_read_gbps" not in figures
