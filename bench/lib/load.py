@@ -21,7 +21,6 @@ from bench.lib.stats import Histogram, quantile
 from launch.http import trusting
 
 _HEADERS = {"Content-Type": "application/json"}
-_LARGEST_EVENT = 4 << 20
 _PARTS = (50, 90, 99)
 
 
@@ -81,46 +80,32 @@ async def generate(
 
     Ends when the last one has been answered, or has reached its deadline.
     """
-    load = Load()
+    load, in_flight = Load(), 0
     headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
-    running: set[asyncio.Task[None]] = set()
-    failed: list[BaseException] = []
+    timeout = aiohttp.ClientTimeout(total=None)  # each request has its own
+    session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
     async def one(outcome: RequestOutcome, body: bytes) -> None:
+        nonlocal in_flight
         try:
             await _ask(session, target, body, start, outcome, load.gaps)
         finally:
+            in_flight -= 1
             done()
 
-    def ended(task: asyncio.Task[None]) -> None:
-        running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            failed.append(error)
-
-    timeout = aiohttp.ClientTimeout(total=None)  # each has its own
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        try:
-            for index, arrival in enumerate(arrivals):
-                outcome = RequestOutcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
-                load.outcomes.append(outcome)
-                body = _body(target, arrival, index)  # before it is due
-                await asyncio.sleep(start + arrival.due - time.monotonic())
-                if len(running) >= target.most:
-                    outcome.error = "dropped"
-                    done()
-                    continue
-                task = asyncio.create_task(one(outcome, body))
-                running.add(task)
-                task.add_done_callback(ended)
-            while running:
-                await asyncio.wait(running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-    if failed:  # not the server's doing, but ours
-        raise failed[0]
+    async with session, asyncio.TaskGroup() as requests:
+        for index, arrival in enumerate(arrivals):
+            outcome = RequestOutcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
+            load.outcomes.append(outcome)
+            body = _body(target, arrival, index)  # before it is due
+            await asyncio.sleep(start + arrival.due - time.monotonic())
+            if in_flight >= target.most:
+                outcome.error = "dropped"
+                done()
+                continue
+            in_flight += 1
+            requests.create_task(one(outcome, body))
     return load
 
 
@@ -203,46 +188,27 @@ async def _ask(
         limit = aiohttp.ClientTimeout(total=left)
         async with session.post(f"{target.url}/v1/completions", data=body, timeout=limit) as answer:
             if answer.status != 200:
-                await answer.content.read(_LARGEST_EVENT)
                 outcome.error = f"http {answer.status}"
                 return
-            outcome.error = await read_stream(answer, since_due, target.hands_over, outcome, gaps)
+            outcome.error = "stream cut off"
+            async for line in answer.content:
+                now, content = since_due(), line.removeprefix(b"data:").strip()
+                if content == b"[DONE]":
+                    outcome.error = "" if outcome.tokens else "no tokens"
+                    return
+                if not line.startswith(b"data:"):
+                    continue
+                event = _decode(content)
+                if event.error is not None:
+                    outcome.error = "error in the stream"
+                    return
+                _count(event, now, target.hands_over, outcome, gaps)
     except TimeoutError:
         outcome.error = "deadline"
     except (aiohttp.ClientConnectorError, ConnectionError):
         outcome.error = "no connection"
     except (aiohttp.ClientError, ValueError, msgspec.MsgspecError) as error:
         outcome.error = f"broken answer: {type(error).__name__}"
-
-
-async def read_stream(
-    answer: aiohttp.ClientResponse,
-    since_due: Callable[[], float],
-    hands_over: bool,
-    outcome: RequestOutcome,
-    gaps: Histogram,
-) -> str:
-    """Reads server-sent events to the end into `outcome` and `gaps`; the kind of error, empty for none."""
-    pending = bytearray()
-    async for data in answer.content.iter_any():
-        now = since_due()
-        pending += data
-        *events, rest = bytes(pending).split(b"\n\n")
-        pending = bytearray(rest)
-        if len(pending) > _LARGEST_EVENT:
-            return "broken answer: an event without an end"
-        for raw in events:
-            line = raw.strip()
-            if not line.startswith(b"data:"):
-                continue
-            content = line[5:].strip()
-            if content == b"[DONE]":
-                return "" if outcome.tokens else "no tokens"
-            event = _decode(content)
-            if event.error is not None:
-                return "error in the stream"
-            _count(event, now, hands_over, outcome, gaps)
-    return "stream cut off"
 
 
 def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome, gaps: Histogram) -> None:

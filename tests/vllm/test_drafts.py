@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.lib.model import add_mtp, write_eagle, write_model
+from bench.lib.model import write_model
 from tests.support.pool import Pool
+from tests.vllm.draft_models import add_mtp, write_eagle
 from tests.vllm.servers import CHUNK, SHARDS, Answer, PdCacheServer, cluster_file, running_all
 from tests.vllm.test_failures import all_free
 from tests.vllm.test_groups import by_group, same

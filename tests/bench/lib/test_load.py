@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
-from bench.lib.load import Destination, Load, RequestOutcome, generate, join, read_stream, summarize
+from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
 from bench.lib.reuse import Infinite, hit_rate
 from bench.lib.stats import Histogram
 from tests.support.traces import conversations
@@ -177,23 +177,6 @@ def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> No
     load_on(note, at(0, 0, 0))
     assert len({json.dumps(body) for body in bodies}) == 1
     assert "cache_salt" not in bodies[0]
-
-
-def test_an_event_may_come_in_pieces_and_several_at_once() -> None:
-    whole = TOKEN + TOKEN + DONE
-    for cut in range(1, len(whole)):
-        load = Load()
-        outcome = RequestOutcome(due=0.0, prompt_tokens=8)
-
-        class Answer:
-            class content:
-                @staticmethod
-                async def iter_any(cut: int = cut) -> Any:
-                    yield whole[:cut]
-                    yield whole[cut:]
-
-        assert asyncio.run(read_stream(Answer, lambda: 1.0, False, outcome, load.gaps)) == ""  # type: ignore[arg-type]
-        assert outcome.tokens == 2
 
 
 # --- arrivals and prompts --------------------------------------------------------------------------------------------
