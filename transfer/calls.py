@@ -28,10 +28,6 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 
-def _nothing() -> None:
-    return
-
-
 class Call(Generic[T]):
     """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to wait."""
 
@@ -55,7 +51,7 @@ class Call(Generic[T]):
         function: Callable[..., T],
         args: tuple[Any, ...],
         deadline: float,
-        on_end: Callable[[], None],
+        on_end: Callable[[], None] | None,
     ) -> None:
         self._threads = threads
         self._function: Callable[..., T] | None = function
@@ -97,10 +93,11 @@ class Call(Generic[T]):
     def _end(self) -> None:
         """Lets go of what the call was given. Call it once, if `_taken` is held."""
         self._function, self._args = None, ()
+        on_end, self._on_end = self._on_end, None
         try:
-            self._on_end()  # first, because a thread that wakes up may lease slots again at once
+            if on_end is not None:
+                on_end()  # first, because a thread that wakes up may lease slots again at once
         finally:
-            self._on_end = _nothing
             self._done.release()
 
 
@@ -131,7 +128,7 @@ class CallThreads:
                 self._start_thread()
 
     def submit(
-        self, function: Callable[..., T], deadline: float, on_end: Callable[[], None] = _nothing, *args: Any
+        self, function: Callable[..., T], deadline: float, on_end: Callable[[], None] | None = None, *args: Any
     ) -> Call[T] | None:
         """Queues the call `function(*args)`. Returns None, after running `on_end`, if every thread is late, spare ones included, or `limit` calls are ahead."""
         call = Call(self, function, args, deadline, on_end)

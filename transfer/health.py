@@ -26,8 +26,6 @@ TRIAL_S = 65.0
 """How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never spoken."""
 FORGOTTEN_S = 60.0
 """After how long a silent peer is forgotten if no object was found at it meanwhile: the master drops the objects of a node that is gone."""
-_MOST = 4096
-"""How many silent peers are remembered. Beyond that the oldest are forgotten, and so are tried again."""
 
 
 class CircuitBreaker:
@@ -130,11 +128,9 @@ class Peers:
     def failed(self, peer: str, now: float) -> None:
         """Notes that a peer did not deliver."""
         with self._lock:
-            known = self._silent.pop(peer, None)
+            known = self._silent.get(peer)
             pause = self._retry_s if known is None else min(self._longest_s, 2 * known.pause)
             self._silent[peer] = _Silence(now + pause, pause, now)
-            if len(self._silent) > _MOST:
-                del self._silent[next(iter(self._silent))]
         if known is None:
             log.warning("peer %s does not deliver; its objects count as misses until it does", peer)
 

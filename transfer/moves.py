@@ -39,7 +39,6 @@ _ROUND_EXTRA_S = 0.6
 _LANES = 4
 """How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to `_MOST_LANES`)."""
 _MOST_LANES = 16
-_MOST_UNREVOKED = 1 << 16
 _RETRY_FULL_AFTER_S = 0.02
 """Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
 
@@ -157,7 +156,7 @@ class Moves:
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.own_peer = ""
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
-        self._unrevoked: dict[str, None] = {}
+        self._unrevoked: set[str] = set()
         """Keys whose put sessions were given up but are still open in Mooncake's client."""
         self._stalled: dict[int, frozenset[str]] = {}
         """For each thread, the peers that have held it up for longer than a peer may stall."""
@@ -286,11 +285,9 @@ class Moves:
         """
         for key, code in zip(keys, self._client.batch_put_session_revoke(keys), strict=True):
             if code == 0 or status_of(code) is Status.MISSING:
-                self._unrevoked.pop(key, None)
+                self._unrevoked.discard(key)
             else:
-                self._unrevoked[key] = None
-        while len(self._unrevoked) > _MOST_UNREVOKED:
-            del self._unrevoked[next(iter(self._unrevoked))]
+                self._unrevoked.add(key)
 
     # --- both ----------------------------------------------------------------------------------------------------
 

@@ -119,19 +119,6 @@ def load_mooncake() -> Any:
     return module
 
 
-def _replicate_config(module: Any, placement: Placement) -> Any:
-    """Returns Mooncake's form of `placement`. Leaves out `own`, because that segment's name is known only when the store is open."""
-    config = module.ReplicateConfig()
-    config.replica_num = placement.replicas
-    config.with_hard_pin = placement.pin == "hard"
-    if placement.pin == "soft":
-        config.soft_pin_action = module.SoftPinAction.ENABLE
-        config.soft_pin_ttl_ms = placement.soft_pin_ttl_s * 1000
-    if placement.preferred_segment not in ("own", "any"):
-        config.preferred_segment = placement.preferred_segment
-    return config
-
-
 def _check(batch: Batch) -> None:
     """Raises ValueError for a batch of no keys or too many, or whose keys, slots and sizes do not belong together."""
     keys, slots, sizes = batch
@@ -143,8 +130,8 @@ def _check(batch: Batch) -> None:
         raise ValueError("expected one size for each key, between 1 and the size of its slot")
 
 
-def _nothing() -> None:
-    return
+def _status(status: Status, _: int) -> Status:
+    return status
 
 
 class Pending(Generic[R]):
@@ -157,6 +144,7 @@ class Pending(Generic[R]):
         keys: int,
         result: Callable[[Status, int], R],
     ) -> None:
+        """`result` makes the result of a key from its status and the bytes that were read."""
         self._store = store
         self._call = call
         self._keys = keys
@@ -170,7 +158,7 @@ class Pending(Generic[R]):
         if not codes:
             self._store._suspect()
             return [self._result(Status.TIMEOUT, 0)] * self._keys
-        return [self._result(status_of(code), code) for code in codes]
+        return [self._result(status_of(code), max(code, 0)) for code in codes]
 
     def abandon(self) -> None:
         """Gives up the results. A batch that has not begun lets go of its slots at once."""
@@ -208,11 +196,12 @@ class MooncakeStore:
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._client: _MooncakeClient = module.MooncakeDistributedStore()
+        self._module = module
         self._placement = placement or Placement()
-        self._put_config = _replicate_config(module, self._placement)
-        self._pinned = module.ReplicateConfig()
-        self._pinned.with_hard_pin = True
-        self._pinned.replica_num = 2  # as far as there are segments: one store node's end should not take them along
+        self._put_config: Any = None
+        """Mooncake's form of the store's own placement, once it is open."""
+        # two copies, as far as there are segments: one store node's end should not take control objects along
+        self._pinned = self._config(Placement(replicas=2, pin="hard", preferred_segment="any"))
         self._regions: list[StagingPool] = []
         self._breaker = CircuitBreaker(self._master, settings)
         self._lookup_rpc = lookup_rpc(self._master) if settings.direct_lookups else None
@@ -345,7 +334,7 @@ class MooncakeStore:
                     rpc.drop_idle()  # they are no younger than the one that has gone silent
                 return [Status.TIMEOUT] * len(keys)
         if codes is None:
-            call = self._control.submit(self._exist, deadline, _nothing, keys)
+            call = self._control.submit(self._exist, deadline, None, keys)
             if call is None:
                 return [self._refusal()] * len(keys)
             codes = call.outcome([])
@@ -374,7 +363,7 @@ class MooncakeStore:
         if self.available:
             batch.retain()
             call = self._gets.submit(self._moves.get, end, batch.release, batch, end)
-        return Pending(self, call, len(keys), lambda status, code: GetResult(status, max(code, 0)))
+        return Pending(self, call, len(keys), GetResult)
 
     def start_put(
         self,
@@ -397,39 +386,47 @@ class MooncakeStore:
         """
         batch, end = Batch(keys, list(slots), list(sizes)), time.monotonic() + timeout
         _check(batch)
-        config = self._put_config if placement is None else self._config_of(placement)
         call = None
         if self.available:
+            config = self._put_config if placement is None else self._config(placement)
             batch.retain()
             call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
-        return Pending(self, call, len(keys), lambda status, _: status)
+        return Pending(self, call, len(keys), _status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""
-        codes = self._call(timeout, self._client.batch_remove, keys, force)
+        codes = self._call(self._control, timeout, self._client.batch_remove, keys, force)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def remove_matching(self, pattern: str, *, timeout: float) -> int:
         """Removes all keys in which a regular expression (ECMAScript's) is found, leased or not. Returns how many there were."""
-        return max(0, self._call(timeout, self._client.remove_by_regex, pattern, True) or 0)
+        return max(0, self._call(self._control, timeout, self._client.remove_by_regex, pattern, True) or 0)
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""
         if not 0 < len(value) <= MOST_SMALL:
             return Status.INVALID
-        code = self._small(self._puts, timeout, self._client.put, key, value, self._pinned)
+        code = self._call(self._puts, timeout, self._client.put, key, value, self._pinned)
         return Status.TIMEOUT if code is None else status_of(code)
 
     def get_small(self, key: str, *, timeout: float) -> bytes | None:
         """Returns a control object; None if it is missing or the pool did not answer in time."""
-        return self._small(self._gets, timeout, self._client.get, key) or None
+        return self._call(self._gets, timeout, self._client.get, key) or None
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _config_of(self, placement: Placement) -> Any:
-        config = _replicate_config(load_mooncake(), placement)
-        if placement.preferred_segment == "own" and self.segment_size:
-            config.preferred_segment = self.hostname
+    def _config(self, placement: Placement) -> Any:
+        """Returns Mooncake's form of `placement`. For `own` the client must be set up, because only then has its segment a name."""
+        config = self._module.ReplicateConfig()
+        config.replica_num = placement.replicas
+        config.with_hard_pin = placement.pin == "hard"
+        if placement.pin == "soft":
+            config.soft_pin_action = self._module.SoftPinAction.ENABLE
+            config.soft_pin_ttl_ms = placement.soft_pin_ttl_s * 1000
+        if placement.preferred_segment not in ("own", "any"):
+            config.preferred_segment = placement.preferred_segment
+        elif placement.preferred_segment == "own" and self.segment_size:
+            config.preferred_segment = self._client.get_hostname()
         return config
 
     def _drop_overdue(self) -> None:
@@ -442,21 +439,19 @@ class MooncakeStore:
             patience = self._settings.timeouts.exist_ms / 1000
             self._control.submit(self._moves.suspect_slow_peers, time.monotonic() + patience)
 
-    def _call(self, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
-        """Runs a control call. Returns its result; None if the pool is not available or did not answer in time."""
-        if not self.available:
+    def _call(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
+        """Returns what a call returns; None if the pool is not available or did not answer in time.
+
+        Control objects are transferred on other threads than the control calls', and late ones say nothing about the master: a store
+        node that is silent holds up neither the control calls nor, by the breaker, all others.
+        """
+        call = threads.submit(function, time.monotonic() + timeout, None, *args) if self.available else None
+        if call is None:
             return None
-        call = self._control.submit(function, time.monotonic() + timeout, _nothing, *args)
-        answer = None if call is None else call.outcome(None)
-        if call is not None and answer is None:
+        answer = call.outcome(None)
+        if answer is None and threads is self._control:
             self._breaker.timed_out("control call", call.had_s)
         return answer
-
-    def _small(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
-        """Transfers a control object. Returns the result; None if there was none in time. A store node that is silent holds up neither the
-        control calls nor, by the breaker, all others."""
-        call = threads.submit(function, time.monotonic() + timeout, _nothing, *args) if self.available else None
-        return None if call is None else call.outcome(None)
 
     def _refusal(self) -> Status:
         """The reason why a call was not begun."""
@@ -525,9 +520,7 @@ class MooncakeStore:
             return False
         self._mounted = True
         self._setup_error = ""
-        name = self._client.get_hostname()
-        if self._placement.preferred_segment == "own" and self.segment_size:
-            self._put_config.preferred_segment = name
+        self._put_config = self._config(self._placement)
         first = self._probe_segment() if self.segment_size else None
         if first is not None:
             self._moves.own_peer = first.transport_endpoint
@@ -539,7 +532,12 @@ class MooncakeStore:
                     self._register(pool)
                 self._state = "open"
                 self._changed.notify_all()
-                log.info("pool %s: open, segment of %d bytes as %s", self._master, self.segment_size, name)
+                log.info(
+                    "pool %s: open, segment of %d bytes as %s",
+                    self._master,
+                    self.segment_size,
+                    self._client.get_hostname(),
+                )
         return True
 
     def _refused(self) -> str | None:
@@ -562,9 +560,7 @@ class MooncakeStore:
         Mooncake's client reports neither the segment's address nor that of its transport.
         """
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
-        here = load_mooncake().ReplicateConfig()
-        here.preferred_segment = self._client.get_hostname()
-        if self._client.put(key, bytes(64), here) != 0:
+        if self._client.put(key, bytes(64), self._config(Placement(preferred_segment="own"))) != 0:
             return None
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.batch_remove, [key], True)

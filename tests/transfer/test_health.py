@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.health import _MOST, FORGOTTEN_S, TRIAL_S, CircuitBreaker, Peers
+from transfer.health import FORGOTTEN_S, TRIAL_S, CircuitBreaker, Peers
 from transfer.settings import BreakerSettings, TransferSettings
 
 
@@ -73,14 +73,6 @@ def test_a_peer_that_still_holds_a_thread_is_not_tried_with_another() -> None:
     peers.failed("a", 0.0)
     assert not peers.may_ask("a", 1.0, busy={"a"})
     assert peers.may_ask("a", 1.0, busy={"b"})
-
-
-def test_the_peers_that_are_remembered_are_bounded() -> None:
-    peers = Peers(1.0)
-    for number in range(_MOST + 10):
-        peers.failed(str(number), 0.0)
-    assert peers.may_ask("0", 0.0)
-    assert not peers.may_ask(str(_MOST), 0.0)
 
 
 def test_a_peer_that_is_gone_from_the_pool_is_forgotten_and_one_that_still_has_objects_is_not() -> None:

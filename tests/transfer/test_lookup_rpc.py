@@ -380,27 +380,6 @@ def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes
         rpc.close()
 
 
-def test_a_socket_that_the_kernel_has_connected_to_itself_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Master(lambda number: iter([])) as master:
-
-        def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
-            one = socket.socket()
-            one.bind(("127.0.0.1", 0))
-            one.connect(one.getsockname())
-            return one
-
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "create_connection", to_itself)
-            rpc = rpc_to(master)
-        assert not rpc._connections
-        assert not rpc._gave_up
-
-
-@pytest.mark.parametrize("host", ["x" * 64, "a..b", "127.0.0.1:1"])
-def test_an_address_that_cannot_be_one_is_not_connected_to(host: str) -> None:
-    LookupRpc(host, 70_000).connect()
-
-
 @pytest.mark.parametrize("parts", [[], [b"\x15\x00"]], ids=["at once", "in the middle of the answer"])
 def test_a_connection_that_ends_says_nothing(parts: list[bytes]) -> None:
     with Master(lambda number: iter([*parts, b""])) as master:
@@ -417,23 +396,6 @@ def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_
             rpc.ask(["a"], time.monotonic() + 0.05)
         assert not rpc._connections
         assert rpc.ask(["a"], later()) is None
-        rpc.close()
-
-
-def test_an_interrupted_request_leaves_no_connection_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
-        rpc = rpc_to(master)
-
-        def interrupted(*_: object) -> bytes:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rpc, "_exchange", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                rpc.ask(["a"], later())
-        assert not rpc._connections
-        rpc.connect()
-        assert rpc.ask(["a"], later()) == b"\x01"
         rpc.close()
 
 
