@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,15 +34,6 @@ def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes
     finally:
         for slot in slots:
             slot.release()
-
-
-def test_two_replicas_lie_on_two_segments_and_survive_the_loss_of_one(two_segments: Pool) -> None:
-    with opened(two_segments, placement=Placement(replicas=2)) as (store, staging):
-        keys = fresh(4)
-        assert put(store, staging, keys, b"r") == [Status.OK] * 4
-        assert (two_segments.used(0), two_segments.used(1)) == (4 * SLOT, 4 * SLOT)
-        two_segments.kill("store-0")
-        wait_for(lambda: readable(store, staging, keys, b"r"), 20, "every key being read from its other copy")
 
 
 def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool: Callable[..., Pool]) -> None:
@@ -88,30 +80,31 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
         assert owner._moves._where(keys) == {}, "a read of them concerns no peer"
 
 
-def test_one_replica_does_not_survive_the_loss_of_its_segment(two_segments: Pool) -> None:
-    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(1))) as (store, staging):
-        keys = fresh(4)
-        assert put(store, staging, keys) == [Status.OK] * 4
-        two_segments.stop("store-1")
-        assert store.batch_exist(keys, timeout=20) == [Status.MISSING] * 4
-
-
-def test_a_preferred_segment_gets_the_bytes_and_any_spreads_them(two_segments: Pool) -> None:
-    for index in (0, 1):
-        with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(index))) as (
-            store,
-            staging,
-        ):
-            keys = [key for _ in range(5) for key in fresh(8)]
+def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
+    two_segments: Pool,
+) -> None:
+    def put_all(**placement: Any) -> list[str]:
+        with opened(two_segments, placement=Placement(**placement)) as (store, staging):
+            keys = fresh(40)
             for first in range(0, 40, 8):
-                assert put(store, staging, keys[first : first + 8]) == [Status.OK] * 8
-            assert (two_segments.used(index), two_segments.used(1 - index)) == (40 * SLOT, 0)
+                assert put(store, staging, keys[first : first + 8], b"r") == [Status.OK] * 8
+            return keys
+
+    used = two_segments.used
+    with opened(two_segments) as (store, staging):
+        for index in (0, 1):
+            keys = put_all(preferred_segment=two_segments.segment(index))
+            assert (used(index), used(1 - index)) == (40 * SLOT, 0)
             store.remove(keys, timeout=20, force=True)
-    with opened(two_segments, placement=Placement(preferred_segment="any")) as (store, staging):
-        for _ in range(5):
-            put(store, staging, fresh(8))
-        assert two_segments.used(0)
-        assert two_segments.used(1)
+        keys = put_all(preferred_segment="any")
+        assert min(used(0), used(1)) > 0
+        store.remove(keys, timeout=20, force=True)
+        alone = put_all(preferred_segment=two_segments.segment(0))[:8]
+        both = put_all(replicas=2)[:8]
+        assert (used(0), used(1)) == (80 * SLOT, 40 * SLOT)
+        two_segments.kill("store-0")
+        wait_for(lambda: readable(store, staging, both, b"r"), 20, "every key being read from its other copy")
+        assert not readable(store, staging, alone, b"r")
 
 
 def test_a_put_with_a_placement_of_its_own_goes_there_and_the_next_where_the_store_says(two_segments: Pool) -> None:

@@ -66,54 +66,46 @@ def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes
             slot.release()
 
 
-def test_bytes_that_were_put_come_back_and_missing_keys_say_so(pool: Pool) -> None:
+def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_say_so(pool: Pool) -> None:
     with opened(pool) as (store, staging):
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
-        assert store.batch_exist(keys, timeout=20) == [Status.OK, Status.OK, Status.MISSING]
         slots = leased(staging, 3)
         results = store.start_get(keys, slots, timeout=20).results()
         assert results == [GetResult(Status.OK, SLOT), GetResult(Status.OK, SLOT), GetResult(Status.MISSING, 0)]
         assert bytes(slots[0].view) == b"a" * SLOT
         assert bytes(slots[1].view) == b"b" * SLOT
+        for bad, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
+            with pytest.raises(ValueError):
+                store.start_put(bad, slots[:1], sizes, timeout=20)
         for slot in slots:
             slot.release()
         assert staging.in_use == 0
+        assert store.batch_exist(keys, timeout=20) == [
+            Status.OK,
+            Status.OK,
+            Status.MISSING,
+        ]  # which leases the first two
+        assert store.remove(keys, timeout=20) == [Status.BUSY, Status.BUSY, Status.MISSING]
+        assert store.remove(keys, timeout=20, force=True) == [Status.OK, Status.OK, Status.MISSING]
+        assert store.get_small(keys[2], timeout=20) is None
+        assert store.put_small(keys[2], b"in words", timeout=20) is Status.OK
+        assert store.get_small(keys[2], timeout=20) == b"in words"
+        for _ in range(10):
+            store.batch_exist(["k"], timeout=0.0)
+        assert store.available, "an impatient caller says nothing about the pool"
 
 
-def test_a_put_with_a_segment_lands_on_the_writers_own_node(pool: Pool) -> None:
-    with opened(pool, segment_size=32 << 20, prefault=True) as (store, staging):
-        key = fresh(1)
-        assert put(store, staging, key) == [Status.OK]
-        replica = store._client.get_replica_desc(key[0])[0].get_memory_descriptor().buffer_descriptor
-        # unmounting the writer's segment takes the object with it
-        assert replica.size == SLOT
-    with opened(pool) as (store, _):
-        assert store.batch_exist(key, timeout=20) == [Status.MISSING]
-
-
-def test_the_segment_is_resident_before_the_first_write(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resident(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="transfer.staging")
-    with opened(pool, segment_size=64 << 20, prefault=True):
-        pass
-    assert [record for record in caplog.records if "67108864 bytes prefaulted in" in record.getMessage()]
-
-
-def test_removed_keys_are_gone_and_a_leased_one_needs_force(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
-        keys = fresh(2)
-        put(store, staging, keys)
-        store.batch_exist(keys[:1], timeout=20)  # leases the first
-        assert store.remove(keys, timeout=20) == [Status.BUSY, Status.OK]
-        assert store.remove(keys, timeout=20, force=True) == [Status.OK, Status.MISSING]
-
-
-def test_small_control_objects_round_trip(pool: Pool) -> None:
+    key = fresh(1)
+    with opened(pool, segment_size=32 << 20, prefault=True) as (store, staging):
+        assert put(store, staging, key) == [Status.OK]
+        assert [record for record in caplog.records if "33554432 bytes prefaulted in" in record.getMessage()]
     with opened(pool) as (store, _):
-        key = fresh(1)[0]
-        assert store.get_small(key, timeout=20) is None
-        assert store.put_small(key, b"in words", timeout=20) is Status.OK
-        assert store.get_small(key, timeout=20) == b"in words"
+        assert store.batch_exist(key, timeout=20) == [Status.MISSING], "unmounted with its segment"
 
 
 def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -> None:
@@ -140,40 +132,6 @@ def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> No
             slots[0].release()
         assert Status.NO_SPACE in statuses
         assert store.available, "a full pool is not a pool that is down"
-
-
-def test_bad_batches_are_refused_before_anything_moves(pool: Pool) -> None:
-    with opened(pool) as (store, staging):
-        slots = leased(staging, 1)
-        for keys, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
-            with pytest.raises(ValueError):
-                store.start_put(keys, slots, sizes, timeout=20)
-        slots[0].release()
-
-
-def test_an_impatient_caller_says_nothing_about_the_pool(pool: Pool) -> None:
-    with opened(pool) as (store, _):
-        for _ in range(10):
-            store.batch_exist(["k"], timeout=0.0)
-        assert store.available
-        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING]
-
-
-def test_an_outage_of_some_keys_is_no_miss(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(pool) as (store, _):
-
-        class Partly:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(client, name)
-
-            def batch_is_exist(self, keys: list[str]) -> list[int]:
-                return [1, 0, -900, -901]
-
-        client = store._client
-        store._client = Partly()
-        found = store.batch_exist(["a", "b", "c", "d"], timeout=20)
-        store._client = client
-        assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN]
 
 
 def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(
