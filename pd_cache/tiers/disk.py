@@ -1,23 +1,41 @@
 """LocalDiskBackend: keeps objects as files, within a byte budget. The files survive a restart.
 
-Reads, writes and deletions run on threads of their own, with bounded queues and deadlines (`transfer.calls`). The index knows which object
-lies in which file, without a system call. `disk_files` does what touches the disk.
+    <path>/<file bytes>/<n>/lock                        locked while a process uses folder n
+    <path>/<file bytes>/<n>/tmp/<serial>                being written
+    <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
 
-1. An error of one file leaves the tier on: the file leaves the index, and the next put of its key writes another one. The error's number
-   shows that it concerns one file, or a check does, which writes a page to the folder and reads it back. But three errors in a row that a
-   dead disk could have caused switch the tier off. Then every call returns at once. Callers can only make the state worse; only the keeper,
-   a thread that tries the folder every `retry_s`, makes it better.
-2. A read-only folder is still read. If the file system has less room than `capacity`, objects are evicted and the budget shrinks. The
-   keeper lets it grow again. A file that cannot be deleted costs the budget a place until it is gone.
+A file is an object (payload and trailer) and whatever lay behind it in memory, up to the size of the largest object in whole pages, so
+that direct I/O can move it in one piece. It is written under a temporary name and renamed when it is whole. The serial keeps two writers
+of one key apart. The digest is that of the key, so that any key makes a safe name. Names are not trusted: objects are checked when they
+are read.
+
+Processes that share a path each take their own folder, the first that is free. However a process ends, its folder becomes free, and
+the next process that starts finds it with its contents.
+
+Reads and writes run on threads of their own, with bounded queues and deadlines (`transfer.calls`). The index knows which object lies in
+which file, without a system call.
+
+1. A file that cannot be read or written costs only its object, which the next put writes again. Three such errors in a row switch the tier
+   off, as does a call that gets no answer within two seconds. Then every call returns at once. Callers can only make the state worse; only
+   the keeper, a thread that tries the folder every `retry_s`, makes it better.
+2. A file system that cannot be written is still read. If it has less room than `capacity`, objects are evicted and the budget shrinks. The
+   keeper lets it grow again. A file that cannot be deleted stops writes until it can be, so the budget holds.
 3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
    No caller waits for a deletion.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import errno
+import fcntl
 import functools
+import hashlib
+import itertools
 import logging
+import mmap
+import os
+import re
 import threading
 import time
 from collections import deque
@@ -28,97 +46,289 @@ from typing import NamedTuple, TypeVar
 from pd_cache.config import DiskTier
 from pd_cache.metrics import TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
-from pd_cache.tiers.disk_files import (
-    PAGE,
-    DiskFault,
-    DiskHealth,
-    DiskState,
-    FolderContents,
-    ObjectFolder,
-    digest_of,
-    fault_of,
-    name_of,
-    state_of,
-)
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import SELF_SIZED, Damage, Fetched, ObjectMemory, Staged, inspect
 from transfer.calls import Call, CallThreads
 from transfer.errors import PoolUnavailableError, Status
 from transfer.settings import Timeouts
+from transfer.staging import Quota
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PAGE = 4096
 _BATCH_BYTES = 64 << 20
 _EVICTED_FOR_ONE = 8
 """The most objects that are evicted for one of the same size. If they are not enough, another program takes the space they leave."""
+_FOLDERS = 64
+"""The most processes that may share one path."""
+_NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
+_SERIALS = 1 << 56
+"""The limit of our serials. A larger one in a name is not ours, so counting does not continue from it."""
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_STRIKES = 3
+"""So many errors in a row are not those of single files."""
+_FAIR_S = 2.0
+"""A disk that has not answered within this time hangs."""
+_FAIR = 0.9
+"""The part of that time that a call must have had."""
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The file system, or a quota, is full: deleting files helps."""
+_CANNOT_WRITE = dict.fromkeys((*_NO_ROOM, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
+)
+"""Errors that say that nothing can be written, and how the tier then answers puts. It can still be read."""
+_OF_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN})
+"""This process lacks something. The error says nothing about the disk."""
 
 
-class _Share:
-    """Limits how many slots the reads or the writes of a tier may hold. Waiting for one ends early if the tier becomes unusable."""
-
-    def __init__(self, most: int, health: DiskHealth, *, writing: bool) -> None:
-        self.taken = 0
-        self._most = max(1, most)
-        self._health = health
-        self._writing = writing
-
-    def take(self, seconds: float) -> bool:
-        """Takes one, waiting up to `seconds` for it. Returns whether it did."""
-        with self._health.changed:
-            self._wait_below(self._most, seconds)
-            taken = self.taken < self._most
-            self.taken += taken
-            return taken
-
-    def give_back(self) -> None:
-        """Gives one back, and wakes the threads that wait for one."""
-        with self._health.changed:
-            self.taken -= 1
-            self._health.changed.notify_all()
-
-    def wait_half_free(self, seconds: float) -> bool:
-        """Waits until at most half of them are taken. Returns False after `seconds`."""
-        with self._health.changed:
-            return self._wait_below(self._most // 2 + 1, seconds)
-
-    def _wait_below(self, most: int, seconds: float) -> bool:
-        health = self._health
-        return health.changed.wait_for(
-            lambda: self.taken < most or not (health.writable if self._writing else health.readable),
-            min(seconds, threading.TIMEOUT_MAX),
-        )
+def digest_of(key: str) -> str:
+    """Returns the 32 hexadecimal digits that stand for a key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
+def _symbol(error: OSError) -> str:
+    """Returns the error's symbol in lower case, such as `eio`, for a metric's label."""
+    return errno.errorcode.get(error.errno or 0, "unknown").lower()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class FolderContents(NamedTuple):
+    """The contents of the folder when it was opened."""
+
+    objects: list[tuple[str, str]]
+    """The digest and the name of each object, oldest first. Of two objects with one digest, only the newer is listed."""
+    foreign: int
+    """How many files are not ours. They are left alone."""
+    torn: int
+    """How many files of ours are not whole, or belong to writes that never ended. They are to be deleted."""
+
+
+class ObjectFolder:
+    """Reads, writes and deletes one process's files. The I/O methods raise OSError. They may run on several threads at once.
+
+    Files that are of no use any more wait in line until `sweep` deletes them.
+    """
+
+    def __init__(self, path: Path, file_bytes: int, *, direct: bool, sync: bool) -> None:
+        """Touches nothing yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is renamed."""
+        assert file_bytes % PAGE == 0
+        self.file_bytes = file_bytes
+        self.root = path / str(file_bytes)
+        """The folder that this process has taken; the one above it before that."""
+        self._base = self.root
+        self._direct = direct and bool(_DIRECT)
+        self._sync = sync
+        self._lock = -1
+        self._serials = itertools.count(1)
+        self._litter: deque[Path] = deque()
+        self._sweeping = threading.Lock()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a folder is open and still there."""
+        try:
+            return self._lock >= 0 and os.path.samestat(os.stat(self.root / "lock"), os.fstat(self._lock))
+        except OSError:
+            return False
+
+    def open(self) -> FolderContents:
+        """Takes a folder and returns its contents. Lets go of the folder that was taken before."""
+        self.close()
+        self._lock = self._take()
+        try:
+            return self._scan()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, digest: str, pages: memoryview) -> str:
+        """Writes an object and publishes it. Returns its name."""
+        temporary = self._write_temporary(pages)
+        name = f"{digest}-{temporary.name}"
+        final = self.path_of(name)
+        try:
+            final.parent.mkdir(exist_ok=True)
+            temporary.rename(final)
+            if self._sync:
+                self._sync_folder(final.parent)
+        except BaseException:
+            # whether it was renamed or not: a file that no caller knows of must not stay
+            self._litter += (temporary, final)
+            raise
+        return name
+
+    def read(self, name: str, pages: memoryview) -> int:
+        """Reads an object into `pages`. Returns how many bytes it read."""
+        descriptor = self._open(self.path_of(name), os.O_RDONLY)
+        try:
+            done = 0
+            while done < len(pages):
+                count = os.preadv(descriptor, [pages[done:]], done)
+                done += count
+                if not count or done % PAGE:
+                    break
+            return done
+        finally:
+            os.close(descriptor)
+
+    def drop(self, *names: str) -> None:
+        """Has objects deleted by the next `sweep`."""
+        self._litter += map(self.path_of, names)
+
+    def sweep(self) -> None:
+        """Deletes what is of no use any more. A file that cannot be deleted stays first in line."""
+        with self._sweeping:
+            while self._litter:
+                self._litter[0].unlink(missing_ok=True)
+                self._litter.popleft()
+
+    def probe(self) -> None:
+        """Writes an object and deletes it."""
+        (self.root / "tmp").mkdir(exist_ok=True)
+        with mmap.mmap(-1, self.file_bytes) as zeros, memoryview(zeros) as pages:
+            self._litter.append(self._write_temporary(pages))
+        self.sweep()
+
+    def room(self) -> int:
+        """Returns how many more objects the file system has room for. A quota may allow fewer."""
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize // self.file_bytes
+
+    def note(self, key: str, value: bytes) -> None:
+        """Writes a small text for people into the folder, whole or not at all."""
+        temporary = self.root / "tmp" / f"note-{next(self._serials):x}"
+        try:
+            temporary.write_bytes(value)
+            temporary.rename(self.root / f"note-{digest_of(key)}")
+        except BaseException:
+            self._litter.append(temporary)
+            raise
+
+    def close(self) -> None:
+        """Lets go of the folder. Idempotent."""
+        descriptor, self._lock = self._lock, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def path_of(self, name: str) -> Path:
+        return self.root / name[:2] / name
+
+    def _take(self) -> int:
+        for index in range(_FOLDERS):
+            root = self._base / str(index)
+            root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException as error:
+                os.close(descriptor)
+                if not isinstance(error, BlockingIOError):
+                    raise
+                continue
+            self.root = root
+            return descriptor
+        raise OSError(errno.EBUSY, f"{_FOLDERS} processes already use it, the most that may", str(self._base))
+
+    def _scan(self) -> FolderContents:
+        (self.root / "tmp").mkdir(exist_ok=True)
+        torn = [Path(entry.path) for entry in os.scandir(self.root / "tmp") if entry.is_file(follow_symlinks=False)]
+        seen: list[tuple[int, str, str]] = []
+        foreign = highest = 0
+        for folder in os.scandir(self.root):
+            if folder.name in ("lock", "tmp") or folder.name.startswith("note-"):
+                continue
+            if not folder.is_dir(follow_symlinks=False):
+                foreign += 1
+                continue
+            for file in os.scandir(folder):
+                match = _NAME.fullmatch(file.name)
+                if match is None or file.name[:2] != folder.name or not file.is_file(follow_symlinks=False):
+                    foreign += 1
+                    continue
+                status = file.stat(follow_symlinks=False)
+                if status.st_size != self.file_bytes:
+                    torn.append(Path(file.path))
+                    continue
+                serial = int(match["serial"], 16)
+                highest = max(highest, serial if serial < _SERIALS else 0)
+                seen.append((status.st_mtime_ns, match["digest"], file.name))
+        self._serials = itertools.count(max(highest + 1, next(self._serials)))
+        self._litter = deque(torn)
+        newest: dict[str, str] = {}
+        for _, digest, name in sorted(seen):
+            if (older := newest.pop(digest, None)) is not None:
+                self.drop(older)
+            newest[digest] = name
+        return FolderContents(list(newest.items()), foreign, len(torn))
+
+    def _write_temporary(self, pages: memoryview) -> Path:
+        """Writes a new file with these bytes. Returns its path; the name is a serial that no object has."""
+        path = self.root / "tmp" / f"{next(self._serials):x}"
+        try:
+            descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                done = 0
+                while done < len(pages):
+                    done += os.pwritev(descriptor, [pages[done:]], done)
+                if self._sync:
+                    os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            self._litter.append(path)
+            raise
+        return path
+
+    def _open(self, path: Path, flags: int) -> int:
+        """Opens a file for direct I/O, or through the page cache if the file system has no direct I/O."""
+        flags |= os.O_CLOEXEC
+        if self._direct:
+            try:
+                return os.open(path, flags | _DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        descriptor = os.open(path, flags, 0o600)
+        if self._direct:
+            log.info("%s: this file system has no direct I/O; using the page cache", self.root)
+            self._direct = False
+        return descriptor
+
+    @staticmethod
+    def _sync_folder(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# --- the tier ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class _Write:
     """One object on its way to the disk."""
 
-    __slots__ = ("begun", "call", "deadline", "digest", "ended", "staged", "status")
-
-    def __init__(self, digest: str, staged: Staged, deadline: float) -> None:
-        self.digest = digest
-        self.staged = staged
-        self.deadline = deadline
-        self.call: Call[None] | None = None
-        self.begun: float | None = None
-        """When a thread began it, by `time.monotonic()`."""
-        self.status = Status.TIMEOUT
-        self.ended = False
+    digest: str
+    staged: Staged
+    call: Call[Status] | None = None
 
 
 class _Put(NamedTuple):
     """A put under way; see `base.PutOutcome`."""
 
     backend: LocalDiskBackend
-    parts: list[tuple[_Write, bool] | Status]
-    """For each key its write, and whether another put has begun it; or the status."""
-    deadline: float
+    parts: list[Call[Status] | Status]
+    """For each key its write, or the status of one that was not begun."""
 
     def results(self) -> list[Status]:
-        return [
-            part if isinstance(part, Status) else self.backend._written(*part, self.deadline) for part in self.parts
-        ]
+        return [part if isinstance(part, Status) else self.backend._written(part) for part in self.parts]
 
 
 class _OnDisk(NamedTuple):
@@ -165,49 +375,51 @@ class LocalDiskBackend(StorageBackend):
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
         file_bytes = -(-memory.object_bytes // PAGE) * PAGE
         self._places = tier.capacity // file_bytes
-        """The index's capacity while there is room and every file can be deleted."""
+        """The index's capacity while there is room."""
         self.index: EvictingIndex[str] = EvictingIndex(self._places, tier.policy)
         self.folder = ObjectFolder(Path(tier.path), file_bytes, direct=tier.direct, sync=tier.sync)
-        self.health = DiskHealth(self.folder, metrics, tier.retry_s)
         self._timeouts = timeouts
         self._metrics = metrics
         self._retry_s = tier.retry_s
-        self._ahead = tier.threads + 1
         if not self._places:
             log.warning("tier %s holds nothing: its capacity is smaller than one object", metrics.tier)
-        slots = memory.pool.slots if slots is None else slots
-        # enough for one reader with everything that it reads ahead, unless memory is short
-        self._read_slots = _Share(max(slots // 4, min(self._ahead, slots // 2)), self.health, writing=False)
-        self._write_slots = _Share(slots // 2, self.health, writing=True)
+        self.changed = threading.Condition()
+        """Guards the fields below, and says when one of them changed."""
+        self.state = Status.TIER_OFF
+        """What puts are answered: OK if the tier takes them, NO_SPACE or READ_ONLY if it is only read, TIER_OFF or CLOSED."""
+        self.trouble = ""
+        """Why the state is not OK; empty before the folder was opened for the first time."""
+        self._strikes = {True: 0, False: 0}
+        """How many errors in a row writes and reads met."""
+        self._writing = 0
+        """How many slots writes hold."""
         self._under_way: dict[str, _Write] = {}
-        self._writes_changed = threading.Condition()
-        """Guards `_under_way`; notified when a write ends."""
-        self._litter: deque[str] = deque()
-        """Files that are still to be deleted. Code that adds one need not sweep: the next write does, before it uses any room."""
-        self._sweeping = threading.Lock()
-        # every call except notes holds a slot
+        """The writes that are not published, by digest. A removed key leaves at once."""
+        slots = memory.pool.slots if slots is None else slots
+        self._ahead = tier.threads + 1
+        # enough for one reader with everything that it reads ahead, unless memory is short
+        self._reading = Quota(max(slots // 4, min(self._ahead, slots // 2)))
+        self._most_writing = max(1, slots // 2)
+        # every call except notes and deletions holds a slot
         limit = memory.pool.slots + 256
         self._reads = CallThreads(f"{metrics.tier}-read", tier.threads, limit=limit)
         self._writes = CallThreads(f"{metrics.tier}-write", tier.threads, limit=limit)
-        # its own thread, so that deletions go on even if late calls hold all other threads
-        self._deletions = CallThreads(f"{metrics.tier}-delete", 1, limit=2)
         self._keeper = threading.Thread(target=self._keep, name=f"{metrics.tier}-keeper", daemon=True)
         self._keeper.start()
 
     @property
     def available(self) -> bool:
-        return self.health.readable
+        return self.state not in (Status.TIER_OFF, Status.CLOSED)
 
     def wait_available(self, timeout: float) -> None:
-        health = self.health
-        with health.changed:
-            health.changed.wait_for(lambda: health.state is not DiskState.OPENING, min(timeout, threading.TIMEOUT_MAX))
-            if not health.readable:
-                raise PoolUnavailableError(f"{self.folder.root} is {health.state.value}: {health.trouble}")
+        with self.changed:
+            self.changed.wait_for(lambda: self.available or self.trouble, min(timeout, threading.TIMEOUT_MAX))
+            if not self.available:
+                raise PoolUnavailableError(f"{self.folder.root} cannot be used: {self.trouble or 'not opened yet'}")
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         if not self.available:
-            return [self.health.refusal] * len(keys)
+            return [self.state] * len(keys)
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
@@ -219,21 +431,19 @@ class LocalDiskBackend(StorageBackend):
         deadline = None if timeout is None else time.monotonic() + timeout
         ahead: deque[_Read] = deque()
         started = 0
-        refusal = ""
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
                     seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
                     # only a reader that holds no memory waits for some, so two readers never wait for each other
                     read = self._start_read(keys[started], size, seconds, 0.0 if ahead else seconds)
-                    if isinstance(read, str):
-                        refusal = read
+                    if read is None:
                         break
                     started += 1
                     ahead.append(read)
                 if not ahead:
                     for _ in keys[started:]:
-                        yield Fetched(None, refusal)
+                        yield Fetched(None, self.memory.refusal)
                     return
                 yield self._finish(keys[started - len(ahead)], size, ahead.popleft())
         finally:
@@ -247,45 +457,49 @@ class LocalDiskBackend(StorageBackend):
         return self.memory.stage(max(0.0, deadline - time.monotonic()), payload_bytes=payload_bytes)
 
     def wait_room(self, timeout: float | None = None) -> bool:
-        return self._write_slots.wait_half_free(self._put_seconds(timeout))
+        """Waits until at most half of the slots for writes are taken, or the tier takes no puts."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: self._writing <= self._most_writing // 2 or self.state is not Status.OK,
+                min(self._put_seconds(timeout), threading.TIMEOUT_MAX),
+            )
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         deadline = time.monotonic() + self._put_seconds(timeout)
         try:
-            parts = [self._begin(key, digest_of(key), item, deadline) for key, item in zip(keys, items, strict=True)]
+            return _Put(self, [self._begin(key, item, deadline) for key, item in zip(keys, items, strict=True)])
         finally:
             for item in items:
                 item.release()
-        return _Put(self, parts, deadline)
 
     def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
-        if self.health.state not in (DiskState.ON, DiskState.FULL):
-            return [self.health.refusal] * len(keys)
+        if self.state not in (Status.OK, Status.NO_SPACE):
+            return [self.state] * len(keys)
         return [self._remove(digest_of(key)) for key in keys]
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        if not self.health.writable:
-            return self.health.refusal
-        call = self._writes.submit(
-            functools.partial(self._note, key, value), time.monotonic() + self._put_seconds(None)
-        )
-        return self._rejection() if call is None else Status.OK
+        if self.state is not Status.OK:
+            return self.state
+        end = time.monotonic() + self._put_seconds(None)
+        return self._rejection() if self._writes.submit(self._note, end, None, key, value) is None else Status.OK
 
     def close(self) -> None:
-        well = self.health.writable
-        if not self.health.close():
+        with self.changed:
+            before, self.state = self.state, Status.CLOSED
+            self.changed.notify_all()
+        if before is Status.CLOSED:
             return
         end = time.monotonic() + self._timeouts.close_ms / 1000
         drained = True
-        for threads in (self._writes, self._reads, self._deletions):
+        for threads in (self._writes, self._reads):
             drained &= threads.close(max(0.0, end - time.monotonic()))
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
         self.index.close()
         self.memory.close()
         if drained:
-            if well:
+            if before is Status.OK:
                 self._sweep()
             self.folder.close()
         else:
@@ -298,7 +512,7 @@ class LocalDiskBackend(StorageBackend):
 
     def _rejection(self) -> Status:
         """Returns why no thread took a call: the threads are closed or overloaded."""
-        return Status.CLOSED if self.health.state is DiskState.CLOSED else Status.OVERLOADED
+        return Status.CLOSED if self.state is Status.CLOSED else Status.OVERLOADED
 
     def _count(self) -> None:
         """Reports how much the tier holds."""
@@ -306,41 +520,30 @@ class LocalDiskBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _start_read(self, key: str, size: int, seconds: float, patience: float) -> _Read | str:
-        """Begins to read a key. Returns the reason as text if no memory came free within `patience` seconds."""
+    def _start_read(self, key: str, size: int, seconds: float, patience: float) -> _Read | None:
+        """Begins to read a key. Returns None if no memory came free within `patience` seconds."""
         if not self.available:
-            return _Read(None, None, self.health.refusal.value)
+            return _Read(None, None, self.state.value)
         digest = digest_of(key)
         if not self.index.contains([digest])[0]:
             return _Read(None, None, Status.MISSING.value)
-        latest = time.monotonic() + patience
-        if not self._read_slots.take(patience):
-            return self._rejection().value
-        staged: Staged | None = None
-        try:
-            room = self.memory.payload_bytes if size == SELF_SIZED else size
-            staged = self.memory.stage(max(0.0, latest - time.monotonic()), payload_bytes=room)
-        finally:
-            if staged is None:
-                self._read_slots.give_back()
+        room = self.memory.payload_bytes if size == SELF_SIZED else size
+        staged = self.memory.stage(patience, self._reading, payload_bytes=room)
         if staged is None:
-            return self.memory.refusal
+            return None
         target = staged.share()
-        call = self._reads.submit(
-            functools.partial(self._read, key, digest, target, size),
-            time.monotonic() + seconds,
-            functools.partial(self._read_ended, target),
-        )
+        ended = functools.partial(self._read_ended, target)
+        call = self._reads.submit(self._read, time.monotonic() + seconds, ended, key, digest, target, size)
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read_ended(self, target: Staged) -> None:
-        """Runs exactly once, when a read has ended or can never begin."""
+        """Runs exactly once, when a read has ended or can never begin. Its slot no longer waits for the disk."""
+        target.slot.settle()
         target.release()
-        self._read_slots.give_back()
 
     def _read(self, key: str, digest: str, target: Staged, size: int) -> _OnDisk | str:
         """Reads an object, on a reading thread. Returns what it found, or the reason why that is of no use."""
-        if self.health.state is DiskState.OFF:
+        if self.state is Status.TIER_OFF:
             return Status.TIER_OFF.value
         entry = self.index.pin(digest)
         if entry is None:  # evicted meanwhile
@@ -348,8 +551,8 @@ class LocalDiskBackend(StorageBackend):
         try:
             return self._read_file(key, entry, target, size)
         finally:
-            if self.index.unpin(entry) and self.health.state is not DiskState.CLOSED:
-                self._litter.append(entry.resource)
+            if self.index.unpin(entry) and self.state is not Status.CLOSED:
+                self.folder.drop(entry.resource)
                 self._sweep_soon()
 
     def _read_file(self, key: str, entry: Entry[str], target: Staged, size: int) -> _OnDisk | str:
@@ -358,21 +561,16 @@ class LocalDiskBackend(StorageBackend):
         try:
             nbytes = self.folder.read(entry.resource, target.slot.pages)
         except OSError as error:
-            return self._unread(entry, error)
-        self.health.worked()
-        whole = nbytes == self.folder.file_bytes
-        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
-        return self._discard(entry, found) if isinstance(found, Damage) else _OnDisk(found, entry)
-
-    def _unread(self, entry: Entry[str], error: OSError) -> str:
-        """Returns why a file was not read. The index forgets the file if the error concerns only this file."""
-        with contextlib.suppress(OSError):
             if isinstance(error, FileNotFoundError) and self.folder.is_held:
                 self.index.discard(entry)
                 self._count()
                 return Status.MISSING.value
-        status = self.health.judge("a read", error, writing=False)
-        return self._discard(entry, Damage.UNREADABLE) if status is Status.INTERNAL else status.value
+            status = self._failed("a read", error, writing=False)
+            return self._discard(entry, Damage.UNREADABLE) if status is Status.INTERNAL else status.value
+        self._strikes[False] = 0
+        whole = nbytes == self.folder.file_bytes
+        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
+        return self._discard(entry, found) if isinstance(found, Damage) else _OnDisk(found, entry)
 
     def _discard(self, entry: Entry[str], damage: Damage) -> str:
         """Forgets a useless file, so that the next put of its key writes it again. Returns the damage as the reason of a miss."""
@@ -391,7 +589,7 @@ class LocalDiskBackend(StorageBackend):
                 read.release()
                 raise
             if found == Status.TIMEOUT.value:
-                self.health.late("a read", read.call.had_s, self._timeouts.get_ms)
+                self._late("a read", read.call.had_s, self._timeouts.get_ms)
         if read.staged is None or isinstance(found, str):
             read.release()
             return Fetched(None, str(found))
@@ -406,80 +604,57 @@ class LocalDiskBackend(StorageBackend):
         fetched.when_checked(checked)
         return fetched
 
-    # --- writing: two puts of one key are one write --------------------------------------------------------------
+    # --- writing -------------------------------------------------------------------------------------------------
 
-    def _begin(self, key: str, digest: str, item: Staged, deadline: float) -> tuple[_Write, bool] | Status:
-        """Begins to write an object, or joins the write of the same key. A key names its content, so both have the same bytes."""
-        if not self.health.writable:
-            return self.health.refusal
-        with self._writes_changed:
-            write = self._under_way.get(digest)
-            if write is not None and time.monotonic() < write.deadline:
-                return write, True
+    def _begin(self, key: str, item: Staged, deadline: float) -> Call[Status] | Status:
+        """Begins to write an object, or joins the write of the same key. A key names its content, so both have the same bytes.
+
+        Returns OK if it is there, and BUSY if another put is writing it for longer than this one would wait.
+        """
+        digest = digest_of(key)
+        item.seal(key)
+        with self.changed:
+            if self.state is not Status.OK:
+                return self.state
             if self.index.contains([digest])[0]:
                 return Status.OK
-            item.seal(key)  # before another put of the key, or a reader, could see it
-            if not self._write_slots.take(0.0):
-                return self._rejection()
-            write = _Write(digest, item.share(), deadline)
-            write.call = self._writes.submit(
-                functools.partial(self._carry_out, write), deadline, functools.partial(self._write_ended, write)
-            )
-            if write.call is None:
-                return self._rejection()
-            self._under_way[digest] = write
-            return write, False
+            if (other := self._under_way.get(digest)) is not None and other.call is not None:
+                return other.call if other.call.deadline <= deadline else Status.BUSY
+            if self._writing >= self._most_writing:
+                return Status.OVERLOADED
+            self._writing += 1
+            write = self._under_way[digest] = _Write(digest, item.share())
+            ended = functools.partial(self._write_ended, write)
+            write.call = self._writes.submit(self._write, deadline, ended, write)
+            return write.call or self._rejection()
 
-    def _written(self, write: _Write, joined: bool, deadline: float) -> Status:
-        """Waits for a write until the caller's own deadline. Returns its status."""
-        with self._writes_changed:
-            seconds = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            if self._writes_changed.wait_for(lambda: write.ended, seconds):
-                return write.status
-        if not joined and write.call is not None:
-            write.call.abandon()
-        if write.begun is not None:
-            self.health.late("a write", deadline - write.begun, self._timeouts.put_ms)
-        return Status.TIMEOUT
-
-    def _carry_out(self, write: _Write) -> None:
-        """Writes and publishes an object, on a writing thread."""
-        write.begun = time.monotonic()
-        if self.health.state in (DiskState.OFF, DiskState.READ_ONLY):
-            write.status = self.health.refusal
-            return
-        refusal = self._make_room(write.digest)
-        write.status = self._write(write) if refusal is None else refusal
-
-    def _make_room(self, digest: str) -> Status | None:
-        """Reserves a place in the budget, and deletes the files that were evicted for it. Returns None, or the reason why there is no place."""
-        for _ in range(_EVICTED_FOR_ONE):
-            refusal, evicted = self.index.reserve(digest)
-            self._litter.extend(evicted)
-            self._metrics.evicted(len(evicted))
-            swept = self._sweep()
-            if refusal is not None:
-                return refusal
-            if swept is Status.OK:
-                return None
-            self.index.unreserve()
-            if swept is not Status.NO_SPACE:
-                return swept
-        return Status.NO_SPACE
+    def _written(self, call: Call[Status]) -> Status:
+        """Waits for a write until its deadline. Returns its status."""
+        status = call.outcome(Status.TIMEOUT)
+        if status is Status.TIMEOUT:
+            self._late("a write", call.had_s, self._timeouts.put_ms)
+        return status
 
     def _write(self, write: _Write) -> Status:
-        """Writes an object, and puts it into the reserved place."""
+        """Writes and publishes an object, on a writing thread."""
+        if self.state in (Status.TIER_OFF, Status.READ_ONLY):
+            return self.state
+        refusal, evicted = self.index.reserve(write.digest)
+        self.folder.drop(*evicted)
+        self._metrics.evicted(len(evicted))
+        if refusal is not None:
+            return refusal
         name = ""
         try:
-            name = self._with_room(lambda: self.folder.write(write.digest, write.staged.slot.pages))
+            self.folder.sweep()  # before it uses the room of what was evicted
+            name = self._with_room(functools.partial(self.folder.write, write.digest, write.staged.slot.pages))
         except OSError as error:
-            self._fit()  # the incomplete file may still be there
-            return self.health.judge("a write", error, writing=True)
+            return self._failed("a write", error, writing=True)
         finally:
             if not name:
                 self.index.unreserve()
-        self.health.worked()
-        with self._writes_changed:
+        self._strikes[True] = 0
+        with self.changed:
             # leaves the list and enters the index in one step, so that a removal finds it in one of them
             if self._under_way.get(write.digest) is write:
                 del self._under_way[write.digest]
@@ -488,10 +663,19 @@ class LocalDiskBackend(StorageBackend):
                 published = False
                 self.index.unreserve()
         if not published:
-            self._litter.append(name)
+            self.folder.drop(name)
             self._sweep_soon()
         self._count()
         return Status.OK
+
+    def _write_ended(self, write: _Write) -> None:
+        """Runs exactly once, when the call has ended or can never begin."""
+        write.staged.release()  # first: a caller that wakes up may need memory at once
+        with self.changed:
+            self._writing -= 1
+            if self._under_way.get(write.digest) is write:
+                del self._under_way[write.digest]
+            self.changed.notify_all()
 
     def _with_room(self, write: Callable[[], T]) -> T:
         """Calls `write`, and returns its result. If the file system is full, evicts objects and shrinks the budget, then tries again."""
@@ -499,161 +683,136 @@ class LocalDiskBackend(StorageBackend):
             try:
                 return write()
             except OSError as error:
-                if fault_of(error) is not DiskFault.NO_ROOM or not self._give_up_one(error):
+                if error.errno not in _NO_ROOM or (name := self.index.give_up()) is None:
                     raise
+                self._metrics.evicted(1)
+                self._metrics.shrunk(self.index.capacity * self.folder.file_bytes, str(error))
+                self._count()
+                self.folder.drop(name)
+                self.folder.sweep()
+                with self.changed:  # wakes the keeper
+                    self.changed.notify_all()
         return write()
-
-    def _give_up_one(self, error: OSError) -> bool:
-        name = self.index.give_up()
-        if name is None:
-            return False
-        self._metrics.evicted(1)
-        self._metrics.shrunk(self.index.capacity * self.folder.file_bytes, str(error))
-        self._count()
-        self._wake_keeper()
-        self._litter.append(name)
-        self._sweep()
-        return True
-
-    def _write_ended(self, write: _Write) -> None:
-        """Runs exactly once, when the call has ended or can never begin."""
-        write.staged.release()  # first: a caller that wakes up may need memory at once
-        self._write_slots.give_back()
-        with self._writes_changed:
-            if self._under_way.get(write.digest) is write:
-                del self._under_way[write.digest]
-            write.ended = True
-            self._writes_changed.notify_all()
 
     def _note(self, key: str, value: bytes) -> None:
         try:
-            self._with_room(lambda: self.folder.note(key, value))
+            self.folder.note(key, value)
         except OSError as error:
-            self.health.judge("a note", error, writing=True)
+            self._failed("a note", error, writing=True)
 
     # --- deleting ------------------------------------------------------------------------------------------------
 
     def _remove(self, digest: str) -> Status:
-        with self._writes_changed:
+        with self.changed:
             # an object that is being written is not published
             if self._under_way.pop(digest, None) is None:
                 removed = self.index.remove(digest)
                 if isinstance(removed, Status):
                     return removed
-                self._litter.append(removed)
+                self.folder.drop(removed)
         self._sweep_soon()
         self._count()
         return Status.OK
 
     def _sweep_soon(self) -> None:
         """Sweeps on another thread, so that a disk that hangs does not hold up callers that read, put or remove."""
-        # refused if another sweep is already queued; that one finds the same files
-        self._deletions.submit(self._sweep, time.monotonic() + self._put_seconds(None))
+        # if it is refused, the next write sweeps
+        self._writes.submit(self._sweep, time.monotonic() + self._put_seconds(None))
 
-    def _sweep(self) -> Status:
-        """Deletes the litter. Returns NO_SPACE if some files could not be deleted and keep their places.
-
-        Returns another status if the disk is in trouble; the files then stay litter.
-        """
-        with self._sweeping:
-            some_stay = False
-            while self._litter:
-                deleted = self._delete(self._litter[0])
-                if deleted not in (Status.OK, Status.NO_SPACE):
-                    return deleted
-                self._litter.popleft()
-                some_stay |= deleted is Status.NO_SPACE
-            return Status.NO_SPACE if some_stay else Status.OK
-
-    def _delete(self, name: str) -> Status:
+    def _sweep(self) -> None:
         try:
-            self.folder.unlink(name)
+            self.folder.sweep()
         except OSError as error:
-            self._fit()
-            if fault_of(error) is DiskFault.OBJECT:
-                self._metrics.spoiled("a deletion", name_of(error), str(error))
-            elif (status := self.health.judge("a deletion", error, writing=True)) is not Status.INTERNAL:
-                return status
-            return Status.NO_SPACE if self.folder.is_left(name) else Status.OK
-        return Status.OK
+            self._failed("a deletion", error, writing=True)
 
-    def _fit(self) -> None:
-        """Takes a place from the budget for each file that could not be deleted. The keeper tries again to delete it."""
-        most = self._places - self.folder.left
-        if self.index.capacity > most:
-            self.index.shrink(most)
-            self._wake_keeper()
+    # --- what the folder can be used for ---------------------------------------------------------------------------
 
-    # --- the keeper ----------------------------------------------------------------------------------------------
+    def _late(self, what: str, had_s: float, usual_ms: int) -> None:
+        """Switches the tier off if the disk hangs. Call it when a deadline has passed.
 
-    def _wake_keeper(self) -> None:
-        with self.health.changed:
-            self.health.changed.notify_all()
+        `had_s` is how long the disk itself has had: a long queue or an impatient caller proves nothing.
+        """
+        if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
+            self._worsen(Status.TIER_OFF, f"{what} got no answer within {had_s:g} s", Status.TIMEOUT.value)
+
+    def _failed(self, what: str, error: OSError, *, writing: bool) -> Status:
+        """Returns the status of a call that met an error: INTERNAL if it concerns one file. An error of the folder changes the state."""
+        number = error.errno or 0
+        state = _CANNOT_WRITE.get(number) if writing else None
+        if state is None and number not in _OF_PROCESS:
+            self._strikes[writing] += 1
+            if self._strikes[writing] >= _STRIKES or not self.folder.is_held:
+                state = Status.TIER_OFF
+        if state is None:
+            self._metrics.spoiled(what, _symbol(error), str(error))
+            return Status.OVERLOADED if number in _OF_PROCESS else Status.INTERNAL
+        self._worsen(state, f"{what} failed: {error}", _symbol(error))
+        return self.state
+
+    def _worsen(self, state: Status, trouble: str, reason: str) -> None:
+        with self.changed:
+            if self.state is not Status.TIER_OFF:
+                self._settle(state, trouble, reason)
+
+    def _settle(self, state: Status, trouble: str = "", reason: str = "") -> None:
+        """Sets the state, and says so if it is news. A closed tier stays closed."""
+        with self.changed:
+            before, known = self.state, self.trouble
+            if before is Status.CLOSED or (before is state and bool(known) == bool(trouble)):
+                return
+            self.state, self.trouble, self._strikes = state, trouble, {True: 0, False: 0}
+            self.changed.notify_all()
+        if state is Status.OK:
+            self._metrics.switched_on()
+            log.info("tier %s: %s is %s", self._metrics.tier, self.folder.root, "back" if known else "open")
+            return
+        self._metrics.switched_off(reason)
+        log.warning(
+            "tier %s: %s; %s until its folder works again (next try in %g s)",
+            self._metrics.tier,
+            trouble,
+            "the tier is not used" if state is Status.TIER_OFF else "nothing is written",
+            self._retry_s,
+        )
 
     def _keep(self) -> None:
-        """The keeper thread: opens the folder, tries it again while it is switched off, and lets the budget grow again."""
-        health = self.health
+        """The keeper thread: opens the folder, tries it again while it cannot be used, and lets the budget grow again."""
         while True:
             try:
                 self._tend()
+            except OSError as error:
+                state = _CANNOT_WRITE.get(error.errno or 0) if self.folder.is_held else None
+                self._settle(state or Status.TIER_OFF, f"opening the folder failed: {error}", _symbol(error))
             except Exception as error:  # nothing but close() ends this thread
                 log.exception("tier %s: the keeper of its folder failed; it goes on", self._metrics.tier)
-                health.settle(DiskState.OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
-            with health.changed:
-                health.changed.wait_for(lambda: not health.writable or self._is_small)
-                if health.changed.wait_for(lambda: health.state is DiskState.CLOSED, self._retry_s):
+                self._settle(Status.TIER_OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
+            with self.changed:
+                self.changed.wait_for(lambda: self.state is not Status.OK or self.index.capacity < self._places)
+                if self.changed.wait_for(lambda: self.state is Status.CLOSED, self._retry_s):
                     return
 
-    @property
-    def _is_small(self) -> bool:
-        """Whether the budget is smaller than `capacity`."""
-        return self.index.capacity < self._places
-
     def _tend(self) -> None:
-        if self.health.writable:
-            try:
-                self._grow()
-            except OSError as error:
-                self.health.judge("looking for room", error, writing=True)
-        else:
-            opened = False
-            try:
-                if not self.folder.is_held:
-                    self.index.clear()
-                    self._take_in(self.folder.open())
-                    self._sweep()
-                opened = True
-                self._with_room(self.folder.probe)
-                self._grow()  # before anybody writes: a write that finds a small budget evicts what still has room
-            except OSError as error:
-                state = state_of(error) if opened else DiskState.OFF
-                self.health.settle(state, f"opening the folder failed: {error}", name_of(error))
-                return
-            self.health.settle(DiskState.ON)
-        self._sweep()
-
-    def _grow(self) -> None:
-        """Tries again to delete the files that are left, and lets a budget that is too small grow as far as the file system has room.
-
-        Raises OSError if the room cannot be found out.
-        """
-        if self._is_small:
-            try:
-                self.folder.unlink_left()
-                self.index.grow(self.folder.room(), self._places - self.folder.left)
-            finally:
-                self._metrics.budget(self.index.capacity * self.folder.file_bytes)
+        if not self.folder.is_held:
+            self.index.clear()
+            self._take_in(self.folder.open())
+        self.folder.sweep()
+        if self.state is not Status.OK:
+            self._with_room(self.folder.probe)
+        if self.index.capacity < self._places:
+            # before anybody writes: a write that finds a small budget evicts what still has room
+            self.index.grow(self.folder.room(), self._places)
+            self._metrics.budget(self.index.capacity * self.folder.file_bytes)
+        self._settle(Status.OK)
 
     def _take_in(self, found: FolderContents) -> None:
         """Fills the index with the objects that the folder holds, oldest first."""
         for digest, name in found.objects:
             refusal, evicted = self.index.reserve(digest)
-            self._litter.extend(evicted)
+            self.folder.drop(*evicted)
             if refusal is None:
                 self.index.fill(digest, name)
             elif refusal is not Status.OK:
-                self._litter.append(name)
+                self.folder.drop(name)
         self._metrics.ignored("foreign", found.foreign)
         self._metrics.ignored("torn", found.torn)
-        self._fit()
         self._count()

@@ -10,7 +10,6 @@ asks for the next victim. A policy passes over pinned entries; LRU and LFU then 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -53,8 +52,6 @@ class EvictingIndex(Generic[R]):
 
     def __init__(self, capacity: int, policy: EvictionName) -> None:
         self.capacity = capacity
-        self._over = 0
-        """How many entries may still be there although their places are gone: see `shrink`."""
         self._policy_name: EvictionName = policy
         self._policy = make_policy(policy, capacity)
         self._entries: dict[str, Entry[R]] = {}
@@ -106,7 +103,6 @@ class EvictingIndex(Generic[R]):
                 evicted.append(self._evict())
             if self._closed:
                 return Reservation(Status.CLOSED, evicted)
-            self._over = 0
             self._reserved += 1
             return Reservation(None, evicted)
 
@@ -152,12 +148,6 @@ class EvictingIndex(Generic[R]):
             self._resize(len(self._entries) + self._reserved)
             return resource
 
-    def shrink(self, most: int) -> None:
-        """Leaves at most `most` places. Surplus entries can be read until the next reservation evicts them."""
-        with self._lock:
-            self._resize(max(0, min(self.capacity, most)))
-            self._over = max(0, len(self._entries) + self._reserved - self.capacity)
-
     def grow(self, places: int, most: int) -> None:
         """Raises `capacity` to `places` more than what is held, but never above `most`."""
         with self._lock:
@@ -186,7 +176,7 @@ class EvictingIndex(Generic[R]):
         """Asserts the invariants (for tests)."""
         with self._lock:
             assert len(self._policy) == len(self._entries)
-            assert 0 <= len(self._entries) + self._reserved <= max(self.capacity, 0) + self._over
+            assert 0 <= len(self._entries) + self._reserved <= self.capacity
             assert self._pinned == sum(map(self._is_pinned, self._entries))
 
     def _evict(self) -> R:
@@ -210,71 +200,23 @@ class EvictingIndex(Generic[R]):
 
 
 # --- which entry goes -------------------------------------------------------------------------------------------------
+#
+# A policy is told of each key that is `added`, `used`, and `removed` for another reason than eviction. `evict` chooses a victim among those
+# that are not pinned, of which there must be one, and forgets it. Not thread-safe.
 
 Pinned = Callable[[str], bool]
+_MOST_USES = 63
+"""How far LFU counts."""
 
 
-class EvictionPolicy(ABC):
-    """Decides the order in which entries go. Not thread-safe."""
+class Counting:
+    """LRU and LFU: evicts the least frequently used key, and the least recently used among equals. Counts up to `most` uses; LRU counts none."""
 
-    @abstractmethod
-    def added(self, key: str) -> None:
-        """Notes a new key. The policy must not hold it yet."""
-
-    @abstractmethod
-    def used(self, key: str) -> None:
-        """Notes that a key that the policy holds was read."""
-
-    @abstractmethod
-    def removed(self, key: str) -> None:
-        """Forgets a key that the policy holds and that went for another reason than eviction."""
-
-    @abstractmethod
-    def evict(self, pinned: Pinned) -> str:
-        """Chooses a victim, forgets it and returns it. At least one key must not be pinned."""
-
-    def resize(self, capacity: int) -> None:  # noqa: B027 - most orders do not depend on it
-        """Expects at most `capacity` keys from now on."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many keys it holds."""
-
-
-class LRU(EvictionPolicy):
-    """Evicts the least recently used key."""
-
-    def __init__(self) -> None:
-        # not a plain dict: to find its first key takes ever longer when its head is deleted again and again
-        self._order: OrderedDict[str, None] = OrderedDict()
-
-    def added(self, key: str) -> None:
-        self._order[key] = None
-
-    def used(self, key: str) -> None:
-        self._order.move_to_end(key)
-
-    def removed(self, key: str) -> None:
-        del self._order[key]
-
-    def evict(self, pinned: Pinned) -> str:
-        while pinned(key := next(iter(self._order))):
-            self._order.move_to_end(key)
-        del self._order[key]
-        return key
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-
-class LFU(EvictionPolicy):
-    """Evicts the least frequently used key, and the least recently used among equals. Counts up to 63 uses."""
-
-    _MOST = 63
-
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._uses: dict[str, int] = {}
-        self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(self._MOST + 1)]
+        # not plain dicts: to find its first key takes ever longer when its head is deleted again and again
+        self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(most + 1)]
 
     def added(self, key: str) -> None:
         self._uses[key] = 0
@@ -282,7 +224,7 @@ class LFU(EvictionPolicy):
 
     def used(self, key: str) -> None:
         before = self._uses[key]
-        after = self._uses[key] = min(before + 1, self._MOST)
+        after = self._uses[key] = min(before + 1, self._most)
         del self._by_uses[before][key]
         self._by_uses[after][key] = None
 
@@ -299,11 +241,14 @@ class LFU(EvictionPolicy):
                 keys.move_to_end(key)
         raise AssertionError("evict() expects an entry that is not pinned")
 
+    def resize(self, capacity: int) -> None:
+        return  # the order does not depend on it
+
     def __len__(self) -> int:
         return len(self._uses)
 
 
-class S3FIFO(EvictionPolicy):
+class S3FIFO:
     """Keeps three queues: a small one for new keys, a main one for keys that were used there, and a ghost queue of keys that were not.
 
     "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue
@@ -372,10 +317,6 @@ class S3FIFO(EvictionPolicy):
         return None
 
 
-def make_policy(name: EvictionName, capacity: int) -> EvictionPolicy:
+def make_policy(name: EvictionName, capacity: int) -> Counting | S3FIFO:
     """Returns the policy of that name, for at most `capacity` entries."""
-    if name == "lru":
-        return LRU()
-    if name == "lfu":
-        return LFU()
-    return S3FIFO(capacity)
+    return S3FIFO(capacity) if name == "s3fifo" else Counting(0 if name == "lru" else _MOST_USES)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pd_cache.tiers.disk import LocalDiskBackend
-from pd_cache.tiers.disk_files import digest_of
+from pd_cache.tiers.disk import LocalDiskBackend, digest_of
 from tests.support.backends import Subject
 
 PAYLOAD = 100_000

@@ -1,9 +1,10 @@
-"""Disk tiers, and a small file system of their own."""
+"""Disk tiers, file systems of their own for them, and errors and delays of a disk on demand."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pd_cache.metrics import CacheMetrics
+from pd_cache.tiers.disk import ObjectFolder
 from tests.support.backends import Subject, make_disk, make_memory
 from tests.support.disks import PAYLOAD, Open
 from tests.support.needs import NO_ROOT
@@ -36,6 +38,42 @@ def open_disk(tmp_path: Path) -> Iterator[Open]:
         for subject in subjects:
             subject.backend.close()
             wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free")
+
+
+class Faults:
+    """What a folder's operations do, by name: `errors` are raised, and while `go_on` is not set, every operation hangs."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Exception] = {}
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.begun: list[str] = []
+
+    def fail(self, number: int, *operations: str) -> None:
+        """Has operations fail with this number, or all succeed if none is given."""
+        self.errors = dict.fromkeys(operations, OSError(number, os.strerror(number)))
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    made = Faults()
+
+    def instead(operation: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            made.begun.append(operation)
+            made.go_on.wait(60)
+            if (error := made.errors.get(operation)) is not None:
+                raise error
+            return real(*arguments)
+
+        return call
+
+    for operation in ("open", "probe", "read", "write", "sweep"):
+        monkeypatch.setattr(ObjectFolder, operation, instead(operation, getattr(ObjectFolder, operation)))
+    try:
+        yield made
+    finally:
+        made.go_on.set()
 
 
 @pytest.fixture

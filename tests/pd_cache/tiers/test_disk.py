@@ -1,10 +1,11 @@
-"""The disk tier: what survives a restart, what is ignored, and what a full or failing disk does."""
+"""The disk tier: what survives a restart, what a full, failing or hanging disk does, and that it comes back."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
-import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,30 +16,62 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cache.tiers.disk_files import DiskState, ObjectFolder, digest_of
-from tests.support.backends import TIMEOUTS, count
-from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, files, value
+from pd_cache.tiers.base import PutOutcome
+from pd_cache.tiers.disk import digest_of
+from tests.pd_cache.tiers.conftest import Faults
+from tests.support.backends import TIMEOUTS, Subject
+from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, file_of, files, value
 from tests.support.waiting import wait_for
 from transfer.errors import Status
+
+KEYS = [f"k{n}" for n in range(8)]
+IMPATIENT = msgspec.structs.replace(TIMEOUTS, put_ms=300, get_ms=300)
+
+
+def all_values() -> dict[str, bytes]:
+    return {key: value(key) for key in KEYS}
+
+
+def expected(**otherwise: str) -> list[bytes | str]:
+    return [otherwise.get(key, value(key)) for key in KEYS]
+
+
+def put_one(subject: Subject, key: str, timeout: float | None = None) -> PutOutcome:
+    staged = subject.backend.stage(timeout=60)
+    assert staged is not None
+    staged.payload[:] = value(key)
+    return subject.backend.batched_put([key], [staged], timeout=timeout)
+
+
+def put_with_ages(subject: Subject, count: int) -> None:
+    """Puts objects whose files are as old as their order says."""
+    for n in range(count):
+        subject.put({f"k{n}": value(f"k{n}")})
+        os.utime(file_of(subject, f"k{n}"), ns=(n, n))
+
+
+def temporaries(subject: Subject) -> list[Path]:
+    return list((disk_of(subject).folder.root / "tmp").iterdir())
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_stored_is_there_after_a_restart(open_disk: Open) -> None:
     first = open_disk()
-    first.put({f"k{n}": value(n) for n in range(5)})
+    first.put({key: value(key) for key in KEYS[:5]})
     first.backend.close()
     second = open_disk()
-    assert second.get([f"k{n}" for n in range(6)]) == [*(value(n) for n in range(5)), "missing"]
+    assert second.get(KEYS[:6]) == [*(value(key) for key in KEYS[:5]), "missing"]
     assert second.count("pd_cache_tier_bytes", tier="disk") == sum(file.stat().st_size for file in files(second))
 
 
 def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk: Open) -> None:
     first = open_disk()
-    for n in range(6):
-        first.put({f"k{n}": value(n)})
-        os.utime(next(f for f in files(first) if digest_of(f"k{n}") in f.name), ns=(n, n))
+    put_with_ages(first, 6)
     first.backend.close()
     second = open_disk(objects=3)
-    assert second.get([f"k{n}" for n in range(6)]) == ["missing"] * 3 + [value(n) for n in range(3, 6)]
+    assert second.get(KEYS[:6]) == ["missing"] * 3 + [value(key) for key in KEYS[3:6]]
     wait_for(lambda: len(files(second)) == 3)
 
 
@@ -60,14 +93,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     subject = open_disk()
     assert subject.get(["k"]) == [b"x" * PAYLOAD]
     assert subject.count("pd_cache_tier_ignored_files_total", kind="torn") == 1
-    assert list((disk_of(subject).folder.root / "tmp").iterdir()) == []
+    assert temporaries(subject) == []
 
 
 def test_foreign_files_are_left_alone_and_counted_and_torn_ones_are_cleared_away(open_disk: Open) -> None:
     first = open_disk()
     first.put({"good": value("good"), "torn": value("torn")})
-    root = disk_of(first).folder.root
-    torn = next(file for file in files(first) if digest_of("torn") in file.name)
+    root, torn = disk_of(first).folder.root, file_of(first, "torn")
     os.truncate(torn, 4096)
     foreign = [root / "notes.txt", torn.parent / "thumbs.db", root / "zz" / f"{'0' * 32}-1"]
     foreign[2].parent.mkdir()
@@ -82,58 +114,60 @@ def test_foreign_files_are_left_alone_and_counted_and_torn_ones_are_cleared_away
     assert not torn.exists()
 
 
-def test_of_two_files_of_one_key_the_newer_is_kept(open_disk: Open) -> None:
+def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(open_disk: Open) -> None:
     first = open_disk()
-    first.put({"k": value("k")})
-    (newer,) = files(first)
+    first.put({"k": value("k"), "l": value("l")})
+    newer, planted = file_of(first, "k"), file_of(first, "l")
     older = newer.with_name(f"{digest_of('k')}-999")
     older.write_bytes(bytes(newer.stat().st_size))
     os.utime(older, (1, 1))
+    largest = planted.rename(planted.with_name(f"{digest_of('l')}-{'f' * 16}"))
     first.backend.close()
     second = open_disk()
-    assert second.get(["k"]) == [value("k")]
-    assert files(second) == [newer]
+    assert second.get(["k", "l"]) == [value("k"), value("l")]
+    assert set(files(second)) == {newer, largest}
     second.put({"other": value("other")})
-    assert all(int(file.name.split("-")[1], 16) != 0x999 for file in files(second)), "serials are not used twice"
+    assert 0x999 < int(file_of(second, "other").name.split("-")[1], 16) < 0x9FFF
 
 
-def test_a_file_of_the_right_size_with_wrong_bytes_is_a_miss_once_and_is_written_again(open_disk: Open) -> None:
+def test_a_file_with_wrong_bytes_is_a_miss_once_and_one_that_was_deleted_no_failure(open_disk: Open) -> None:
     subject = open_disk()
-    subject.put({"k": value("k")})
-    (file,) = files(subject)
-    file.write_bytes(bytes(file.stat().st_size))
-    assert subject.get(["k"]) == ["foreign"]
-    assert not subject.has("k")
-    wait_for(lambda: files(subject) == [], what="the bad file deleted")
-    assert subject.put({"k": value("k")}) == [Status.OK]
-    assert subject.get(["k"]) == [value("k")]
-
-
-def test_files_that_somebody_deleted_are_misses_and_no_failure(open_disk: Open) -> None:
-    subject = open_disk()
-    subject.put({"k": value("k"), "l": value("l")})
-    next(file for file in files(subject) if digest_of("k") in file.name).unlink()
-    assert subject.get(["k", "l"]) == ["missing", value("l")]
+    subject.put(all_values())
+    spoiled = file_of(subject, "k1")
+    spoiled.write_bytes(bytes(OBJECT))
+    file_of(subject, "k2").unlink()
+    assert subject.get(KEYS) == expected(k1="foreign", k2="missing")
     assert subject.backend.available
+    assert not subject.has("k1")
+    assert not subject.has("k2")
+    wait_for(lambda: not spoiled.exists(), what="the bad file deleted")
+    assert subject.put({"k1": value("k1"), "k2": value("k2")}) == [Status.OK] * 2
+    assert subject.get(KEYS) == expected()
 
 
 def test_processes_that_share_a_path_have_folders_of_their_own(open_disk: Open) -> None:
     one, other = open_disk(), open_disk()
     one.put({"k": value("k")})
-    assert disk_of(one).folder.root != disk_of(other).folder.root
-    assert not other.has("k")
     root = disk_of(one).folder.root
+    assert disk_of(other).folder.root != root
+    assert not other.has("k")
     one.backend.close()
     again = open_disk()
     assert disk_of(again).folder.root == root
     assert again.has("k")
 
 
-@pytest.mark.parametrize("options", [{"direct": False}, {"sync": True}, {"threads": 1}, {"policy": "s3fifo"}])
-def test_every_option_stores_and_reads(open_disk: Open, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"direct": False}, {"sync": True}, {"threads": 1}])
+def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(
+    open_disk: Open, options: dict[str, Any]
+) -> None:
     subject = open_disk(**options)
-    assert subject.put({f"k{n}": value(n) for n in range(8)}) == [Status.OK] * 8
-    assert subject.get([f"k{n}" for n in range(8)]) == [value(n) for n in range(8)]
+    assert subject.put(all_values()) == [Status.OK] * 8
+    assert subject.get(KEYS) == expected()
+    assert put_one(subject, "k", math.inf).results() == [Status.OK]
+    (fetched,) = subject.backend.batched_get(["k"], timeout=math.inf)
+    assert fetched.check() == ""
+    fetched.release()
 
 
 def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
@@ -154,8 +188,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
 
 def test_the_folder_never_holds_more_than_its_budget(open_disk: Open) -> None:
     subject = open_disk(objects=8, threads=4)
-    most = 0
-    stop = threading.Event()
+    most, stop = 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
@@ -172,47 +205,115 @@ def test_the_folder_never_holds_more_than_its_budget(open_disk: Open) -> None:
     assert subject.count("pd_cache_tier_evictions_total") == 52
 
 
-# --- troubles --------------------------------------------------------------------------------------------------------
+def test_an_object_whose_folder_cannot_be_flushed_leaves_nothing_behind(
+    open_disk: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = open_disk(sync=True, retry_s=60.0)
+    flush = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        flush(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        assert subject.put({"lost": value("lost")}) == [Status.INTERNAL]
+    assert subject.put({"kept": value("kept")}) == [Status.OK]
+    assert [file.name[:32] for file in files(subject)] == [digest_of("kept")]
+    assert temporaries(subject) == []
 
 
-def leave_room_for(objects: int, folder: Path, ballast: Path) -> None:
-    """Fill a file system up to so many objects, and half a one."""
+def test_no_file_descriptor_is_left_open(open_disk: Open) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    subject = open_disk()
+    subject.put(all_values())
+    subject.get([*KEYS, "none"])
+    subject.backend.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- writes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_is_removed_under_way_is_not_published(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk()
+    faults.go_on.clear()
+    outcome = put_one(subject, "k")
+    wait_for(lambda: "write" in faults.begun or "sweep" in faults.begun)
+    assert not subject.has("k"), "not there before it is whole"
+    assert put_one(subject, "k", 0.05).results() == [Status.BUSY], "it would wait for less long"
+    joined = put_one(subject, "k")
+    assert subject.backend.memory.pool.in_use == 1
+    assert subject.backend.batched_remove(["k"]) == [Status.OK]
+    faults.go_on.set()
+    assert outcome.results() == joined.results() == [Status.OK]
+    assert not subject.has("k")
+    wait_for(lambda: files(subject) == [])
+    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert subject.get(["k"]) == [value("k")]
+
+
+def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk(objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0)
+    subject.put({"a": value("a")})
+    subject.put({"b": value("b")})
+    faults.go_on.clear()
+    assert subject.put({"c": value("c"), "d": value("d")}) == [Status.TIMEOUT] * 2
+    faults.go_on.set()
+    remaining = {digest_of("b"), digest_of("c")}
+    wait_for(lambda: {file.name[:32] for file in files(subject)} == remaining, what="only what was written")
+    subject.check_integrity()
+
+
+def test_close_flushes_the_writes_that_were_accepted(open_disk: Open) -> None:
+    first = open_disk(threads=1)
+    outcomes = [put_one(first, key) for key in KEYS]
+    first.backend.close()
+    assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 8
+    assert open_disk().get(KEYS) == expected()
+
+
+# --- a file system without room --------------------------------------------------------------------------------------
+
+
+def leave_room_for(objects: int, folder: Path) -> Path:
+    """Fills a file system up to so many objects, and half a one, with a file of somebody else."""
     status = os.statvfs(folder)
-    size = OBJECT * objects + OBJECT // 2
-    ballast.write_bytes(bytes(status.f_bavail * status.f_frsize - size))
+    ballast = folder / "somebody-elses"
+    ballast.write_bytes(bytes(status.f_bavail * status.f_frsize - OBJECT * objects - OBJECT // 2))
+    return ballast
 
 
 def test_on_a_full_disk_the_oldest_make_room_and_the_budget_grows_again_with_the_room(
     open_disk: Open, small_disk: Path
 ) -> None:
-    subject = open_disk(small_disk, objects=50)
+    subject = open_disk(small_disk, objects=9)
     subject.put({"early": value("early")})
-    leave_room_for(3, small_disk, small_disk / "somebody-elses")
-    for n in range(8):
-        assert subject.put({f"k{n}": value(n)}) == [Status.OK]
-    assert subject.get([f"k{n}" for n in range(8)]) == ["missing"] * 4 + [value(n) for n in range(4, 8)]
-    assert not subject.has("early"), "the oldest went first"
+    ballast = leave_room_for(3, small_disk)
+    for key in KEYS:
+        assert subject.put({key: value(key)}) == [Status.OK]
+    assert subject.get(["early", *KEYS]) == ["missing"] * 5 + [value(key) for key in KEYS[4:]]
     assert subject.count("pd_cache_tier_evictions_total") == 5
+    assert subject.count("pd_cache_tier_budget_bytes") < 9 * OBJECT
     assert subject.count("pd_cache_tier_off", tier="disk") == 0, "it was never off"
     assert subject.count("pd_cache_tier_failures_total") == 0
-    (small_disk / "somebody-elses").unlink()
-    wait_for(lambda: disk_of(subject).index.capacity > 5, what="more places")
+    ballast.unlink()
+    wait_for(lambda: subject.count("pd_cache_tier_budget_bytes") == 9 * OBJECT, what="the whole budget")
     assert subject.put({"a": value("a"), "b": value("b")}) == [Status.OK] * 2
-    assert subject.get(["k4", "k5", "k6", "k7", "a", "b"]) == [*(value(n) for n in range(4, 8)), value("a"), value("b")]
-    assert list((disk_of(subject).folder.root / "tmp").iterdir()) == []
+    assert subject.get([*KEYS[4:], "a", "b"]) == [*(value(key) for key in KEYS[4:]), value("a"), value("b")]
+    assert temporaries(subject) == []
     subject.check_integrity()
 
 
 def test_a_disk_that_others_filled_when_it_was_opened_makes_room_too(open_disk: Open, small_disk: Path) -> None:
     first = open_disk(small_disk, objects=50)
-    for n in range(4):
-        first.put({f"k{n}": value(n)})
-        os.utime(next(f for f in files(first) if digest_of(f"k{n}") in f.name), ns=(n, n))
+    put_with_ages(first, 4)
     first.backend.close()
-    leave_room_for(0, small_disk, small_disk / "somebody-elses")
+    leave_room_for(0, small_disk)
     second = open_disk(small_disk, objects=50)
     assert second.put({"new": value("new")}) == [Status.OK]
-    assert second.get(["k0", "k3", "new"]) == ["missing", value(3), value("new")]
+    assert second.get(["k0", "k3", "new"]) == ["missing", value("k3"), value("new")]
 
 
 def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back(
@@ -223,96 +324,121 @@ def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back
     disk = disk_of(subject)
     reader = disk.index.pin(digest_of("early"))
     assert reader is not None
-    leave_room_for(0, small_disk, small_disk / "somebody-elses")
-    assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
+    ballast = leave_room_for(0, small_disk)
+    for _ in range(2):
+        assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
     assert subject.count("pd_cache_tier_off", tier="disk") == 1
     assert subject.count("pd_cache_tier_failures_total", tier="disk", reason="enospc") == 1
-    assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
     assert subject.get(["early"]) == [value("early")]
-    (small_disk / "somebody-elses").unlink()
+    ballast.unlink()
     wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, what="the tier in use again")
     disk.index.unpin(reader)
     assert subject.put({"late": value("late")}) == [Status.OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
-    assert list((disk.folder.root / "tmp").iterdir()) == []
+    assert temporaries(subject) == []
 
 
-def test_a_budget_that_grows_as_the_disk_comes_back_is_shown(open_disk: Open) -> None:
-    subject = open_disk(objects=8)
-    disk = disk_of(subject)
-    disk.index.shrink(2)
-    disk._metrics.shrunk(2 * disk.folder.file_bytes, "")
-    disk.health.settle(DiskState.FULL, "the file system is full", "enospc")
-    wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, what="the tier in use again")
-    whole = 8 * disk.folder.file_bytes
-    wait_for(lambda: subject.count("pd_cache_tier_budget_bytes", tier="disk") == whole, what="its whole budget")
+# --- a disk that fails -----------------------------------------------------------------------------------------------
 
 
-def test_a_limit_of_the_process_counts_as_a_full_disk(open_disk: Open) -> None:
-    subject = open_disk()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12 * 4096, hard))
-        assert subject.put({"k": value("k")}) == [Status.NO_SPACE]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert subject.count("pd_cache_tier_failures_total", reason="efbig") == 1
-    wait_for(lambda: subject.put({"k": value("k")}) == [Status.OK], what="writes accepted again")
-
-
-def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = open_disk(objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0)
-    subject.put({"a": value("a")})
-    subject.put({"b": value("b")})
-    go_on = threading.Event()
-    write = ObjectFolder.write
-
-    def hang(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        go_on.wait(60)
-        return write(self, digest, pages)
-
-    monkeypatch.setattr(ObjectFolder, "write", hang)
-    try:
-        assert subject.put({"c": value("c"), "d": value("d")}) == [Status.TIMEOUT] * 2
-    finally:
-        go_on.set()
-    expected = {digest_of("b"), digest_of("c")}
-    wait_for(lambda: {file.name[:32] for file in files(subject)} == expected, what="only what was written")
+@pytest.mark.parametrize(
+    ("number", "written", "read"),
+    [
+        (errno.EIO, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),
+        (errno.ENODEV, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),
+        (errno.EROFS, ["read_only"] * 4, ["unreadable", "unreadable", "tier_off"]),
+        (errno.EACCES, ["read_only"] * 4, ["unreadable", "unreadable", "tier_off"]),
+        (errno.EFBIG, ["no_space"] * 4, ["unreadable", "unreadable", "tier_off"]),
+        (errno.EMFILE, ["overloaded"] * 4, ["overloaded"] * 3),
+    ],
+    ids=lambda given: errno.errorcode[given] if isinstance(given, int) else "",
+)
+def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a_row(
+    open_disk: Open, faults: Faults, number: int, written: list[str], read: list[str]
+) -> None:
+    subject = open_disk(objects=16, threads=1)
+    subject.put(all_values())
+    faults.fail(number, "write", "probe")
+    assert [subject.put({f"new{n}": value(n)})[0].value for n in range(4)] == written
+    readable = written[-1] != "tier_off"
+    assert subject.get(KEYS) == (expected() if readable else ["tier_off"] * 8)
+    assert subject.count("pd_cache_tier_failures_total") == (0 if number == errno.EMFILE else 1)
+    faults.fail(0)
+    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], what="writes accepted again")
+    faults.fail(number, "read", "probe")
+    assert subject.get(KEYS)[:3] == read
+    faults.fail(0)
+    wait_for(lambda: subject.backend.available, what="the tier in use again")
+    lost = read.count("unreadable")
+    assert subject.get(KEYS) == expected(**dict.fromkeys(KEYS[:lost], "missing")), "what was not read is not given up"
+    assert subject.count("pd_cache_tier_healed_total") == lost
     subject.check_integrity()
 
 
-def test_a_failing_disk_is_switched_off_and_tried_again(
-    open_disk: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk()
+    subject.put(all_values())
+    for key in KEYS[:4]:
+        faults.fail(errno.EIO, "read")
+        assert subject.get([key]) == ["unreadable"]
+        faults.fail(0)
+        assert subject.get(["k7"]) == [value("k7")]
+    assert subject.get(KEYS) == expected(**dict.fromkeys(KEYS[:4], "missing"))
+    assert subject.count("pd_cache_tier_file_errors_total", error="eio") == 4
+    assert subject.count("pd_cache_tier_failures_total") == 0
+
+
+def test_a_failing_disk_is_switched_off_once_and_tried_again(
+    open_disk: Open, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     subject = open_disk()
-    subject.put({"k": value("k")})
-    broken = threading.Event()
-    broken.set()
-    read, write = ObjectFolder._read_whole, ObjectFolder._write_temporary
-
-    def fail(real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            if broken.is_set():
-                raise OSError(errno.EIO, "Input/output error")
-            return real(*arguments)
-
-        return call
-
-    monkeypatch.setattr(ObjectFolder, "_read_whole", fail(read))
-    monkeypatch.setattr(ObjectFolder, "_write_temporary", fail(write))
-    assert subject.get(["k"]) == ["tier_off"]
+    subject.put(all_values())
+    faults.fail(errno.EIO, "read", "write", "probe", "sweep")
+    assert subject.get(KEYS)[-1] == "tier_off"
     assert not subject.backend.available
-    assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
+    assert subject.backend.batched_contains(["k7"]) == [Status.TIER_OFF]
     assert subject.put({"l": value("l")}) == [Status.TIER_OFF]
-    assert subject.get(["k"]) == ["tier_off"]
-    assert subject.count("pd_cache_tier_failures_total", reason="eio") == 1, "once, however many calls it meets"
+    assert subject.backend.batched_remove(["k7"]) == [Status.TIER_OFF]
+    probes = faults.begun.count("probe")
+    wait_for(lambda: faults.begun.count("sweep") + faults.begun.count("probe") > probes + 4)
+    assert subject.count("pd_cache_tier_failures_total", reason="eio") == 1, "once, however often it is tried"
     assert sum("the tier is not used until its folder works again" in line for line in caplog.messages) == 1
-    broken.clear()
+    faults.fail(0)
     wait_for(lambda: subject.backend.available, what="the tier in use again")
-    assert subject.get(["k"]) == [value("k")]
+    assert subject.get(["k7"]) == [value("k7")]
 
 
-def test_a_path_that_cannot_be_used_is_switched_off_until_it_can(open_disk: Open, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budget_holds(
+    open_disk: Open, faults: Faults
+) -> None:
+    subject = open_disk(objects=8)
+    subject.put(all_values())
+    faults.fail(errno.EPERM, "sweep")
+    assert subject.put({"new": value("new")}) == [Status.READ_ONLY]
+    assert subject.get(KEYS).count("missing") == 1, "all others are read"
+    assert subject.count("pd_cache_tier_failures_total", reason="eperm") == 1
+    assert len(files(subject)) == 8
+    faults.fail(0)
+    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], what="writes accepted again")
+    assert len(files(subject)) == len(disk_of(subject).index) == 8
+    subject.check_integrity()
+
+
+def test_a_file_system_that_becomes_read_only_is_still_read(open_disk: Open, freezable_disk: Path) -> None:
+    subject = open_disk(freezable_disk, objects=9)
+    subject.put(all_values())
+    file_of(subject, "k3").write_bytes(bytes(OBJECT))
+    subprocess.run(
+        ["mount", "-o", "remount,abort", freezable_disk], check=True
+    )  # as the kernel does where it meets damage
+    assert subject.put({"new": value("new")}) == [Status.READ_ONLY]
+    assert subject.backend.batched_remove(["k0"]) == [Status.READ_ONLY]
+    assert subject.get(KEYS) == expected(k3="foreign")
+    assert subject.get(KEYS) == expected(k3="missing")
+    assert subject.count("pd_cache_tier_failures_total", reason="erofs") == 1
+
+
+def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk: Open, tmp_path: Path) -> None:
     path = tmp_path / "in-the-way"
     path.write_text("a file where the folder should be")
     subject = open_disk(path, wait=False)
@@ -323,87 +449,152 @@ def test_a_path_that_cannot_be_used_is_switched_off_until_it_can(open_disk: Open
     assert subject.put({"k": value("k")}) == [Status.OK]
 
 
-def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(
-    open_disk: Open, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(open_disk: Open) -> None:
+    subject = open_disk()
+    subject.put(all_values())
+    root = disk_of(subject).folder.root
+    shutil.rmtree(root)
+    assert set(subject.get(KEYS)) == {"tier_off"}, "the first read finds out"
+    wait_for(lambda: subject.backend.available, what="the tier in use again")
+    assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
+    assert subject.put(all_values()) == [Status.OK] * 8
+    assert subject.get(KEYS) == expected()
+    assert disk_of(subject).folder.root == root
+    assert disk_of(open_disk()).folder.root != root
+    subject.check_integrity()
+
+
+def test_nothing_but_close_ends_the_keeper_and_a_folder_that_is_opened_again_has_its_objects(
+    open_disk: Open, faults: Faults
 ) -> None:
+    subject = open_disk()
+    subject.put(all_values())
+    disk = disk_of(subject)
+    disk.folder.close()  # as if its lock could not be looked at
+    for error in (ValueError("an odd name"), MemoryError(), OSError("no number")):
+        faults.errors, opened = {"open": error}, len(faults.begun)
+        subject.get(KEYS[:1])
+        with disk.changed:
+            disk.state = Status.TIER_OFF
+            disk.changed.notify_all()
+        wait_for(lambda before=opened: faults.begun.count("open") and len(faults.begun) > before + 2)
+        assert not subject.backend.available
+    faults.errors = {}
+    wait_for(lambda: subject.backend.available, what="the tier in use")
+    assert subject.get(KEYS) == expected()
+    assert len(files(subject)) == len(disk.index) == 8
+
+
+# --- a disk that hangs -----------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(open_disk: Open, faults: Faults) -> None:
     # the disk is blamed only for calls that a thread has begun two seconds before their deadline
     subject = open_disk(timeouts=msgspec.structs.replace(TIMEOUTS, get_ms=4000), retry_s=60.0)
     subject.put({"k": value("k"), "l": value("l")})
-    begun, go_on = threading.Event(), threading.Event()
-    read = ObjectFolder.read
-
-    def hang(self: ObjectFolder, name: str, pages: memoryview) -> int:
-        begun.set()
-        go_on.wait(60)
-        return read(self, name, pages)
-
-    monkeypatch.setattr(ObjectFolder, "read", hang)
-    try:
-        while not begun.is_set():
-            (impatient,) = subject.backend.batched_get(["k"], timeout=0.05)
-            assert impatient.reason == "timeout"
-        assert subject.backend.available, "an impatient caller says nothing about the disk"
-        assert subject.get(["k", "l"]) == ["timeout", "timeout"]
-        assert subject.backend.memory.pool.in_use == 2, "the two calls that run may still write there"
-        assert subject.get(["k"]) == ["tier_off"]
-        assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
-    finally:
-        go_on.set()
+    faults.go_on.clear()
+    while "read" not in faults.begun:
+        (impatient,) = subject.backend.batched_get(["k"], timeout=0.05)
+        assert impatient.reason == "timeout"
+    assert subject.backend.available, "an impatient caller says nothing about the disk"
+    assert subject.get(["k", "l"]) == ["timeout", "timeout"]
+    assert subject.backend.memory.pool.in_use == 2, "the two calls that run may still write there"
+    assert subject.get(["k"]) == ["tier_off"]
+    assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
+    faults.go_on.set()
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
 
 
-def test_a_write_that_is_removed_under_way_is_not_published(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = open_disk()
-    inside, go_on = threading.Event(), threading.Event()
-    write = ObjectFolder.write
-
-    def slow(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        inside.set()
-        go_on.wait(60)
-        return write(self, digest, pages)
-
-    monkeypatch.setattr(ObjectFolder, "write", slow)
-    staged = subject.backend.stage(timeout=60)
-    assert staged is not None
-    staged.payload[:] = value("k")
-    outcome = subject.backend.batched_put(["k"], [staged])
-    assert inside.wait(60)
-    assert not subject.has("k"), "not there before it is whole"
-    assert subject.backend.batched_remove(["k"]) == [Status.OK]
-    go_on.set()
-    assert outcome.results() == [Status.OK]
-    assert not subject.has("k")
-    wait_for(lambda: files(subject) == [])
-    assert subject.put({"k": value("k")}) == [Status.OK]
-    assert subject.get(["k"]) == [value("k")]
+def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk(threads=1)
+    subject.put(all_values())
+    faults.go_on.clear()
+    remover = threading.Thread(target=subject.backend.batched_remove, args=(KEYS,))
+    remover.start()
+    remover.join(10)
+    assert not remover.is_alive()
+    assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
+    faults.go_on.set()
+    wait_for(lambda: files(subject) == [], what="all files deleted")
 
 
-def test_close_flushes_the_writes_that_were_accepted(open_disk: Open) -> None:
-    first = open_disk(threads=1)
+def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk(objects=40)
+    memory = subject.backend.memory
+    faults.go_on.clear()
     outcomes = []
-    for n in range(8):
-        staged = first.backend.stage(timeout=60)
-        assert staged is not None
-        staged.payload[:] = value(n)
-        outcomes.append(first.backend.batched_put([f"k{n}"], [staged]))
-    first.backend.close()
-    assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 8
-    assert open_disk().get([f"k{n}" for n in range(8)]) == [value(n) for n in range(8)]
+    for n in range(30):
+        staged = memory.stage(1.0)
+        assert staged is not None, "there is memory for others"
+        outcomes.append(subject.backend.batched_put([f"k{n}"], [staged]))
+    assert memory.pool.in_use == 12
+    assert subject.backend.stage(timeout=0.0) is None, (
+        "a caller that would wait for the disk waits before it takes memory"
+    )
+    faults.go_on.set()
+    statuses = [status for outcome in outcomes for status in outcome.results()]
+    assert statuses == [Status.OK] * 12 + [Status.OVERLOADED] * 18
+    staged = subject.backend.stage(timeout=5.0)
+    assert staged is not None
+    staged.release()
 
 
-def test_the_manifest_lies_in_the_folder_for_people_to_read(open_disk: Open) -> None:
-    subject = open_disk()
-    assert subject.backend.annotate("pdc1/x/manifest", b"{}") is Status.OK
-    wait_for(lambda: list(disk_of(subject).folder.root.glob("note-*")))
-    (note,) = disk_of(subject).folder.root.glob("note-*")
-    assert note.read_bytes() == b"{}"
-    assert count(subject.metrics, "pd_cache_tier_ignored_files_total") == 0
+def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk(objects=8, threads=4)
+    subject.put(all_values())
+    faults.go_on.clear()
+    memory = subject.backend.memory
+    outcomes: list[list[bytes | str]] = []
+    readers = [threading.Thread(target=lambda: outcomes.append(subject.get(KEYS))) for _ in range(6)]
+    for reader in readers:
+        reader.start()
+    wait_for(lambda: memory.pool.in_use == 6, what="a quarter taken")
+    other = memory.stage(1.0)
+    assert other is not None
+    assert memory.pool.in_use == 7, "what others lease does not count, and readers took no more meanwhile"
+    other.release()
+    faults.go_on.set()
+    for reader in readers:
+        reader.join(20)
+    assert outcomes == [expected()] * 6, "those that waited for their turn got all"
+    assert memory.pool.in_use == 0
 
 
-def test_no_file_descriptor_is_left_open(open_disk: Open) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    subject = open_disk()
-    subject.put({f"k{n}": value(n) for n in range(8)})
-    subject.get([f"k{n}" for n in range(9)])
-    subject.backend.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
+    open_disk: Open, freezable_disk: Path
+) -> None:
+    subject = open_disk(freezable_disk, objects=40, retry_s=60.0, timeouts=IMPATIENT)
+    subject.put(all_values())
+    memory = subject.backend.memory
+    subprocess.run(["fsfreeze", "-f", freezable_disk], check=True)
+    try:
+        assert subject.put({f"new{n}": value(n) for n in range(10)}) == [Status.TIMEOUT] * 10
+        assert memory.pool.in_use == 2, "one for each thread"
+        assert not subject.backend.available
+        assert subject.put({"late": value("late")}) == [Status.TIER_OFF]
+    finally:
+        subprocess.run(["fsfreeze", "-u", freezable_disk], check=True)
+    wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
+    subject.check_integrity()
+
+
+def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(
+    open_disk: Open, faults: Faults
+) -> None:
+    subject = open_disk(threads=1, retry_s=60.0)
+    subject.put(all_values())
+    memory = subject.backend.memory
+    faults.go_on.clear()
+    patient = threading.Thread(target=lambda: subject.get(["k7"]))
+    patient.start()
+    wait_for(lambda: "read" in faults.begun, what="a read that the disk holds")
+    fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
+    assert next(fetches).reason == "timeout"
+    assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
+    fetches.close()
+    assert memory.pool.in_use == 1
+    faults.go_on.set()
+    patient.join(10)
+    wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
+    subject.check_integrity()
+    assert subject.get(KEYS) == expected()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pd_cache.config import EvictionName
-from pd_cache.tiers.index import LFU, LRU, S3FIFO, Entry, EvictingIndex, EvictionPolicy, make_policy
+from pd_cache.tiers.index import S3FIFO, Counting, Entry, EvictingIndex, make_policy
 from transfer.errors import Status
 
 POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
@@ -21,42 +21,37 @@ def nobody(key: str) -> bool:
     return False
 
 
-def fill(policy: EvictionPolicy, keys: str) -> None:
+def fill(policy: Counting | S3FIFO, keys: str) -> None:
     for key in keys:
         policy.added(key)
 
 
-def drain(policy: EvictionPolicy) -> str:
+def drain(policy: Counting | S3FIFO) -> str:
     return "".join(policy.evict(nobody) for _ in range(len(policy)))
 
 
-def test_lru_evicts_the_least_recently_used_first() -> None:
-    policy = LRU()
+@pytest.mark.parametrize(
+    ("name", "used", "removed", "order"),
+    [
+        ("lru", "ac", "d", "bac"),  # the least recently used first
+        ("lfu", "aabbc", "", "dcab"),  # the least used first, and the oldest among equals
+        ("lfu", "a" * 500 + "b" * 100, "cd", "ab"),  # which stops counting, and then goes by recency
+    ],
+)
+def test_lru_and_lfu_evict_in_their_order(name: EvictionName, used: str, removed: str, order: str) -> None:
+    policy = make_policy(name, 4)
     fill(policy, "abcd")
-    policy.used("a")
-    policy.used("c")
-    policy.removed("d")
-    assert drain(policy) == "bac"
-
-
-def test_lfu_evicts_the_least_used_first_and_the_oldest_among_equals() -> None:
-    policy = LFU()
-    fill(policy, "abcd")
-    for key in "aabbc":
+    for key in used:
         policy.used(key)
-    assert drain(policy) == "dcab"
+    for key in removed:
+        policy.removed(key)
+    assert drain(policy) == order
 
 
-def test_lfu_stops_counting_and_then_goes_by_recency() -> None:
-    policy = LFU()
-    fill(policy, "ab")
-    for key in "a" * 500 + "b" * 100:
-        policy.used(key)
-    assert drain(policy) == "ab"
-
-
-def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue() -> None:
-    policy = S3FIFO(20)  # the small queue is a tenth: 2
+@pytest.mark.parametrize("before", [20, 1000], ids=["", "after a resize"])
+def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue(before: int) -> None:
+    policy = S3FIFO(before)
+    policy.resize(20)  # the small queue is a tenth: 2
     fill(policy, "ab")
     for _ in range(2):
         policy.used("a")
@@ -254,12 +249,3 @@ def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -
     assert index.reserve("c").refusal is Status.CLOSED
     assert index.unpin(pin), "the last reader lets go of it"
     assert len(index) == 0
-
-
-def test_s3fifo_keeps_its_proportions_where_there_is_less_room() -> None:
-    policy = S3FIFO(1000)
-    policy.resize(20)  # the small queue is a tenth: 2
-    fill(policy, "ab")
-    for _ in range(2):
-        policy.used("a")
-    assert policy.evict(nobody) == "b", "what was used went into the main queue"
