@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.metrics import BackendLevels, CacheMetrics
@@ -80,7 +80,7 @@ def open_backend(
         # without the slots in which local tiers keep objects
         staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         parts: list[Tier] = []
-        shelves: list[LocalBackend[Any]] = []
+        shelves: list[LocalBackend] = []
         for tier, name in zip(tiers, names, strict=True):
             counts = metrics.tier(name)
             if isinstance(tier, MooncakeTier):
@@ -109,7 +109,7 @@ def _report_levels(
     metrics: CacheMetrics,
     memory: ObjectMemory,
     reserve: int,
-    shelves: Sequence[LocalBackend[Any]],
+    shelves: Sequence[LocalBackend],
     store: MooncakeStore | None,
 ) -> None:
     """Has the metrics report on the memory and on the pool for as long as the backend is open. `shelves`: the tiers that keep objects in

@@ -298,14 +298,13 @@ def _begin(tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: fl
     return _TierWrite(tier, tier.backend.batched_put(keys, shares, timeout=timeout), len(keys))
 
 
-class _Through:
+class _Through(NamedTuple):
     """A put to one or more blocking tiers."""
 
-    def __init__(self, begun: Sequence[_TierWrite]) -> None:
-        self._begun = begun
+    begun: list[_TierWrite]
 
     def results(self) -> list[Status]:
-        return [write.results() for write in self._begun][-1]
+        return [write.results() for write in self.begun][-1]
 
 
 class _WriteBehind:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from pd_cache.config import EvictionName, LocalTier
 from pd_cache.metrics import TierMetrics
@@ -25,109 +25,14 @@ from transfer.settings import Timeouts
 
 log = logging.getLogger(__name__)
 
-H = TypeVar("H")
-
 _BATCH_BYTES = 64 << 20
 
 
-class Shelf(Protocol[H]):
-    """Keeps the bytes of entries."""
+class LocalBackend(StorageBackend):
+    """Keeps objects in the slots that they came in, within a byte budget, by an eviction policy.
 
-    def keep(self, staged: Staged) -> H | None:
-        """Keeps a sealed object, and takes over its reference. Returns None if there is no room after all."""
-
-    def show(self, resource: H, key: str, deadline: float) -> Staged | None:
-        """Returns the object in host memory, until the reader releases it; None if no memory came free in time."""
-
-    def drop(self, resource: H) -> None:
-        """Gives up the object."""
-
-    def close(self) -> None:
-        """Lets go of the device's memory."""
-
-
-class HostShelf:
-    """Keeps objects in the slots they came in."""
-
-    def keep(self, staged: Staged) -> Staged:
-        return staged
-
-    def show(self, resource: Staged, key: str, deadline: float) -> Staged | None:
-        return resource.share()
-
-    def drop(self, resource: Staged) -> None:
-        resource.release()
-
-    def close(self) -> None:
-        return
-
-
-class Row(NamedTuple):
-    """A row of a device's slab, taken until `drop`."""
-
-    number: int
-    payload_bytes: int
-
-
-class DeviceShelf:
-    """Keeps objects in one slab on a device. Copies are synchronous."""
-
-    def __init__(self, memory: ObjectMemory, places: int, device: str) -> None:
-        """Allocates memory for `places` objects on `device`, as torch names it. Raises RuntimeError if torch cannot."""
-        import torch
-
-        self._memory = memory
-        self._view: Callable[[memoryview], torch.Tensor] = lambda view: torch.frombuffer(view, dtype=torch.uint8)
-        self._slab: torch.Tensor | None = torch.empty((places, memory.object_bytes), dtype=torch.uint8, device=device)
-        self._lock = threading.Lock()
-        self._free = list(range(places))
-
-    def keep(self, staged: Staged) -> Row | None:
-        try:
-            slab = self._slab
-            row = None if slab is None else self._take(len(staged.payload))
-            if slab is None or row is None:
-                return None
-            try:
-                size = staged.object_bytes
-                slab[row.number][:size].copy_(self._view(staged.slot.view[:size]))
-            except BaseException:
-                self.drop(row)
-                raise
-            return row
-        finally:
-            staged.release()
-
-    def show(self, resource: Row, key: str, deadline: float) -> Staged | None:
-        slab = self._slab
-        seconds = max(0.0, deadline - time.monotonic())
-        staged = None if slab is None else self._memory.stage(seconds, payload_bytes=resource.payload_bytes)
-        if slab is None or staged is None:
-            return None
-        try:
-            size = staged.object_bytes
-            self._view(staged.slot.view[:size]).copy_(slab[resource.number][:size])
-        except BaseException:
-            staged.release()
-            raise
-        staged.sealed_for = key
-        return staged
-
-    def drop(self, resource: Row) -> None:
-        with self._lock:
-            self._free.append(resource.number)
-
-    def close(self) -> None:
-        self._slab = None
-
-    def _take(self, payload_bytes: int) -> Row | None:
-        """Returns a row. Returns None if none is free, because another thread evicted an entry and has not dropped its row yet."""
-        with self._lock:
-            return Row(self._free.pop(), payload_bytes) if self._free else None
-
-
-class LocalBackend(StorageBackend, Generic[H]):
-    """Keeps objects in memory, within a byte budget, by an eviction policy."""
+    A subclass that keeps them elsewhere overrides `_keep`, `_show` and `_drop`.
+    """
 
     settles_at_once = True
     tier = "memory"
@@ -135,22 +40,20 @@ class LocalBackend(StorageBackend, Generic[H]):
     def __init__(
         self,
         memory: ObjectMemory,
-        shelf: Shelf[H],
         capacity: int,
         policy: EvictionName,
         timeouts: Timeouts,
         metrics: TierMetrics,
     ) -> None:
-        """Keeps at most `capacity` objects on `shelf`."""
+        """Keeps at most `capacity` objects."""
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
-        self.index: EvictingIndex[H] = EvictingIndex(capacity, policy)
-        self._shelf = shelf
+        self.index: EvictingIndex[Any] = EvictingIndex(capacity, policy)
         self._metrics = metrics
         self._closed = False
-        self._kept_pins: dict[str, list[Entry[H]]] = {}
+        self._kept_pins: dict[str, list[Entry[Any]]] = {}
         """The pins that `pin` took, by key."""
         self._holding = threading.Lock()
         if not capacity:
@@ -172,7 +75,7 @@ class LocalBackend(StorageBackend, Generic[H]):
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
         size = self.memory.read_size(payload_bytes)
-        pins: list[Entry[H] | None] = []  # as many as `served` belong to outcomes
+        pins: list[Entry[Any] | None] = []  # as many as `served` belong to outcomes
         served = 0
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -237,18 +140,17 @@ class LocalBackend(StorageBackend, Generic[H]):
             for pin in pins:
                 self._unpin(pin)
         for resource in self.index.close():
-            self._shelf.drop(resource)
-        self._shelf.close()
+            self._drop(resource)
         self.memory.close()
 
     def _missing(self) -> Fetched:
         return Fetched(None, (Status.CLOSED if self._closed else Status.MISSING).value)
 
-    def _read(self, key: str, entry: Entry[H], size: int, deadline: float | None) -> Fetched:
+    def _read(self, key: str, entry: Entry[Any], size: int, deadline: float | None) -> Fetched:
         latest = time.monotonic() + self._timeouts.get_ms / 1000
         with contextlib.ExitStack() as undo:  # a failing device raises
             undo.callback(self._unpin, entry)
-            staged = self._shelf.show(entry.resource, key, latest if deadline is None else min(latest, deadline))
+            staged = self._show(entry.resource, key, latest if deadline is None else min(latest, deadline))
             if staged is None:
                 return Fetched(None, self.memory.refusal)
             undo.callback(staged.release)
@@ -262,25 +164,25 @@ class LocalBackend(StorageBackend, Generic[H]):
             self._discard(entry)
         return Fetched(None, found.value)
 
-    def _checked(self, entry: Entry[H], fetched: Fetched) -> None:
+    def _checked(self, entry: Entry[Any], fetched: Fetched) -> None:
         entry.failures = entry.failures + 1 if fetched.reason else 0
         if entry.damaged:
             self._discard(entry)
 
-    def _discard(self, entry: Entry[H]) -> None:
+    def _discard(self, entry: Entry[Any]) -> None:
         """Forgets a damaged object."""
         self.index.discard(entry)
         self._count()
         self._metrics.healed()
 
-    def _unpin(self, entry: Entry[H]) -> None:
+    def _unpin(self, entry: Entry[Any]) -> None:
         if self.index.unpin(entry):
-            self._shelf.drop(entry.resource)
+            self._drop(entry.resource)
 
     def _put(self, key: str, item: Staged) -> Status:
         refusal, evicted = self.index.reserve(key)
         for resource in evicted:
-            self._shelf.drop(resource)
+            self._drop(resource)
         self._metrics.evicted(len(evicted))
         if refusal is not None:
             item.release()
@@ -289,12 +191,12 @@ class LocalBackend(StorageBackend, Generic[H]):
             undo.callback(self.index.unreserve)
             undo.callback(item.release)
             item.seal(key)
-            kept = self._shelf.keep(item)
+            kept = self._keep(item)
             if kept is None:
                 return Status.CLOSED if self._closed else Status.NO_SPACE
             undo.pop_all()
         if not self.index.fill(key, kept):
-            self._shelf.drop(kept)
+            self._drop(kept)
         self._count()
         return Status.CLOSED if self._closed else Status.OK
 
@@ -302,18 +204,104 @@ class LocalBackend(StorageBackend, Generic[H]):
         removed = self.index.remove(key)
         if isinstance(removed, Status):
             return Status.CLOSED if self._closed else removed
-        self._shelf.drop(removed)
+        self._drop(removed)
         self._count()
         return Status.OK
 
     def _count(self) -> None:
         self._metrics.holds(len(self.index) * self.memory.object_bytes)
 
+    # --- where the bytes are -------------------------------------------------------------------------------------
 
-def open_local(memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> LocalBackend[Any]:
+    def _keep(self, staged: Staged) -> Any:
+        """Keeps a sealed object, and takes over its reference. Returns what says where it is; None if there is no room after all."""
+        return staged
+
+    def _show(self, resource: Any, key: str, deadline: float) -> Staged | None:
+        """Returns the object in host memory, until the reader releases it; None if no memory came free in time."""
+        kept: Staged = resource
+        return kept.share()
+
+    def _drop(self, resource: Any) -> None:
+        """Gives up the object."""
+        resource.release()
+
+
+class Row(NamedTuple):
+    """A row of a device's slab."""
+
+    number: int
+    payload_bytes: int
+
+
+class DeviceBackend(LocalBackend):
+    """Keeps objects in one slab on a device. Copies are synchronous."""
+
+    def __init__(
+        self,
+        memory: ObjectMemory,
+        capacity: int,
+        policy: EvictionName,
+        timeouts: Timeouts,
+        metrics: TierMetrics,
+        *,
+        device: str,
+    ) -> None:
+        """Allocates memory for `capacity` objects on `device`, as torch names it. Raises RuntimeError if torch cannot."""
+        import torch
+
+        super().__init__(memory, capacity, policy, timeouts, metrics)
+        self.view: Callable[[memoryview], torch.Tensor] = lambda view: torch.frombuffer(view, dtype=torch.uint8)
+        self.slab: torch.Tensor | None = torch.empty((capacity, memory.object_bytes), dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()
+        self._free = list(range(capacity))
+
+    def close(self) -> None:
+        super().close()
+        self.slab = None
+
+    def _keep(self, staged: Staged) -> Row | None:
+        try:
+            slab, row = self.slab, None
+            with self._lock:
+                # another thread may have evicted an entry and not dropped its row yet
+                if slab is not None and self._free:
+                    row = Row(self._free.pop(), len(staged.payload))
+            if slab is None or row is None:
+                return None
+            try:
+                size = staged.object_bytes
+                slab[row.number][:size].copy_(self.view(staged.slot.view[:size]))
+            except BaseException:
+                self._drop(row)
+                raise
+            return row
+        finally:
+            staged.release()
+
+    def _show(self, resource: Row, key: str, deadline: float) -> Staged | None:
+        slab = self.slab
+        seconds = max(0.0, deadline - time.monotonic())
+        staged = None if slab is None else self.memory.stage(seconds, payload_bytes=resource.payload_bytes)
+        if slab is None or staged is None:
+            return None
+        try:
+            size = staged.object_bytes
+            self.view(staged.slot.view[:size]).copy_(slab[resource.number][:size])
+        except BaseException:
+            staged.release()
+            raise
+        staged.sealed_for = key
+        return staged
+
+    def _drop(self, resource: Row) -> None:
+        with self._lock:
+            self._free.append(resource.number)
+
+
+def open_local(memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> LocalBackend:
     """Returns a local tier. On the CPU its objects lie in `memory`, which must have slots to spare for them."""
     if tier.device == "cpu":
-        places = slots_of(tier.capacity, memory.payload_bytes)
-        return LocalBackend(memory, HostShelf(), places, tier.policy, timeouts, metrics)
+        return LocalBackend(memory, slots_of(tier.capacity, memory.payload_bytes), tier.policy, timeouts, metrics)
     places = tier.capacity // memory.object_bytes
-    return LocalBackend(memory, DeviceShelf(memory, places, tier.device), places, tier.policy, timeouts, metrics)
+    return DeviceBackend(memory, places, tier.policy, timeouts, metrics, device=tier.device)

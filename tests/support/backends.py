@@ -14,7 +14,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Promotion, Tier
-from pd_cache.tiers.local import DeviceShelf, LocalBackend, open_local
+from pd_cache.tiers.local import DeviceBackend, LocalBackend, open_local
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
@@ -130,11 +130,11 @@ def make_local(
     policy: EvictionName = "lru",
     metrics: CacheMetrics | None = None,
     on_device: bool = False,
-) -> LocalBackend[Any]:
+) -> LocalBackend:
     """A local tier for so many objects."""
     counts = (metrics or CacheMetrics()).tier("device" if on_device else "local")
     if on_device:
-        return LocalBackend(memory, DeviceShelf(memory, objects, "cpu"), objects, policy, TIMEOUTS, counts)
+        return DeviceBackend(memory, objects, policy, TIMEOUTS, counts, device="cpu")
     capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
     return open_local(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
 
@@ -208,7 +208,7 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
         return
     assert isinstance(base, LocalBackend | LocalDiskBackend)
     if isinstance(base, LocalDiskBackend):
-        from pd_cache.tiers.disk_files import PAGE, digest_of
+        from pd_cache.tiers.disk import PAGE, digest_of
 
         pin = base.index.pin(digest_of(key))
         if pin is None:
@@ -224,8 +224,8 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
     if held is None:
         return
     size = base.memory.object_bytes
-    if isinstance(base._shelf, DeviceShelf):
-        row = base._shelf._slab[held.resource.number].numpy()  # type: ignore[index]
+    if isinstance(base, DeviceBackend):
+        row = base.slab[held.resource.number].numpy()  # type: ignore[index]
         row[:] = list(damage(bytes(row))[:size].ljust(size, b"\0"))
     else:
         view = held.resource.slot.view

@@ -13,16 +13,14 @@ import pytest
 
 import pd_cache.tiers
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, StorageTier
-from pd_cache.engine import CacheEngineBuilder
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.disk import LocalDiskBackend
-from pd_cache.tiers.disk_files import DiskHealth, DiskState, ObjectFolder
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
-from pd_cache.tiers.memory import ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
+from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import Subject, count, make_disk, make_local, make_memory, make_subject
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
@@ -32,7 +30,6 @@ from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
 PAYLOAD = 5000
-SMALL = TransferSettings(staging_size=ByteSize(1 << 20))
 
 
 def value(n: object) -> bytes:
@@ -64,10 +61,10 @@ def holds(subject: Subject, tier: str, key: str) -> bool:
     return subject.bases[tier].batched_contains([key]) == [Status.OK]
 
 
-def disk_health(subject: Subject) -> DiskHealth:
+def switch_off_disk(subject: Subject) -> None:
     disk = subject.bases["disk"]
     assert isinstance(disk, LocalDiskBackend)
-    return disk.health
+    disk.state = Status.TIER_OFF  # the keeper does not hear of it
 
 
 def only_on_disk(subject: Subject, *keys: str) -> None:
@@ -94,23 +91,16 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
     again.release()
 
 
-def test_promotion_on_the_second_hit_waits_for_it(make: Callable[..., Subject]) -> None:
-    subject = make(promote="second_hit")
+@pytest.mark.parametrize(("promote", "promoted"), [("second_hit", [False, True, True]), ("never", [False] * 3)])
+def test_a_chunk_is_promoted_when_its_tier_says_so(
+    make: Callable[..., Subject], promote: str, promoted: list[bool]
+) -> None:
+    subject = make(promote=promote)
     only_on_disk(subject, "k")
-    for hits, promoted in ((1, False), (2, True)):
+    for expected in promoted:
         assert subject.get(["k"]) == [value("k")]
-        assert holds(subject, "local", "k") == promoted
-        assert subject.count("pd_cache_tier_hits_total", tier="disk") == hits
-    assert subject.get(["k"]) == [value("k")]
-    assert subject.count("pd_cache_tier_hits_total", tier="local") == 1
-
-
-def test_promotion_never_is_never(make: Callable[..., Subject]) -> None:
-    subject = make(promote="never")
-    only_on_disk(subject, "k")
-    for _ in range(3):
-        assert subject.get(["k"]) == [value("k")]
-    assert not holds(subject, "local", "k")
+        assert holds(subject, "local", "k") == expected
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == promoted[:-1].count(True)
 
 
 def test_a_promotion_makes_room_but_never_from_what_is_being_read(make: Callable[..., Subject]) -> None:
@@ -186,7 +176,7 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
 ) -> None:
     subject = make()
     only_on_disk(subject, "k")
-    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
+    switch_off_disk(subject)
     assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.backend.available, "memory still is"
@@ -205,7 +195,7 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     keys = ["both", "memory", "disk", "none"]
     assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
-    monkeypatch.setattr(disk_health(subject), "state", DiskState.OFF)
+    switch_off_disk(subject)
     assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
 
 
@@ -256,23 +246,6 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(
 # --- writing behind --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writes that wait for an event; it is set in the end in any case."""
-    go_on = threading.Event()
-    write = ObjectFolder.write
-
-    def slow(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        go_on.wait(60)
-        return write(self, digest, pages)
-
-    monkeypatch.setattr(ObjectFolder, "write", slow)
-    try:
-        yield go_on
-    finally:
-        go_on.set()
-
-
 def make_behind(tmp_path: Path, backlog: int) -> Subject:
     """Memory that is waited for, and a disk that is not."""
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 40)
@@ -284,85 +257,52 @@ def make_behind(tmp_path: Path, backlog: int) -> Subject:
     return Subject(hybrid, {"local": local, "disk": disk}, metrics)
 
 
-def test_a_put_does_not_wait_for_a_tier_that_writes_behind(tmp_path: Path, slow_disk: threading.Event) -> None:
-    subject = make_behind(tmp_path, backlog=8)
-    try:
-        assert subject.put({f"k{n}": value(n) for n in range(4)}) == [Status.OK] * 4
-        assert not holds(subject, "disk", "k0")
-        assert subject.get(["k0"]) == [value(0)]
-        assert not hybrid_of(subject).flush(0.05)
-        slow_disk.set()
-        assert hybrid_of(subject).flush(60)
-        assert all(holds(subject, "disk", f"k{n}") for n in range(4))
-    finally:
-        slow_disk.set()
-        subject.backend.close()
-
-
 def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
-    turns = threading.Semaphore(0)
-    write = ObjectFolder.write
-
-    def one_a_turn(self: ObjectFolder, digest: str, pages: memoryview) -> str:
-        assert turns.acquire(timeout=20)
-        return write(self, digest, pages)
-
-    monkeypatch.setattr(ObjectFolder, "write", one_a_turn)
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
     disk = make_disk(memory, tmp_path, 40, metrics=metrics)
     disk.wait_available(10)
     hybrid = HybridBackend([Tier(disk, metrics.tier("disk"), blocking=True)])
-    outcomes, staged, stored, most = [], [], 0, 0
+    faults.go_on.clear()
+    outcomes = []
     try:
-        while stored < 40:
-            lent = hybrid.stage(timeout=0.0) if stored + len(staged) < 40 and len(staged) < 4 else None
-            if lent is None and not staged:
-                turns.release(4)
-                lent = hybrid.stage(timeout=20.0)
-                assert lent is not None, "it waited for the disk"
-            if lent is not None:
-                staged.append(lent)
-            else:
-                outcomes.append(hybrid.batched_put([f"k{stored + n}" for n in range(len(staged))], staged))
-                stored += len(staged)
-                staged = []
-            most = max(most, memory.pool.in_use)
-        for _ in range(40):
-            turns.release()
-        assert [status for outcome in outcomes for status in outcome.results()] == [Status.OK] * 40
-        assert most <= 8, "half of the memory"
+        while (staged := hybrid.stage(timeout=0.0)) is not None:
+            outcomes.append(hybrid.batched_put([f"k{len(outcomes)}"], [staged]))
+        assert len(outcomes) == memory.pool.in_use == 5, "one more than half of what writes may hold"
+        threading.Timer(0.05, faults.go_on.set).start()
+        last = hybrid.stage(timeout=20.0)
+        assert last is not None, "it waited for the disk"
+        last.release()
+        assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 5
     finally:
-        for _ in range(40):
-            turns.release()
+        faults.go_on.set()
         hybrid.close()
 
 
-def test_what_does_not_fit_into_the_backlog_is_dropped_and_counted(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_backlog_is_dropped_and_counted(
+    tmp_path: Path, faults: Faults
+) -> None:
     subject = make_behind(tmp_path, backlog=3)
     try:
+        faults.go_on.clear()
         assert subject.put({f"k{n}": value(n) for n in range(2)}) == [Status.OK] * 2
         assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [Status.OK] * 3
+        assert not holds(subject, "disk", "k0")
+        assert subject.get(["k0"]) == [value(0)]
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
-        slow_disk.set()
+        assert not hybrid_of(subject).flush(0.05)
+        faults.go_on.set()
         assert hybrid_of(subject).flush(60)
         assert [holds(subject, "disk", f"k{n}") for n in range(5)] == [True] * 3 + [False] * 2
+        subject.put({f"last{n}": value(n) for n in range(3)})
     finally:
-        slow_disk.set()
+        faults.go_on.set()
         subject.backend.close()
-
-
-def test_close_flushes_what_is_written_behind(tmp_path: Path) -> None:
-    subject = make_behind(tmp_path, backlog=16)
-    subject.put({f"k{n}": value(n) for n in range(12)})
-    subject.backend.close()
     disk = make_disk(make_memory(PAYLOAD, 8), tmp_path, 16)
     disk.wait_available(60)
-    try:
-        assert disk.batched_contains([f"k{n}" for n in range(12)]) == [Status.OK] * 12
-    finally:
-        disk.close()
+    assert disk.batched_contains([f"last{n}" for n in range(3)]) == [Status.OK] * 3, "close() waited for them"
+    disk.close()
 
 
 # --- composed from the settings --------------------------------------------------------------------------------------
@@ -372,18 +312,13 @@ def tiered(pool: Pool, tiers: tuple[StorageTier, ...], **options: Any) -> Any:
     return host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **options)
 
 
-def disk_tier(tmp_path: Path, **options: Any) -> DiskTier:
-    return DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20), **options)
-
-
 def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: Path) -> None:
     tiers = (
         LocalTier(capacity=ByteSize(1 << 20), policy="s3fifo"),
-        disk_tier(tmp_path, blocking=False, promote="second_hit"),
+        DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20), blocking=False, promote="second_hit"),
         MooncakeTier(),
     )
-    metrics = CacheMetrics()
-    backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)
+    backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD)
     try:
         assert isinstance(backend, HybridBackend)
         kinds = [type(tier.backend) for tier in backend.tiers]
@@ -396,66 +331,45 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: P
         assert backend.memory.pool.slots == staging + (1 << 20) // 8192, "the local tier's budget comes on top"
     finally:
         backend.close()
-
-
-def test_the_pool_alone_is_not_wrapped_and_reads_ahead_unless_told_otherwise(pool: Pool) -> None:
     for pipelined in (True, False):
         config = CacheConfig(tiers=(MooncakeTier(pipelined=pipelined),))
-        backend = open_backend(pool.settings(config), PAYLOAD)
-        assert isinstance(backend, MooncakeBackend)
-        assert (backend.read_ahead > 1) == pipelined
-        backend.close()
+        alone = open_backend(pool.settings(config), PAYLOAD)
+        assert isinstance(alone, MooncakeBackend), "the pool alone is not wrapped"
+        assert (alone.read_ahead > 1) == pipelined
+        alone.close()
 
 
-def test_local_tiers_alone_need_no_pool(tmp_path: Path) -> None:
-    settings = NodeSettings(
-        master="nobody:1",
-        cache=CacheConfig(
-            tiers=(LocalTier(capacity=ByteSize(1 << 20)), disk_tier(tmp_path), disk_tier(tmp_path / "b"))
-        ),
-    )
+def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path) -> None:
+    disks = tuple(DiskTier(path=str(tmp_path / name), capacity=ByteSize(1 << 20)) for name in "ab")
+    config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)), *disks))
     metrics = CacheMetrics()
-    backend = open_backend(settings, PAYLOAD, metrics=metrics)
+    backend = open_backend(NodeSettings(master="nobody:1", cache=config), PAYLOAD, metrics=metrics)
     try:
         backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
         assert subject.put({"k": value("k")}) == [Status.OK]
         assert subject.get(["k"]) == [value("k")]
-        assert isinstance(backend, HybridBackend)
-        assert backend.flush(60)
+        assert hybrid_of(subject).flush(60)
         assert count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192
     finally:
         backend.close()
+    small = TransferSettings(staging_size=ByteSize(100))
+    with pytest.raises(ValueError, match="holds no slot"):
+        open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
 
 
 def test_memory_on_a_device_reads_ahead_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_the_cpu(memory: ObjectMemory, tier: LocalTier, *_: Any) -> Any:
-        assert tier.device == "cuda"
-        return make_local(memory, 16, on_device=True)
-
-    monkeypatch.setattr(pd_cache.tiers, "open_local", on_the_cpu)
+    monkeypatch.setattr(pd_cache.tiers, "open_local", lambda memory, *_: make_local(memory, 16, on_device=True))
     config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20), device="cuda"),))
-    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=SMALL), PAYLOAD)
+    transfer = TransferSettings(staging_size=ByteSize(1 << 20))
+    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=transfer), PAYLOAD)
     try:
-        assert isinstance(backend, HybridBackend)
-        assert isinstance(backend.tiers[0].backend, PipelinedBackend)
         subject = Subject(backend, {}, CacheMetrics())
+        assert isinstance(hybrid_of(subject).tiers[0].backend, PipelinedBackend)
         subject.put({f"k{n}": value(n) for n in range(6)})
         assert subject.get([f"k{n}" for n in range(7)]) == [*(value(n) for n in range(6)), "missing"]
     finally:
         backend.close()
-
-
-def test_less_staging_than_one_chunk_needs_is_a_mistake_that_is_named() -> None:
-    with pytest.raises(ValueError, match="holds no slot"):
-        open_backend(
-            NodeSettings(
-                master="nobody:1",
-                cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)),
-                transfer=TransferSettings(staging_size=ByteSize(100)),
-            ),
-            PAYLOAD,
-        )
 
 
 # --- the engine over tiers -------------------------------------------------------------------------------------------
@@ -465,13 +379,12 @@ def loaded(node: Host, tokens: list[int], slots: list[int]) -> bool:
     return all(holds_token(node.cache, node.layout, tokens[: n + 1], slot) for n, slot in enumerate(slots))
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, tmp_path: Path, policy: Any) -> None:
+def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, tmp_path: Path) -> None:
     """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the time."""
     rng, model = random.Random(3), uuid.uuid4().hex
     chunk = 4096  # bytes in memory and on disk; the payload is smaller
     tiers = (
-        LocalTier(capacity=ByteSize(6 * chunk), policy=policy),
+        LocalTier(capacity=ByteSize(6 * chunk), policy="s3fifo"),
         DiskTier(path=str(tmp_path), capacity=ByteSize(20 * chunk), blocking=True),
         MooncakeTier(),
     )
@@ -495,34 +408,6 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, 
         assert all(hits.values()), f"every tier served some: {hits}"
 
 
-def test_without_its_pool_a_node_does_not_know_the_epoch_and_serves_its_own_tiers_again_when_the_pool_is_back(
-    make_pool: Callable[..., Pool], tmp_path: Path
-) -> None:
-    pool = make_pool().start()
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
-    tokens, new = list(range(3 * CHUNK)), list(range(9000, 9000 + CHUNK))
-    slots = list(range(len(tokens)))
-    options: dict[str, Any] = {"timeouts": {"exist_ms": 2000, "get_ms": 5000, "put_ms": 5000}}
-    with tiered(pool, tiers, **options) as node:
-        node.compute(tokens, slots)
-        assert node.store(tokens, slots) == len(tokens)
-        pool.kill("store-0")
-        pool.kill("master")
-        node.lookup(new)
-        wait_for(lambda: node.lookup(new) == 0 and not pool_of(node).available, 20)
-        assert node.engine.available, "the memory is"
-        other = list(range(128, 128 + len(tokens)))
-        assert node.lookup(tokens) == 0, "another node may have reset the model"
-        assert not any(node.retrieve(tokens, other))
-        assert node.store(new, slots[:CHUNK]) == 0, "the weights' version is not known, either"
-        assert node.troubles("store")["epoch_unknown"] >= 1
-        assert node.troubles("lookup").keys() >= {"pool_down"}
-        pool.start("master")
-        wait_for(lambda: node.lookup(tokens) == len(tokens), 30, "the pool's answer")
-        assert node.retrieve(tokens, other) == [True] * len(tokens)
-        assert loaded(node, tokens, other)
-
-
 def pool_of(node: Host) -> MooncakeBackend:
     hybrid = node.engine.backend
     assert isinstance(hybrid, HybridBackend)
@@ -543,26 +428,6 @@ def test_what_the_pool_lost_is_stored_again_although_this_node_has_it(pool: Pool
         assert node.lookup(tokens) == len(tokens), "the memory still has both"
         assert node.store(tokens, slots) == CHUNK
         assert pool_of(node).batched_contains(node.keys(tokens)) == [Status.OK] * 2
-
-
-def test_a_restarted_node_finds_its_disk(tmp_path: Path, pool: Pool) -> None:
-    model, tokens = uuid.uuid4().hex, list(range(3 * CHUNK))
-    slots = list(range(len(tokens)))
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), disk_tier(tmp_path, blocking=True))
-    with tiered(pool, tiers, model=model) as node:
-        node.compute(tokens, slots)
-        assert node.store(tokens, slots) == len(tokens)
-    with tiered(pool, tiers, model=model) as node:
-        assert node.retrieve(tokens, slots) == [True] * len(tokens)
-        assert loaded(node, tokens, slots)
-        assert count(node.engine.metrics, "pd_cache_tier_hits_total", tier="disk") == 3
-
-
-def test_the_builder_gives_the_tiers_the_engines_metrics(pool: Pool) -> None:
-    with tiered(pool, (LocalTier(capacity=ByteSize(1 << 20)),)) as node:
-        node.store(list(range(CHUNK)), list(range(CHUNK)))
-        assert count(node.engine.metrics, "pd_cache_tier_bytes", tier="local") > 0
-        assert CacheEngineBuilder.get("nobody") is None
 
 
 def test_tiers_of_different_memories_are_refused(tmp_path: Path) -> None:

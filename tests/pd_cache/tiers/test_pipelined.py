@@ -22,7 +22,7 @@ KEYS = [f"k{n}" for n in range(12)]
 class Watched:
     """A local tier whose fetches are noted, and can be held back or fail."""
 
-    def __init__(self, backend: LocalBackend[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fetched: list[tuple[str, str]] = []
         self.closed = threading.Event()
         self.gate = threading.Semaphore(1000)
@@ -81,7 +81,14 @@ def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_
         one.release()
 
 
-def test_no_more_than_its_depth_is_fetched_ahead(subject: Subject, inner: Watched) -> None:
+def test_no_more_than_its_depth_is_fetched_ahead_and_nothing_for_a_single_chunk(
+    subject: Subject, inner: Watched
+) -> None:
+    before = threading.active_count()
+    (single,) = subject.backend.batched_get(KEYS[:1])
+    assert threading.active_count() == before
+    single.release()
+    inner.fetched.clear()
     fetches = subject.backend.batched_get(KEYS)
     for taken in range(1, 6):
         next(fetches).release()
@@ -89,14 +96,6 @@ def test_no_more_than_its_depth_is_fetched_ahead(subject: Subject, inner: Watche
         wait_for(lambda n=taken: len(inner.fetched) == n + 4)
         time.sleep(0.01)
         assert len(inner.fetched) == taken + 4
-    fetches.close()
-
-
-def test_a_single_chunk_starts_no_thread(subject: Subject, inner: Watched) -> None:
-    before = threading.active_count()
-    fetches = subject.backend.batched_get(KEYS[:1])
-    next(fetches).release()
-    assert threading.active_count() == before
     fetches.close()
 
 
