@@ -209,10 +209,10 @@ def reset(file: Path, model: str | None, version: str | None, remove: bool) -> N
 
     def report(one: ResetModel) -> None:
         removed = "" if one.removed is None else f"; {one.removed} objects removed"
-        told = ", ".join(one.told) or "no process was there to be told"
+        told = ", ".join(one.processes.told) or "no process was there to be told"
         click.echo(f"{one.name}: version {one.label} is current ({told}){removed}")
-        if one.untold:
-            click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(one.untold)}", err=True)
+        if untold := one.processes.untold:
+            click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(untold)}", err=True)
 
     reset_models(_running(file), model, version, remove=remove, told=report)
 

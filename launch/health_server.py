@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -18,6 +19,16 @@ _CONNECTIONS = 16
 """How many connections may be open at a time. One more is closed at once."""
 _PATIENCE_S = 10.0
 """How long a connection may take to send a request, and to take the answer."""
+_LONGEST = 1 << 14
+"""The most bytes of a request's body."""
+
+
+class Response(NamedTuple):
+    """What a request is answered with."""
+
+    status: int
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
 
 
 class RoleHealth(msgspec.Struct, frozen=True):
@@ -41,18 +52,31 @@ def exposed(
     `/health` answers 503 while the status is `starting`, and otherwise 200: a pool that does not answer is no reason to restart the node.
     Raises RoleError if the address cannot be bound.
     """
-    with serving(host, port, _handler(registry, health), _CONNECTIONS) as address:
+
+    def respond(path: str, body: bytes | None) -> Response:
+        if path == "/metrics":
+            return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+        if path == "/health":
+            found = health()
+            return Response(503 if found.status == "starting" else 200, msgspec.json.encode(found), "application/json")
+        return Response(404, b"/metrics and /health are here\n")
+
+    with serving(host, port, respond, _CONNECTIONS) as address:
         yield address
 
 
 @contextlib.contextmanager
-def serving(host: str, port: int, handler: type[BaseHTTPRequestHandler], connections: int) -> Iterator[tuple[str, int]]:
+def serving(
+    host: str, port: int, respond: Callable[[str, bytes | None], Response], connections: int
+) -> Iterator[tuple[str, int]]:
     """Serves HTTP while the block runs, over at most so many connections at a time. Yields the address.
+
+    `respond` gets the path of each request, and the body of a POST. After a POST the connection stays open for the next one.
 
     Raises RoleError for the same reason as `exposed`.
     """
     try:
-        server = _Server((host, port), handler, connections)
+        server = _Server((host, port), _handler(respond), connections)
     except OSError as error:
         raise RoleError(f"port {port} of {host}: {error.strerror}") from None
     thread = threading.Thread(target=server.serve_forever, name="pd-cache-http", daemon=True)
@@ -101,29 +125,35 @@ class _Server(ThreadingHTTPServer):
         """Says nothing: a client that goes away in the middle is no event."""
 
 
-def _handler(registry: CollectorRegistry, health: Callable[[], RoleHealth]) -> type[BaseHTTPRequestHandler]:
-    class ExpositionHandler(BaseHTTPRequestHandler):
+def _handler(respond: Callable[[str, bytes | None], Response]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = -1  # one segment an answer
         timeout = _PATIENCE_S
 
         def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if path == "/metrics":
-                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-            elif path == "/health":
-                found = health()
-                code = 503 if found.status == "starting" else 200
-                self._answer(code, msgspec.json.encode(found), "application/json")
-            else:
-                self._answer(404, b"/metrics and /health are here\n", "text/plain; charset=utf-8")
+            self.close_connection = True
+            self._answer(respond(self.path.partition("?")[0], None))
 
-        def _answer(self, code: int, body: bytes, kind: str) -> None:
-            self.send_response(code)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
+        def do_POST(self) -> None:
+            length = self.headers.get("content-length", "")
+            if length.isascii() and length.isdecimal() and int(length) <= _LONGEST:
+                self._answer(respond(self.path, self.rfile.read(int(length))))
+            else:
+                self.close_connection = True
+                self._answer(Response(413, b"expected a body with its length\n"))
+
+        def _answer(self, response: Response) -> None:
+            self.send_response(response.status)
+            self.send_header("content-type", response.kind)
+            self.send_header("content-length", str(len(response.body)))
+            if self.close_connection:
+                self.send_header("connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(response.body)
 
         def log_message(self, *_: object) -> None:
             """Logs nothing: a scrape is no event."""
 
-    return ExpositionHandler
+    return Handler

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from launch.discovery import known_master
 from launch.status import ClusterStatus, cluster_status
-from launch.versions import known_versions, tell_all
+from launch.versions import Told, known_versions, tell_all
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
-from pd_cache.versions import FIRST, RefusedError, UnavailableError
+from pd_cache.versions import FIRST, UnavailableError
 from transfer.store import MooncakeStore
 
 _OPEN_S = 10.0
@@ -26,10 +26,7 @@ class ResetModel(NamedTuple):
     name: str
     """As the nodes call it."""
     label: str
-    told: list[str]
-    """The processes that have confirmed the version."""
-    untold: list[str]
-    """Those that have not: they use the cache no more until they have."""
+    processes: Told
     removed: int | None
     """How many chunks of the version before were removed; None if they were left to eviction."""
 
@@ -54,14 +51,14 @@ def reset_models(
         label = version or secrets.token_hex(8)
         try:
             processes = tell_all(authorities, weights, label)
-        except (RefusedError, UnavailableError) as error:
+        except UnavailableError as error:
             raise PdCacheError(
                 f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
                 f"try again with --version {label}"
             ) from error
-        before = known[weights].current if weights in known else FIRST
+        before = known[weights].current.label if weights in known else FIRST
         removed = _remove(config, status, weights, before) if remove and before != label else None
-        told(ResetModel(name, label, processes.told, processes.untold, removed))
+        told(ResetModel(name, label, processes, removed))
 
 
 def _names(status: ClusterStatus) -> dict[str, str]:

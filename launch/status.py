@@ -200,13 +200,13 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
 def _weights(rows: Iterable[NodeStatus]) -> list[str]:
     lines = []
     for model, one in known_versions(row.record.versions for row in rows if row.record.versions).items():
-        others = sorted({name for name, label in one.processes if label != one.current})
-        if one.current or others:
-            lines.append(f"weights of {one_line(model)}: version {one.current or '(first)'} is current")
+        current, others = one.current.label, one.lagging()
+        if current or others:
+            lines.append(f"weights of {one_line(model)}: version {current or '(first)'} is current")
         if others:
             lines[-1] += (
                 f"; {one_line(', '.join(others))} does not have it and loads nothing: run `pd-cache reset` when all nodes have the "
-                f"same weights{f', with --version {one.current} if it is these' if one.current else ''}"
+                f"same weights{f', with --version {current} if it is these' if current else ''}"
             )
     return lines
 

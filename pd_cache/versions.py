@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -46,6 +46,10 @@ UNKNOWN = "?"
 LABEL = r"^[A-Za-z0-9._-]{0,64}\Z"
 LEASE_S = 2.0
 """How long a process relies on an answer, from when it asked."""
+OVER_S = LEASE_S + 0.2
+"""The age of a version at which nobody relies on an older one. A bit more than a lease: clocks of two machines do not run alike."""
+CHANGE_S = 60.0
+"""How long after the first engine the others may say that they have changed, too."""
 POLL_S = 0.4
 _RESET_S = 8.0
 _AGAIN_S = 0.1
@@ -74,55 +78,38 @@ BEGINNING = Version(0, FIRST)
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What a process asks the authority."""
 
-    do: Literal["poll", "change", "reset"]
     model: str
     process: str = ""
-    """Differs from one start of a process to the next; empty for a command."""
+    """Differs from one start of a process to the next; empty for a process without weights."""
     name: str = ""
     """What people call the process."""
     own: Label | None = None
     """The label of its weights; None if it is not known."""
-    watches: bool = False
-    """Whether it has no version of its own, because another process decides for it."""
     known: Version = BEGINNING
     """The newest version that it knows of."""
-    label: Label | None = None
-    """For `change` and `reset`: the label of the new weights; None if the authority makes one."""
-    after: int | None = None
-    """For `reset`: the number of the version that the caller has seen as the current one. The reset is refused if a later one has begun: it
-    may be a command that was given up, and comes late."""
+    new: Version | None = None
+    """What becomes current if `known` still is. The authority numbers it. So a question that comes late, or twice, changes nothing."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What the authority answers."""
 
     current: Version
-    """For `change` and `reset`: the version that the engine, or all nodes, have now."""
-    wait_s: float = 0.0
-    """For so long a process may still rely on an older answer."""
+    age_s: float
+    """How long it has been current at least."""
     authorities: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     """Where to ask from now on, if the authority knows more than the caller."""
 
 
 class RefusedError(Exception):
-    """The authority does not do what it was asked to; the message says why, and what to do."""
+    """It is not known which weights an engine has; the message says why, and what to do."""
 
 
 class UnavailableError(Exception):
     """The authority cannot answer now."""
 
 
-class Channel(Protocol):
-    """Asks the authority."""
-
-    def ask(self, question: Question, timeout: float) -> Reply:
-        """Returns the answer. Raises RefusedError or UnavailableError."""
-
-    def close(self) -> None:
-        """Ends the connection."""
-
-
-class HttpChannel:
+class Channel:
     """Asks authorities over HTTP: the first, and after a failure the next one. For use by one thread."""
 
     def __init__(self, urls: list[str]) -> None:
@@ -132,11 +119,13 @@ class HttpChannel:
         self._connection: Any = None
 
     def ask(self, question: Question, timeout: float) -> Reply:
+        """Returns the answer. Raises UnavailableError."""
         import http.client  # an engine without an authority imports no HTTP
 
+        url = self._urls[self._turn % len(self._urls)]
         try:
             if self._connection is None:
-                address = self._urls[self._turn % len(self._urls)].removeprefix("http://").rstrip("/")
+                address = url.removeprefix("http://").rstrip("/")
                 self._connection = http.client.HTTPConnection(address)
             self._connection.timeout = timeout
             if self._connection.sock is not None:
@@ -144,23 +133,80 @@ class HttpChannel:
             self._connection.request("POST", "/versions", msgspec.json.encode(question))
             response = self._connection.getresponse()
             body = response.read(_LONGEST)
-            if response.status == 200:
-                reply = decode_json(body, Reply)
-                if reply.authorities:
-                    self._urls[:] = reply.authorities
-                return reply
+            if response.status != 200:
+                raise ValueError(f"{response.status}: {body[:1000].decode(errors='replace')}")
+            reply = decode_json(body, Reply)
         except (http.client.HTTPException, OSError, ValueError) as error:
             self.close()
-            raise UnavailableError(f"{type(error).__name__}: {error}") from error
-        self.close()
-        text = body[:1000].decode(errors="replace")
-        raise RefusedError(text) if response.status == 409 else UnavailableError(f"{response.status}: {text}")
+            raise UnavailableError(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.authorities:
+            self._urls[:] = reply.authorities
+        return reply
 
     def close(self) -> None:
+        """Ends the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
             self._turn += 1
+
+
+def begin_version(
+    channel: Channel,
+    question: Question,
+    label: str | None,
+    timeout: float,
+    *,
+    for_all: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Version:
+    """Makes a version current, or joins the change that has made the current one. Returns it when no process relies on an older one.
+
+    `question` says what the caller is. Without a `label` of the new weights, one is made. `for_all`: all nodes have them, not only the caller.
+    Raises RefusedError, with nothing changed, or UnavailableError after `timeout` seconds: then the version may have begun.
+    """
+    end = clock() + timeout
+    made = secrets.token_hex(8) if label is None else label
+    found: Version | None = None
+    begun: int | None = None
+    while clock() < end:
+        try:
+            reply = channel.ask(question, max(_AGAIN_S, min(end - clock(), timeout / 2)))
+        except UnavailableError:
+            if clock() + _AGAIN_S >= end:
+                raise
+            sleep(_AGAIN_S)
+            continue
+        current = reply.current
+        # what is known is told again with each question: an authority that has been started anew learns it
+        question = msgspec.structs.replace(question, known=current, new=None)
+        begun = current.number if begun is None else begun
+        if found is None:
+            is_made = current.label == made and (not for_all or (current.for_all and current.number > begun))
+            if is_made or (label is None and not for_all and _joins(question.own, reply)):
+                found = current
+            elif for_all or label is not None or question.own == current.label:
+                previous = current.label if for_all or label is None else None
+                question = msgspec.structs.replace(question, new=Version(0, made, previous, for_all))
+                continue
+            else:
+                had = "weights of no known version" if question.own is None else f"version {question.own or '(first)'}"
+                raise RefusedError(
+                    f"this process had {had}, and does not follow others to version {current.label or '(first)'}: give the version, or "
+                    "run `pd-cache reset` when all nodes have the new weights"
+                )
+        if reply.age_s >= OVER_S:
+            return found
+        sleep(min(OVER_S - reply.age_s, max(0.0, end - clock())))
+    raise UnavailableError(f"no version was current for long enough within {timeout:g} s")
+
+
+def _joins(own: str | None, reply: Reply) -> bool:
+    """Returns whether an engine's change without a label is the one that has made the current version."""
+    # an engine that speaks while a command is under way means the same change
+    joinable_s = OVER_S if reply.current.for_all else CHANGE_S
+    return own not in (None, reply.current.label) and own == reply.current.previous and reply.age_s < joinable_s
 
 
 class WeightsVersion:
@@ -174,9 +220,9 @@ class WeightsVersion:
         name: str = "",
         watches: bool = False,
         alone: bool = False,
-        channel: Callable[[list[str]], Channel] = HttpChannel,
+        channel: Callable[[list[str]], Channel] = Channel,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] | None = None,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Begins to ask; without an authority, nothing is known but this engine's own changes.
 
@@ -184,7 +230,7 @@ class WeightsVersion:
             urls: where the authorities are, with commas between them; empty if there is none.
             model: what identifies the weights with which engines start.
             name: what people call the process.
-            watches: whether another process decides in which version this one works.
+            watches: whether another process decides in which version this one works; its own version is the current one.
             alone: whether no other process has the chunks.
             channel, clock, sleep: for tests; with another clock, nothing is asked but by `poll`.
         """
@@ -195,11 +241,12 @@ class WeightsVersion:
         self._alone = alone
         self._channel = channel
         self._clock = clock
-        self._process = uuid.uuid4().hex
+        self._sleep = sleep
+        self._process = "" if watches else uuid.uuid4().hex
         self._stop = threading.Event()
-        self._sleep = sleep or self._stop.wait
         self._lock = threading.Condition()
-        self._resetting = threading.Lock()
+        self._asking = threading.RLock()
+        """Held while a question is under way: no answer to one from before a change is taken for one from after it."""
         self._complaints = SparseLog(every_s=60.0)
 
         self._known = BEGINNING
@@ -209,8 +256,8 @@ class WeightsVersion:
         self._since: int | None = None
         """The number of a version that was current after the weights last changed. What a command says of all nodes later, it says of these
         weights, too. None if it is not known yet."""
-        self._changes = 0
-        """How many calls of `reset` have ended: an answer to a question from before says nothing about the weights of now."""
+        self._as_started = True
+        """Whether the weights have never changed, as far as this engine has said."""
         self._tried = not self._urls
         if self._urls and clock is time.monotonic:
             threading.Thread(target=self._run, name="pd-cache-versions", daemon=True).start()
@@ -233,8 +280,7 @@ class WeightsVersion:
         """
         with self._lock:
             self._lock.wait_for(lambda: self._tried, _FIRST_S if timeout is None else min(timeout, _FIRST_S))
-            label = self._known.label if self._watches else self._own
-            return None if self.why_not(label) else label
+            return None if self.why_not(self._own) else self._own
 
     def wait_known(self, timeout: float) -> bool:
         """Waits until it is known which version is current. Returns False if it is not after `timeout` seconds."""
@@ -244,7 +290,7 @@ class WeightsVersion:
     def why_not(self, label: str | None) -> Literal["", "reset", "epoch_unknown"]:
         """Returns why chunks of a version are not to be used now; empty if it is current."""
         with self._lock:
-            if label is None or not self._knows() or (self._own is None and not self._watches):
+            if label is None or self._own is None or not self._knows():
                 return "epoch_unknown"
             if self._watches and not self._urls:
                 return ""
@@ -259,39 +305,38 @@ class WeightsVersion:
         """
         if version is not None and (not version or not re.match(LABEL, version)):
             raise ValueError(f"a version is 1 to 64 letters, digits, dots, dashes and underscores, not {version!r}")
-        with self._resetting:
+        with self._asking, contextlib.closing(self._channel(self._urls)) as channel:
             with self._lock:
-                question = self._question("change", version)
-                self._own = None
-            reply = self._answer(question, timeout) if self._urls else self._decided(version)
+                question = self._question()
+                self._own, self._since, self._as_started = None, None, False
+            made = self._begin(channel, question, version, timeout)
+            if made is None:
+                # The authority may have made a version of this. But the next call may mean the next change, so without a label it cannot
+                # be known of which weights it speaks; nor of which a command spoke meanwhile.
+                return None
             with self._lock:
-                self._changes += 1
-                self._since = None
-                if reply is None:
-                    # The authority may have made a version of this. But the next call may mean the next change, so without a label it cannot
-                    # be known of which weights it speaks; nor of which a command spoke meanwhile.
-                    return None
-                self._own, self._since = reply.current.label, reply.current.number
-                self._known = max(self._known, reply.current, key=lambda one: one.number)
-        self._sleep(reply.wait_s)
-        return reply.current.label
+                self._own, self._since = made.label, made.number
+                self._known = max(self._known, made, key=lambda one: one.number)
+            if self._urls:
+                self.poll(channel)
+        return made.label
 
     def poll(self, channel: Channel, timeout: float = LEASE_S / 2) -> bool:
         """Asks once. Returns whether there was anything new."""
-        with self._lock:
-            question, asked, changes = self._question("poll"), self._clock(), self._changes
-        reply = None
-        try:
-            reply = channel.ask(question, timeout)
-        except (RefusedError, UnavailableError) as error:
-            if (times := self._complaints.admit()) is not None:
-                log.warning("cannot ask which version of %s is current, %d times: %s", self._model, times, error)
-        with self._lock:
-            self._tried = True
+        with self._asking:
+            question, asked, current = self._question(), self._clock(), None
             try:
-                return reply is not None and self._learn(reply.current, asked, changes)
-            finally:
+                current = channel.ask(question, timeout).current
+            except UnavailableError as error:
+                if (times := self._complaints.admit()) is not None:
+                    log.warning("cannot ask which version of %s is current, %d times: %s", self._model, times, error)
+            with self._lock:
+                before = self._known, self._own
+                if current is not None and current.number >= self._known.number:
+                    self._learn(current, asked)
+                self._tried = True
                 self._lock.notify_all()
+                return before != (self._known, self._own)
 
     def close(self) -> None:
         """Asks no more. Idempotent."""
@@ -310,56 +355,35 @@ class WeightsVersion:
     def _knows(self) -> bool:
         return not self._urls or self._clock() - self._asked < LEASE_S
 
-    def _question(self, do: Literal["poll", "change"], label: str | None = None) -> Question:
-        return Question(
-            do=do,
-            model=self._model,
-            process=self._process,
-            name=self._name,
-            own=self._own,
-            watches=self._watches,
-            known=self._known,
-            label=label,
-        )
+    def _question(self) -> Question:
+        return Question(model=self._model, process=self._process, name=self._name, own=self._own, known=self._known)
 
-    def _learn(self, current: Version, asked: float, changes: int) -> bool:
-        """Takes in an answer, with the lock held. Returns whether it says anything new."""
-        if current.number < self._known.number:
-            return False
-        before, own = self._known, self._own
-        self._known, self._asked = current, max(asked, self._asked)
-        if current != before:
+    def _learn(self, current: Version, asked: float) -> None:
+        if current != self._known:
             log.info("%s: version %s is current", self._model, current.label or "(first)")
-        # the engine's own call decides first; then a later poll brings what a command says
-        if changes == self._changes and not self._resetting.locked() and not self._watches:
-            if self._since is None:
-                self._since = current.number
-                if not changes and current.label == FIRST:
-                    self._own = FIRST
-            elif current.for_all and current.number > self._since:
-                self._own, self._since = current.label, current.number
-        return before != current or own != self._own
+        self._known, self._asked = current, asked
+        if self._watches:
+            self._own = current.label
+        elif self._since is None:
+            self._since = current.number
+            if self._as_started and current.label == FIRST:
+                self._own = FIRST
+        elif current.for_all and current.number > self._since:
+            self._own, self._since = current.label, current.number
 
-    def _answer(self, question: Question, timeout: float) -> Reply | None:
-        """Asks until there is an answer. Returns None if it is no, or if there is none."""
-        end = self._clock() + timeout
-        with contextlib.closing(self._channel(self._urls)) as channel:
-            while True:
-                try:
-                    return channel.ask(question, max(_AGAIN_S, min(end - self._clock(), timeout / 2)))
-                except (RefusedError, UnavailableError) as error:
-                    if isinstance(error, RefusedError) or self._clock() + _AGAIN_S >= end:
-                        log.warning("no reset of %s: the authority at %s: %s", self._model, ",".join(self._urls), error)
-                        return None
-                self._sleep(_AGAIN_S)
-
-    def _decided(self, version: str | None) -> Reply | None:
-        """Returns the answer of an engine that knows of no authority."""
-        if version is None and not self._alone:
-            log.warning(
-                "no reset of %s: no authority of versions is known; give the version, or set `versions` to http://HOST:PORT, the "
-                "`versions_port` of the role master",
-                self._model,
-            )
+    def _begin(self, channel: Channel, question: Question, version: str | None, timeout: float) -> Version | None:
+        """Returns what `begin_version` does; None if it was refused or not answered."""
+        if not self._urls:
+            if version is None and not self._alone:
+                log.warning(
+                    "no reset of %s: no authority of versions is known; give the version, or set `versions` to http://HOST:PORT, the "
+                    "`versions_port` of the role master",
+                    self._model,
+                )
+                return None
+            return Version(self._known.number + 1, version or secrets.token_hex(8))
+        try:
+            return begin_version(channel, question, version, timeout, clock=self._clock, sleep=self._sleep)
+        except (RefusedError, UnavailableError) as error:
+            log.warning("no reset of %s: the authority at %s: %s", self._model, ",".join(self._urls), error)
             return None
-        return Reply(current=Version(self._known.number + 1, version or secrets.token_hex(8)))

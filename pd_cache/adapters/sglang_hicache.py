@@ -172,7 +172,7 @@ class PdCacheStorage(HiCacheStorage):
             opened = self._opened()
             if opened is None:
                 return False
-            begun = opened.reset()
+            begun = opened.version.reset() is not None
             if not begun:  # SGLang 0.5.23 does not look at what this returns
                 log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
             return begun
@@ -203,7 +203,7 @@ class PdCacheStorage(HiCacheStorage):
             self._closed = True
             cache, names = self._cache, self._names
         if names is not None:
-            names.close()
+            names.version.close()
         if cache is not None:
             cache.close()
 

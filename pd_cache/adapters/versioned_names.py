@@ -21,29 +21,20 @@ class VersionedNames:
     """The values of one namespace, in the version of this engine's weights. Thread-safe. Its calls raise nothing because of the pool."""
 
     def __init__(self, cache: ObjectCache, settings: NodeSettings) -> None:
-        """The caller keeps `cache`, and closes it."""
+        """The caller closes `cache`, which it keeps, and `version`, which it may reset."""
         self._cache = cache
-        self._version = WeightsVersion.of(settings, cache.namespace)
+        self.version = WeightsVersion.of(settings, cache.namespace)
 
     @property
     def own(self) -> str:
         """The version of what is computed now; `UNKNOWN`, in which nothing is stored, if it is not known."""
-        own = self._version.own
+        own = self.version.own
         return UNKNOWN if own is None else own
-
-    def reset(self) -> bool:
-        """Says that the engine has other weights now. Returns whether no node can load what was stored before; if not, this engine finds
-        nothing until a later call succeeds."""
-        return self._version.reset() is not None
-
-    def close(self) -> None:
-        """Asks for versions no more."""
-        self._version.close()
 
     def exist(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         """Returns which values are there, by one request."""
         deadline = Deadline(timeout)
-        epoch = self._version.current(timeout)
+        epoch = self.version.current(timeout)
         if epoch is None:
             return [False] * len(names)
         statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline.left())
@@ -58,9 +49,9 @@ class VersionedNames:
         """
         deadline = Deadline(timeout)
         # waits for the first answer, before which the engine's own version is not known
-        self._version.current(timeout)
+        self.version.current(timeout)
         epoch = self.own if epoch is None else epoch
-        if why := self._version.why_not(epoch):
+        if why := self.version.why_not(epoch):
             self._cache.metrics.trouble("put", why, len(names))
             return [False] * len(names)
         statuses = self._cache.put_many(_within(epoch, names), values, timeout=deadline.left())
@@ -72,13 +63,13 @@ class VersionedNames:
         All are misses if the weights change meanwhile.
         """
         deadline = Deadline(timeout)
-        epoch = self._version.current(timeout)
+        epoch = self.version.current(timeout)
         if epoch is None:
             return ["epoch_unknown"] * len(names)
         reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline.left())
         if all(reasons):
             return reasons
-        reason = self._version.why_not(epoch)
+        reason = self.version.why_not(epoch)
         if not reason:
             return reasons
         self._cache.metrics.trouble("get", reason, len(names))

@@ -191,7 +191,7 @@ class PdCacheTierManager(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Ends all jobs, and says that the weights have changed: vLLM drains its tiers when it resets its caches, because they may have."""
         self._jobs.drain()
-        if not self._names.reset():
+        if self._names.version.reset() is None:
             log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
         # requests that go on have KV of the version before: what they computed is not stored any more
 
@@ -200,7 +200,7 @@ class PdCacheTierManager(SecondaryTierManager):
         self._closed = True
         self._lookups.shutdown()
         ended = self._jobs.close()
-        self._names.close()
+        self._names.version.close()
         self.cache.close()
         if not ended:
             raise RuntimeError("a transfer still uses the primary tier's memory")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,28 +15,21 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import serving
-from launch.versions import (
-    CHANGE_S,
-    KNOWN_S,
-    MARGIN_S,
-    Authority,
-    MemoryValues,
-    Values,
-    known_versions,
-    tell_all,
-    versions_handler,
-)
+from launch.versions import KNOWN_S, Authority, MemoryValues, answering, known_versions, tell_all
 from pd_cache.cluster import EtcdDiscovery
 from pd_cache.versions import (
+    BEGINNING,
+    CHANGE_S,
     FIRST,
     LEASE_S,
-    HttpChannel,
+    OVER_S,
+    Channel,
     Question,
-    RefusedError,
     Reply,
     UnavailableError,
     Version,
     WeightsVersion,
+    begin_version,
 )
 from tests.support.etcd import Etcd
 from tests.support.waiting import wait_for
@@ -58,28 +50,32 @@ class Clock:
         self.now += seconds
 
 
-class Wire:
+class Wire(Channel):
     """Carries questions to an authority, or loses them."""
 
     def __init__(self, authority: Authority) -> None:
+        super().__init__([])
         self.authority = authority
         self.question = self.answer = True
         """Whether the next questions and answers arrive."""
         self.meanwhile: Callable[[], object] | None = None
         """What happens while an answer is on its way."""
+        self.plan: list[str] = []
+        """What is lost of the next calls: the `question`, the `answer`, or nothing."""
+        self.sent: list[Question] = []
+        """Changes that were sent, whether they arrived or not."""
 
     def ask(self, question: Question, timeout: float) -> Reply:
-        if not self.question:
+        lost = self.plan.pop(0) if self.plan else ""
+        self.sent += [question] if question.new is not None else []
+        if not self.question or lost == "question":
             raise UnavailableError("lost")
         reply = self.authority.answer(question)
         if self.meanwhile is not None:
             self.meanwhile()
-        if not self.answer:
+        if not self.answer or lost == "answer":
             raise UnavailableError("lost on the way back")
         return reply
-
-    def close(self) -> None:
-        pass
 
 
 class Engine:
@@ -100,15 +96,15 @@ class Engine:
 class World:
     """An authority that has learned what there is to learn, and its engines."""
 
-    def __init__(self, values: Values | None = None, prefix: str = "") -> None:
+    def __init__(self, values: MemoryValues | EtcdValues | None = None, prefix: str = "") -> None:
         self.clock = Clock()
         self.values = values or MemoryValues()
         self.prefix = prefix
         self.authority = self.another()
 
-    def another(self, values: Values | None = None) -> Authority:
+    def another(self, values: MemoryValues | EtcdValues | None = None) -> Authority:
         made = Authority(values or self.values, self.prefix, clock=self.clock, wall=self.clock)
-        self.clock.now += LEASE_S + MARGIN_S
+        self.clock.now += OVER_S
         return made
 
     def engine(self, authority: Authority | None = None, *, asks: bool = True) -> Engine:
@@ -117,8 +113,13 @@ class World:
             made.poll()
         return made
 
-    def command(self, label: str, after: int | None = None) -> Version:
-        return self.authority.answer(Question(do="reset", model=MODEL, label=label, after=after)).current
+    def current(self) -> Version:
+        return self.authority.answer(Question(model=MODEL)).current
+
+    def command(self, label: str, known: Version | None = None) -> Version:
+        """A command begins; by default it has seen what is current."""
+        new = Version(0, label, for_all=True, previous=(known or self.current()).label)
+        return self.authority.answer(Question(model=MODEL, known=known or self.current(), new=new)).current
 
 
 def polled(*engines: Engine) -> list[str | None]:
@@ -155,7 +156,7 @@ def test_a_change_is_done_when_no_older_answer_is_relied_on(world: World) -> Non
     a, b, deaf = world.engine(), world.engine(), world.engine()
     begun = world.clock.now
     a.version.reset()
-    assert world.clock.now >= begun + LEASE_S + MARGIN_S
+    assert world.clock.now >= begun + OVER_S
     assert deaf.uses() is None, "it has not heard of the change, and stopped all the same"
     begun = world.clock.now
     b.poll()
@@ -164,7 +165,9 @@ def test_a_change_is_done_when_no_older_answer_is_relied_on(world: World) -> Non
 
 
 @pytest.mark.parametrize("why", ["a change behind", "late", "started after"])
-def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a_label(why: str) -> None:
+def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a_label(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World()
     a, b = world.engine(), world.engine()
     label = a.version.reset()
@@ -174,7 +177,10 @@ def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a
         world.clock.now += CHANGE_S + 1
     else:
         b = world.engine()
-    assert b.version.reset() is None
+    with caplog.at_level("WARNING"):
+        assert b.version.reset() is None
+    assert "give the version, or run `pd-cache reset`" in caplog.text
+    assert not [one for one in b.wire.sent if one.new], "a refused change changes nothing"
     assert polled(a, b) == [label, None]
     assert b.version.reset(label) == label
     assert polled(a, b) == [label, label]
@@ -187,9 +193,9 @@ def test_after_a_change_without_an_answer_only_a_label_or_a_command_says_what_an
     a, e = world.engine(), world.engine()
     assert a.version.reset()
     setattr(e.wire, lost, False)
-    assert e.version.reset(timeout=0.0) is None
+    assert e.version.reset() is None
     setattr(e.wire, lost, True)
-    assert e.version.reset(timeout=0.0) is None, "it may have the weights after those of a"
+    assert e.version.reset() is None, "it may have the weights after those of a"
     assert polled(a, e)[1] is None
     assert a.version.reset("w2") == e.version.reset("w2") == "w2"
     assert polled(a, e) == ["w2", "w2"]
@@ -198,14 +204,7 @@ def test_after_a_change_without_an_answer_only_a_label_or_a_command_says_what_an
 def test_a_change_whose_first_answer_is_lost_is_the_same_change_when_it_is_asked_again() -> None:
     world = World()
     a, b = world.engine(), world.engine()
-    a.wire.answer = False
-    a.wire.meanwhile = lambda: setattr(a.wire, "answer", world.authority.models()[MODEL].current != FIRST and seen())
-    asked: list[int] = []
-
-    def seen() -> bool:
-        asked.append(1)
-        return len(asked) > 1
-
+    a.wire.plan = ["question", "", "question", "answer"]
     label = a.version.reset()
     assert label
     assert b.version.reset() == label
@@ -256,7 +255,7 @@ def test_an_engine_that_a_command_did_not_reach_does_not_join_it_by_a_change_of_
     world = World()
     far = world.engine()
     world.command("new")
-    world.clock.now += LEASE_S + MARGIN_S
+    world.clock.now += OVER_S
     assert far.version.reset() is None
     assert polled(far) == [None], "its weights have changed since the command"
     world.command("newer")
@@ -280,42 +279,51 @@ def test_a_command_after_an_engines_change_reaches_that_engine_too() -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended_well(answered: bool) -> None:
+@pytest.mark.parametrize("questions", [1, 2])
+def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended_well(
+    questions: int, answered: bool
+) -> None:
+    """After one question, the engine has only looked which version is current; after two, it has begun one of its own."""
     world = World()
-    e, poller = world.engine(), Wire(world.authority)
+    e = world.engine()
+    left = [questions]
 
     def meanwhile() -> None:
-        e.wire.meanwhile = None
-        e.wire.answer = answered
-        world.command("all")
-        e.version.poll(poller)
+        left[0] -= 1
+        if left[0] == 0:
+            e.wire.answer = answered
+            world.command("all")
         assert e.uses() is None, "its own call has not ended"
 
     e.wire.meanwhile = meanwhile
-    assert (e.version.reset(timeout=0.0) is not None) is answered
-    assert e.version.poll(poller) in (True, False)
-    assert e.uses() == ("all" if answered else None)
-
-
-def test_an_answer_from_before_a_change_says_nothing_of_the_weights_after_it() -> None:
-    world = World()
-    e, slow = world.engine(), Wire(world.authority)
-    e.wire.question = False
-    slow.meanwhile = lambda: e.version.reset(timeout=0.0)
-    world.command("old")
-    e.version.poll(slow)
-    assert polled(e) == [None]
-    e.version.poll(Wire(world.authority))
-    assert e.uses() is None, "the command came before its weights changed"
+    assert (e.version.reset() is not None) is answered
+    e.wire.answer, e.wire.meanwhile = True, None
+    assert polled(e) == ["all" if answered else None]
 
 
 def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     world = World()
     e = world.engine()
     assert e.version.reset("w2") == "w2"
-    with pytest.raises(RefusedError, match="w2 has begun meanwhile"):
-        world.command("w1", after=0)
+    assert world.command("w1", known=BEGINNING).label == "w2"
     assert polled(e) == ["w2"]
+
+
+def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of_it() -> None:
+    world = World()
+    wire = Wire(world.authority)
+    anew = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
+
+    def restart() -> None:
+        if wire.authority.answer(Question(model=MODEL)).current.label == "new":
+            wire.authority, wire.meanwhile = anew, None
+
+    wire.meanwhile = restart
+    command = functools.partial(begin_version, for_all=True, clock=world.clock, sleep=world.clock.sleep)
+    made = command(wire, Question(model=MODEL), "new", 30.0)
+    assert wire.authority is anew
+    assert made == anew.answer(Question(model=MODEL)).current
+    assert world.engine(anew).uses() is None
 
 
 # --- answers that are late, and authorities that forget ----------------------------------------------------------------------
@@ -345,9 +353,9 @@ def test_a_restarted_authority_learns_before_it_answers() -> None:
     restarted = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
     a.wire.authority = b.wire.authority = restarted
     with pytest.raises(UnavailableError, match="just started"):
-        restarted.answer(Question(do="reset", model=MODEL, label="x"))
+        restarted.answer(Question(model=MODEL, new=Version(0, "x")))
     polled(a, b)
-    world.clock.now += LEASE_S + MARGIN_S
+    world.clock.now += OVER_S
     assert polled(a, b) == [label, None]
     assert b.version.reset() == label, "it has not forgotten which change comes next"
 
@@ -374,7 +382,7 @@ def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_e
         assert polled(a, b) == [label, label]
         etcd.stop()
         world.clock.now += LEASE_S
-        assert a.version.reset("w2", timeout=0.0) is None, "what is not written down is not promised"
+        assert a.version.reset("w2", timeout=0.1) is None, "what is not written down is not promised"
         etcd.wipe()
         etcd.start()
         wait_for(lambda: polled(b) == [label], what="etcd with what the masters and engines remember")
@@ -400,10 +408,10 @@ def test_a_value_in_etcd_that_is_damaged_or_spelled_otherwise_stops_no_change(et
         assert values.replace(keys[-1], values.get(keys[-1]), damaged)
         a.wire.authority = Authority(values, world.prefix, clock=world.clock, wall=world.clock)
         polled(a)
-        world.clock.now += LEASE_S + MARGIN_S
+        world.clock.now += OVER_S
         assert polled(a) == ["w1"]
         assert a.version.reset("w2") == "w2"
-        assert world.another().answer(Question(do="poll", model=MODEL)).current.label == "w2"
+        assert world.another().answer(Question(model=MODEL)).current.label == "w2"
 
 
 def test_an_engine_without_an_authority_has_versions_of_its_own() -> None:
@@ -428,14 +436,14 @@ def judge() -> Authority:
 
 @pytest.fixture
 def service(judge: Authority) -> Iterator[str]:
-    with serving("127.0.0.1", 0, versions_handler(judge), 64) as (host, port):
+    with serving("127.0.0.1", 0, answering(judge), 64) as (host, port):
         wait_for(lambda: _learned(judge), what="an authority that has learned")
         yield f"http://{host}:{port}"
 
 
 def _learned(judge: Authority) -> bool:
     try:
-        judge.answer(Question(do="poll", model="none"))
+        judge.answer(Question(model="none"))
     except UnavailableError:
         return False
     return True
@@ -491,42 +499,26 @@ def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
         tell_all(["http://127.0.0.1:1"], odd, "v3")
 
 
-def test_over_http_two_masters_get_the_version_that_the_first_one_made(service: str) -> None:
-    other = Authority(MemoryValues())
-    with serving("127.0.0.1", 0, versions_handler(other), 64) as (host, port):
-        wait_for(lambda: _learned(other), what="an authority that has learned")
-        tell_all([service, f"http://{host}:{port}"], MODEL, "v2")
-    with contextlib.closing(HttpChannel([service])) as channel:
-        first = channel.ask(Question(do="poll", model=MODEL), 10).current
-    assert first == other.answer(Question(do="poll", model=MODEL)).current
-    assert first.label == "v2"
-
-
-def test_over_http_a_refusal_says_what_to_do_and_the_list_of_masters_is_followed(judge: Authority) -> None:
+def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
     others = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    with serving("127.0.0.1", 0, versions_handler(judge, others), 64) as (host, port):
+    with serving("127.0.0.1", 0, answering(judge, others), 64) as (host, port):
         wait_for(lambda: _learned(judge), what="an authority that has learned")
         urls = [f"http://{host}:{port}"]
-        with contextlib.closing(HttpChannel(urls)) as channel:
-            channel.ask(Question(do="reset", model=MODEL, label="v2"), 10)
-            assert urls == others
-            with pytest.raises(RefusedError, match="pd-cache reset"):
-                channel.ask(Question(do="change", model=MODEL, own="other"), 10)
+        with contextlib.closing(Channel(urls)) as channel:
+            channel.ask(Question(model=MODEL), 10)
+        assert urls == others
 
 
-def test_over_http_a_command_whose_caller_has_left_does_nothing(judge: Authority, service: str) -> None:
-    body = msgspec.json.encode(Question(do="reset", model=MODEL, label="late"))
-    head = f"POST /versions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    host, port = service.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as caller:
-        caller.sendall(head + body[:-1])
-        caller.sendall(body[-1:])
-        caller.shutdown(socket.SHUT_WR)
-        caller.settimeout(60)
-        answer = caller.recv(1000)
-    # both ends race: either the command was done and answered, or it was not done
-    current = judge.answer(Question(do="poll", model=MODEL)).current.label
-    assert (current == "late") is (b"200" in answer)
+def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Authority, service: str) -> None:
+    newer = Version(7, "v7")
+    judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7"))
+    behind = Authority(MemoryValues())
+    with serving("127.0.0.1", 0, answering(behind), 64) as (host, port):
+        for process, name in (("1", "moved"), ("2", "stuck")):
+            with contextlib.suppress(UnavailableError):
+                behind.answer(Question(model=MODEL, process=process, name=name, own=FIRST))
+        found = known_versions([service, f"http://{host}:{port}"])[MODEL]
+    assert (found.current, found.following(), found.lagging()) == (newer, ["moved"], ["stuck"])
 
 
 # --- what holds in all orders --------------------------------------------------------------------------------------------
@@ -550,8 +542,8 @@ class Versions(RuleBasedStateMachine):
         self.floor = 0
         """The number of the last version that was reported as done."""
         self.highest = 0
-        self.late: list[Question] = []
-        """Changes that were given up, and may yet arrive."""
+        self.sent: list[Question] = []
+        """Changes that may arrive late, or once more."""
 
     @rule(target=engines)
     def start(self) -> Engine:
@@ -579,44 +571,48 @@ class Versions(RuleBasedStateMachine):
         self.world.clock.now += seconds
 
     @precondition(lambda self: self.command is None)
-    @rule(engine=engines, question=st.booleans(), answer=st.booleans(), named=st.booleans(), repeated=st.booleans())
-    def change(self, engine: Engine, question: bool, answer: bool, named: bool, repeated: bool) -> None:
+    @rule(
+        engine=engines,
+        named=st.booleans(),
+        plan=st.lists(st.sampled_from(["", "question", "answer"]), max_size=4),
+        cut=st.booleans(),
+    )
+    def change(self, engine: Engine, named: bool, plan: list[str], cut: bool) -> None:
         engine.weights += 1
         self.highest = max(self.highest, engine.weights)
-        label = f"w{engine.weights}" if named else None
-        if not question:
-            self.late.append(Question(do="change", model=MODEL, process="late", own=engine.version.own, label=label))
-        engine.wire.question, engine.wire.answer = question, answer
-        known = engine.version.reset(label, timeout=1.0 if repeated else 0.0)
+        engine.wire.plan = [*plan, *(["question"] * 100 if cut else [])]
+        known = engine.version.reset(f"w{engine.weights}" if named else None)
         if known is not None:
             self.floor = max(self.floor, engine.version._known.number)
-        engine.wire.question = engine.wire.answer = True
+        engine.wire.plan = []
+        self.sent += engine.wire.sent
+        engine.wire.sent = []
 
-    @precondition(lambda self: self.late and self.command is None)
-    @rule()
-    def arrive_late(self) -> None:
-        with contextlib.suppress(RefusedError, UnavailableError):
-            self.world.authority.answer(self.late.pop())
+    @precondition(lambda self: self.sent and self.command is None)
+    @rule(data=st.data())
+    def arrive_late_or_again(self, data: st.DataObject) -> None:
+        with contextlib.suppress(UnavailableError):
+            self.world.authority.answer(data.draw(st.sampled_from(self.sent)))
 
     @precondition(lambda self: self.command is None)
     @rule()
     def begin_command(self) -> None:
         try:
-            # before the weights change, as the authority may refuse
-            reply = self.world.authority.answer(Question(do="reset", model=MODEL, label=f"w{self.highest + 1}"))
+            # before the weights change, as the authority may not answer
+            begun = self.world.command(f"w{self.highest + 1}")
         except UnavailableError:
             return
         self.highest += 1
         for engine in self.all:
             engine.weights = self.highest
-        self.command = reply.current, self.world.clock.now + reply.wait_s
+        self.command = begun, self.world.clock.now + OVER_S
 
     @precondition(lambda self: self.command is not None)
     @rule(engine=engines)
     def change_of_the_command(self, engine: Engine) -> None:
         """An engine says by itself what the command says of it."""
         if engine.weights == self.highest and self.command and self.world.clock.now < self.command[1]:
-            engine.version.reset(timeout=0.0)
+            engine.version.reset()
 
     @precondition(lambda self: self.command is not None and self.world.clock.now >= self.command[1])
     @rule()
@@ -636,7 +632,7 @@ class Versions(RuleBasedStateMachine):
         for engine in self.all:
             engine.wire.authority = made
         newest.poll()
-        self.world.clock.now += LEASE_S + MARGIN_S
+        self.world.clock.now += OVER_S
 
     @invariant()
     def labels_stand_for_weights(self) -> None:

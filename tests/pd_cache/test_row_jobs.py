@@ -206,7 +206,7 @@ def test_a_reset_hides_values_also_if_it_comes_during_a_load() -> None:
     assert names.put([b"a"], [b"x"]) == [True]
     assert names.read_into([b"a"], [bytearray(1)]) == [""]
     before = names.own
-    cache.during_read = names.reset
+    cache.during_read = names.version.reset
     assert names.read_into([b"a"], [bytearray(1)]) == ["reset"]
     cache.during_read = lambda: None
     assert names.exist([b"a"]) == [False]
@@ -219,11 +219,11 @@ def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored() -> None:
     cache = Cache()
     names = VersionedNames(cache, NodeSettings(master="10.0.0.1:1"))  # type: ignore[arg-type]
     assert names.put([b"a"], [b"x"]) == [True]
-    assert names.reset() is False
+    assert names.version.reset() is None
     assert names.exist([b"a"]) == [False]
     assert names.read_into([b"a"], [bytearray(1)]) == ["epoch_unknown"]
     assert names.put([b"b"], [b"y"]) == [False]
-    names.close()
+    names.version.close()
 
 
 class Host:

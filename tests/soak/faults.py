@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from launch.versions import tell_all
-from pd_cache.versions import RefusedError, UnavailableError
+from pd_cache.versions import UnavailableError
 from tests.soak.books import Books, Span
 from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SMALL_SEGMENT, STORES, Cluster
 from tests.soak.oracle import VOCABULARY
@@ -212,7 +212,7 @@ class Weights:
         )
 
     def _say(self, number: int) -> None:
-        with contextlib.suppress(RefusedError, UnavailableError):
+        with contextlib.suppress(UnavailableError):
             done = tell_all([self._cluster.versions], MODEL, f"w{number}")
             self._books.resets.setdefault(number, time.time())
             self._told = self._told or not done.untold
