@@ -20,9 +20,8 @@ from launch.discovery import View, find_master
 from launch.doctor.checks import (
     installed_findings,
     library_findings,
-    memory_findings,
+    memory_finding,
     rdma_findings,
-    skew_findings,
 )
 from launch.doctor.probe import (
     advertised_findings,
@@ -79,7 +78,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     yield from installed_findings()
     yield from rdma_findings(None if config is None else config.transfer, root)
     if config is None:
-        yield from memory_findings(None, (), (), root)
+        yield memory_finding(None, (), (), root)
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
         return
     status = cluster_status(config)
@@ -88,7 +87,7 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     running = {row.name for row in status.nodes if row.answers} | {
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
     }
-    yield from memory_findings(config, mine, running, root)
+    yield memory_finding(config, mine, running, root)
     yield from listening_findings(mine, root)
     yield from _cluster(config, status, segments)
     yield from _network(config, status, segments, None if leading is None else leading.name)
@@ -108,8 +107,6 @@ def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segmen
         yield unknown_segments("no leading master tells which segments there are")
     else:
         yield from segment_findings(status.nodes, segments)
-    answering = {row.name: row.url for row in status.nodes if row.answers and row.url and not is_local(row.host)}
-    yield from skew_findings(answering)
 
 
 def _network(

@@ -1,29 +1,23 @@
-"""Checks of this machine: Mooncake's libraries, the engines beside it, RDMA, memory, and clocks.
+"""Checks of this machine: Mooncake's libraries, the engines beside it, RDMA and memory.
 
 Each check turns what it reads into findings, and changes nothing.
 """
 
 from __future__ import annotations
 
-import email.utils
 import importlib.metadata
 import importlib.util
 import ipaddress
 import re
-import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from launch.doctor.report import Finding, broken, ok, skipped, warning
-from launch.http import Access, ask
 from pd_cache.cluster import ClusterConfig, Node
 from pd_cache.cluster.machine import (
-    Need,
     machine_memory,
     needs,
     shortage,
@@ -336,22 +330,13 @@ _TIGHT = 0.9
 """The share of the free memory: more than this leaves too little to engines and the page cache."""
 
 
-def memory_findings(
+def memory_finding(
     config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
-) -> Iterator[Finding]:
+) -> Finding:
     """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
     wanted = needs(config, nodes) if config is not None else []
-    yield _free_finding(wanted, running, root)
-
-
-# --- free memory -----------------------------------------------------------------------------------------------------
-
-
-def _free_finding(wanted: list[Need], running: Collection[str], root: Path) -> Finding:
-    check, why = (
-        "memory.free",
-        "segments and staging memory are made resident at the start; what does not fit is killed",
-    )
+    check = "memory.free"
+    why = "segments and staging memory are made resident at the start; what does not fit is killed"
     memory = machine_memory(root)
     have = f"{shown_size(memory.free)} free of {shown_size(memory.total)} ({memory.limiter})"
     missing = sum(need.total for need in wanted if need.node not in running)
@@ -374,52 +359,3 @@ def _free_finding(wanted: list[Need], running: Collection[str], root: Path) -> F
     if missing > memory.free * _TIGHT:
         return warning(check, found, why="little is left to engines", repair="lower segment_size of these nodes")
     return ok(check, found)
-
-
-# --- clocks ------------------------------------------------------------------------------------------------------------
-
-
-_NOTICEABLE_S = 2.0
-"""The header with a node's time has whole seconds."""
-_DATE_S = 2.0
-_AT_A_TIME = 16
-_WHY_CLOCK = "logs and metrics of several machines cannot be read side by side, and certificates may count as expired; leases do not suffer"
-_REPAIR_CLOCK = "chronyc tracking   # or timedatectl set-ntp true"
-
-
-def skew_findings(nodes: Mapping[str, str]) -> Iterator[Finding]:
-    """Compares with the clocks of `nodes`, a mapping from name to URL. Nodes that do not answer are left out."""
-    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
-        for name, offset in zip(nodes, threads.map(offset_of, nodes.values()), strict=True):
-            if offset is not None:
-                yield skew_finding(name, offset)
-
-
-def skew_finding(name: str, offset: float) -> Finding:
-    """Judge a clock that is `offset` seconds ahead of ours."""
-    check = "clock.skew"
-    if abs(offset) <= _NOTICEABLE_S:
-        return ok(check, f"within {_NOTICEABLE_S:g} s of ours", name)
-    found = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} ours"
-    return warning(check, found, name, why=_WHY_CLOCK, repair=f"on both machines: {_REPAIR_CLOCK}")
-
-
-def offset_of(url: str) -> float | None:
-    """Returns how many seconds the answering machine's clock is ahead, by the Date of the answer; None if there is none."""
-    try:
-        before = time.time()
-        # whatever its certificate: nothing is sent, and nothing but a clock is read
-        answer = ask(f"{url}/health", _DATE_S, Access(context=ssl._create_unverified_context()))
-        return offset(answer.headers["Date"], before, time.time())
-    except (OSError, ValueError):
-        return None
-
-
-def offset(header: str | None, before: float, after: float) -> float | None:
-    """Returns by how much a Date, cut to whole seconds, lies outside `before` and `after`, between which it was made."""
-    if header is None:
-        return None
-    told = email.utils.parsedate_to_datetime(header).timestamp()
-    if told > after:
-        return told - after
-    return min(0.0, told + 1 - before)

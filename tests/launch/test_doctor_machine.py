@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ from launch.doctor import Finding, Verdict
 from launch.doctor.checks import (
     library_findings,
     link_findings,
-    memory_findings,
-    offset,
+    memory_finding,
     rdma_findings,
-    skew_finding,
     unresolved,
 )
 from launch.doctor.probe import (
@@ -196,7 +192,7 @@ def stores(*sizes: str, **transfer: Any) -> ClusterConfig:
 
 
 def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Finding:
-    return by_check(memory_findings(cluster, cluster.nodes, set(running), root))["memory.free"]
+    return memory_finding(cluster, cluster.nodes, set(running), root)
 
 
 def test_segments_that_the_machine_can_never_hold_are_broken_even_while_they_do_not_run(tmp_path: Path) -> None:
@@ -244,20 +240,6 @@ def test_an_engine_that_leaves_its_cache_to_a_server_needs_neither_segment_nor_s
     tiers = [{"kind": "local", "capacity": "2GiB"}, {"kind": "mooncake"}]
     cluster = config(nodes=nodes, transfer={"staging_size": "1GiB"}, cache={"tiers": tiers})
     assert needs(cluster, cluster.nodes) == [Need("c", GIB, 3 * GIB), Need("d", 0, 3 * GIB)]
-
-
-# --- clock -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_date_that_was_cut_to_whole_seconds_is_no_skew() -> None:
-    now = float(int(time.time())) + 0.7
-    assert offset(formatdate(int(now), usegmt=True), now, now + 0.1) == 0.0
-    assert offset(formatdate(int(now) + 60, usegmt=True), now, now + 0.1) == pytest.approx(59.2, abs=0.01)
-    assert offset(formatdate(int(now) - 60, usegmt=True), now, now + 0.1) == pytest.approx(-59.7, abs=0.01)
-    assert offset(None, now, now) is None
-    assert skew_finding("n", 1.0).verdict is Verdict.OK
-    assert skew_finding("n", -59.7).verdict is Verdict.WARNING
-    assert skew_finding("n", -59.7).found == "60 s behind ours"
 
 
 # --- network ---------------------------------------------------------------------------------------------------------
