@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from launch.doctor import Verdict
-from launch.doctor.checks import memory_findings
+from launch.doctor.checks import memory_finding
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -103,7 +103,7 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) 
     write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
     (message,) = messages(config, tmp_path)
     assert "need 16GiB (s 16GiB), but it has 8GiB (its cgroup)" in message
-    finding = next(memory_findings(config, config.nodes, (), tmp_path))
+    finding = memory_finding(config, config.nodes, (), tmp_path)
     assert finding.verdict is Verdict.BROKEN
     assert finding.found in message, "the doctor and the other commands say the same"
 
