@@ -11,9 +11,9 @@ from launch.discovery import Member
 from launch.engines.vllm_command import command, environment
 from launch.http import healthy
 from launch.supervise import ForeignProgram, Program, spawn, stop_on_signals
-from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config
+from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config, read_about
 from pd_cache.runtime import temporary_folder
-from pd_cache.vllm.files import read_cache
+from pd_cache.vllm.files import about
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
@@ -50,8 +50,8 @@ def run_vllm(
                     hint=hint,
                 )
                 if not stop.is_set():
-                    told = read_cache(namespace)
-                    member.namespaces, member.kv_tokens = told.namespaces, told.kv_tokens
+                    told = read_about(about(namespace))
+                    member.namespaces, member.kv_tokens = told.cache_namespaces, told.kv_tokens
                     ready(f"http://{node.host}:{node.port}")
                 vllm.watch(stop, hint=hint)
             finally:

@@ -48,64 +48,43 @@ class WorkerGroup(NamedTuple):
         return self.layout.shard(self.metadata.shards_per_rank).chunk_bytes(chunk_size)
 
 
-class WorkerCache:
-    """A worker's cache, and what has to be closed with it."""
-
-    def __init__(self, caches: Sequence[BlockCache], resources: contextlib.ExitStack) -> None:
-        self.caches = caches
-        """One for each group of layers."""
-        self._resources = resources
-
-    def close(self) -> None:
-        """Releases the cache. Idempotent."""
-        self._resources.close()
-
-
-def open_cache(
+def open_caches(
     settings: Settings,
     groups: Sequence[WorkerGroup],
     instance: str,
     rank: int,
     ranks: int,
     metrics: CacheMetrics,
-) -> WorkerCache:
-    """Returns the cache of worker `rank` of the `ranks` of all pipeline stages, as the settings say. Does not wait for the pool.
+    stack: contextlib.ExitStack,
+) -> Sequence[BlockCache]:
+    """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not wait for the pool.
 
-    Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not take this worker.
+    `stack` closes them. Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not
+    take this worker.
     """
-    with contextlib.ExitStack() as stack:
-        url, node = settings.server_url, settings.node
-        if url is not None:
-            sizes = [group.object_bytes(node.cache.chunk_tokens) for group in groups]
-            served = [_open_server(url, settings, group, sizes, metrics, stack) for group in groups]
-            return WorkerCache(served, stack.pop_all())
-        node = _of_rank(node, rank, ranks)
-        size = node.cache.chunk_tokens
-        largest = max(group.object_bytes(size) for group in groups)
-        try:
-            backend = open_backend(node, largest, pin=host_pin(), metrics=metrics)
-        except ValueError as error:  # the file cannot know how large a chunk of this model is
-            raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
-        stack.callback(backend.close)
-        # with several ranks, none knows what the others hold: the scheduler asks the pool, and says in which version to work
-        version = WeightsVersion.of(node, groups[0].metadata.model, watches=ranks > 1)
-        stack.callback(version.close)
-        engines = []
-        for place, group in enumerate(groups):
-            name = engine_name(instance, place)
-            engine = CacheEngineBuilder.get_or_create(
-                name,
-                node,
-                group.metadata,
-                group.layout,
-                metrics=metrics,
-                backend=lambda *_: backend,
-                version=version,
-            )
-            stack.callback(CacheEngineBuilder.destroy, name)
-            engine.register_kv_caches(group.kv_caches)
-            engines.append(engine)
-        return WorkerCache(engines, stack.pop_all())
+    node = settings.node
+    sizes = [group.object_bytes(node.cache.chunk_tokens) for group in groups]
+    if settings.server_url is not None:
+        return [_open_server(settings.server_url, settings, group, sizes, metrics, stack) for group in groups]
+    node = _of_rank(node, rank, ranks)
+    try:
+        backend = open_backend(node, max(sizes), pin=host_pin(), metrics=metrics)
+    except ValueError as error:  # the file cannot know how large a chunk of this model is
+        raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
+    stack.callback(backend.close)
+    # with several ranks, none knows what the others hold: the scheduler asks the pool, and says in which version to work
+    version = WeightsVersion.of(node, groups[0].metadata.model, watches=ranks > 1)
+    stack.callback(version.close)
+    engines = []
+    for place, group in enumerate(groups):
+        name = engine_name(instance, place)
+        engine = CacheEngineBuilder.get_or_create(
+            name, node, group.metadata, group.layout, metrics=metrics, backend=lambda *_: backend, version=version
+        )
+        stack.callback(CacheEngineBuilder.destroy, name)
+        engine.register_kv_caches(group.kv_caches)
+        engines.append(engine)
+    return engines
 
 
 def engine_name(instance: str, place: int) -> str:

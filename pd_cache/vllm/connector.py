@@ -10,6 +10,7 @@ connector counts and logs the failure, and the hook returns what it would return
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -46,8 +47,8 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
-from pd_cache.vllm.cache import WorkerCache, WorkerGroup, engine_name, on_all_cores, open_cache
-from pd_cache.vllm.files import ReportWriter, ToldCache, report_file, write_cache
+from pd_cache.vllm.cache import WorkerGroup, engine_name, on_all_cores, open_caches
+from pd_cache.vllm.files import ReportWriter, report_file, write_about
 from pd_cache.vllm.layers import (
     KeptLayers,
     cache_tokens,
@@ -158,7 +159,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._cache: WorkerCache | None = None
+        self._resources = contextlib.ExitStack()
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
@@ -214,10 +215,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
         worker = get_pp_group().rank_in_group * ranks + rank
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
-        with on_all_cores():  # vLLM's worker on CPUs binds this thread to one core, and new threads inherit that
+        # vLLM's worker on CPUs binds this thread to one core, and new threads inherit that
+        with on_all_cores(), contextlib.ExitStack() as stack:
             world_size = config.parallel_config.world_size
-            self._cache = open_cache(settings, groups, instance, worker, world_size, self._metrics)
-            caches = iter(self._cache.caches)
+            caches = iter(open_caches(settings, groups, instance, worker, world_size, self._metrics, stack))
+            self._resources = stack.pop_all()
             self._worker = WorkerSide(
                 [None if group is None else next(caches) for group in found],
                 stores=[group is not None and group.stores for group in found],
@@ -357,7 +359,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _tell(self, file: Path, namespaces: tuple[Namespace, ...]) -> None:
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
-        write_cache(file, ToldCache(() if secret else namespaces, cache_tokens(self._kv_cache_config)))
+        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config))
 
     def _open_lookup(self, worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -472,8 +474,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
-        if self._cache is not None:
-            self._cache.close()
+        self._resources.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
 

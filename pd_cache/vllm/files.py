@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +29,22 @@ _Receive = Callable[[], Awaitable[_Message]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
-class ToldCache(msgspec.Struct, frozen=True):
-    """What the connector says about a node's caches."""
-
-    namespaces: tuple[Namespace, ...] = ()
-    """Those of the model's groups of layers; empty if they must not be published."""
-    kv_tokens: int = 0
-    """How many tokens vLLM's own cache holds; 0 if that is not known."""
-
-    def described(self) -> dict[str, Any]:
-        """Returns the fields for `/health`."""
-        size = {"kv_tokens": self.kv_tokens} if self.kv_tokens else {}
-        return size | (self.namespaces[0].described(self.namespaces[1:]) if self.namespaces else {})
-
-
-def write_cache(file: Path, told: ToldCache) -> None:
-    """Writes the size, and a line for the namespace of each group of layers, atomically. Raises OSError if the file cannot be written."""
+def write_about(file: Path, namespaces: Sequence[Namespace], kv_tokens: int) -> None:
+    """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, and how many
+    tokens vLLM's own cache holds. Raises OSError if the file cannot be written."""
+    told = {"version": pd_cache.__version__, "kv_tokens": kv_tokens}
+    if namespaces:
+        told |= namespaces[0].described(namespaces[1:])
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
-    new.write_bytes(b"\n".join((b"%d" % told.kv_tokens, *(one.manifest() for one in told.namespaces))))
+    new.write_bytes(msgspec.json.encode(told))
     new.replace(file)
 
 
-def read_cache(file: Path) -> ToldCache:
-    """Returns what `write_cache` wrote; nothing if there is no file, or if another version wrote it."""
-    with contextlib.suppress(OSError, ValueError):
-        size, *lines = file.read_bytes().splitlines() or [b""]
-        return ToldCache(tuple(map(Namespace.read, lines)), int(size))
-    return ToldCache()
+def about(file: Path) -> bytes:
+    """Returns what `write_about` wrote; nothing if there is no file."""
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return b""
 
 
 _MOST_BYTES = 1 << 19
@@ -157,8 +146,7 @@ class TellCache:
             sent.append(message)
 
         await self._app(scope, receive, keep)
-        if not self._told and (told := read_cache(self._file).described()):
-            self._told = msgspec.json.encode({"version": pd_cache.__version__, **told})
+        self._told = self._told or about(self._file)
         if self._told and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
             await _answer(send, 200, self._told)
             return

@@ -23,7 +23,7 @@ class OutdatedRequests:
         self.epoch = FIRST
         """The weights version that the engine computes in, as last known."""
         self._ids: set[str] = set()
-        self._pool: BlockPool | None = None
+        self._pool: BlockPool
 
     def bind(self, manager: KVCacheManager) -> None:
         """Keeps what outdated requests compute out of vLLM's own cache from now on.
@@ -46,8 +46,7 @@ class OutdatedRequests:
         """Notes a new version. What `requests` have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
         self.epoch = epoch
         self._ids.update(one.id for one in requests if one.at_hand or one.request.num_computed_tokens)
-        if self._pool is not None:
-            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids

@@ -27,7 +27,7 @@ from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
 from pd_cache.vllm.requests import NO_SPAN, FoundPrefix, Plan, PromptChunks, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
-from pd_cache.vllm.stores import EndedStore, Stores
+from pd_cache.vllm.stores import StoreJob, Stores
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -68,7 +68,7 @@ class SchedulerSide:
         self._namespaces: tuple[str, ...] = ()
         """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
         self._lookup: LookupClient | None = None
-        self._manager: KVCacheManager | None = None
+        self._manager: KVCacheManager
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: list[LoadOp] = []
         self._late: list[StoreOp] = []
@@ -192,7 +192,6 @@ class SchedulerSide:
         tracked.in_step = self._config.load == "sync"
         self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch, tracked.in_step))
         if tracked.in_step:
-            assert self._manager is not None
             tracked.hidden = HiddenBlocks(self._manager, request, self._plan.layers[0], proposed.start)
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
@@ -238,8 +237,8 @@ class SchedulerSide:
     def take_report(self, report: StepReport) -> None:
         """Takes in what the workers have done since the last report."""
         for job, (ranks, outcomes) in report.jobs.items():
-            if (ended := self.stores.advance(job, ranks, outcomes)) is not None:
-                self._note_stored(ended)
+            if (stored := self.stores.advance(job, ranks, outcomes)) is not None:
+                self._note_stored(stored)
         for request_id, loaded in report.loads.items():
             if (tracked := self._requests.get(request_id)) is None:
                 continue
@@ -372,7 +371,6 @@ class SchedulerSide:
         """
         if self._plan.plain:
             return True
-        assert self._manager is not None
         others = sum(self._holding.values())
         usable = self._manager.block_pool.num_gpu_blocks - 1  # one is the null block
         return not others or others + self._plan.needed_blocks(request, end) <= usable
@@ -414,7 +412,6 @@ class SchedulerSide:
     ) -> GroupChunks:
         """Returns what a layer group has to load. Left out are tokens that the engine has at hand, and those for which vLLM allocated no
         block."""
-        assert self._manager is not None
         group, tail = self._plan.layers[place], self._plan.tails[place]
         per_chunk = self._chunk // group.block_size
         last = proposed.end // self._chunk
@@ -434,15 +431,19 @@ class SchedulerSide:
         known = self._plan.stores and self._chunks.database is not None
         return known and not self._lost and tracked.id not in self._outdated and self._chunks.nameable(tracked)
 
-    def _note_stored(self, ended: EndedStore) -> None:
+    def _note_stored(self, job: StoreJob) -> None:
         """Notes that the pool has more chunks of a prompt."""
-        job, outcomes = ended
         if job.group == 0 and self._lookup is not None:
             self._lookup.stored(
-                [name for name, outcome in zip(job.names, outcomes, strict=True) if outcome is not StoreOutcome.NOT]
+                [name for name, outcome in zip(job.names, job.outcomes, strict=True) if outcome is not StoreOutcome.NOT]
             )
         tracked = self._requests.get(job.request_id)
-        if self._plan.plain and tracked is not None and tracked.found is not None and StoreOutcome.NOT not in outcomes:
+        if (
+            self._plan.plain
+            and tracked is not None
+            and tracked.found is not None
+            and StoreOutcome.NOT not in job.outcomes
+        ):
             start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
             if start <= tracked.found.end < end:
                 tracked.found = FoundPrefix(tracked.found.start, end)  # useful if the request is preempted

@@ -7,23 +7,24 @@ computed the block has finished, or was aborted or preempted meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import Plan, PromptChunks, TrackedRequest, request_span
+from pd_cache.vllm.requests import NO_SPAN, Plan, PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
-class StoreJob(NamedTuple):
+@dataclass
+class StoreJob:
     """A store under way."""
 
     request_id: str
@@ -34,14 +35,11 @@ class StoreJob(NamedTuple):
     names: list[bytes]
     blocks: list[int]
     """The blocks of those chunks. A block at the start is -1 if no load will need it."""
-
-
-class EndedStore(NamedTuple):
-    """What became of a store."""
-
-    job: StoreJob
-    outcomes: list[StoreOutcome]
-    """Of each chunk, over all ranks."""
+    outcomes: list[StoreOutcome] = field(default_factory=list)
+    """Of each chunk, over all ranks that are done."""
+    remaining: int = 0
+    """How many ranks still work on it."""
+    span: TraceSpan = NO_SPAN
 
 
 class Stores:
@@ -56,13 +54,10 @@ class Stores:
         self._outdated = outdated
         self._metrics = metrics
         self._tracing = tracing
-        self._manager: KVCacheManager | None = None
+        self._manager: KVCacheManager
         self._undrafted = False
         """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
-        self._jobs: dict[int, tuple[StoreJob, int, list[StoreOutcome]]] = {}
-        """For each job: the job itself, how many ranks still work on it, and the outcome of its chunks so far."""
-        self._spans: dict[int, TraceSpan] = {}
-        """By job."""
+        self._jobs: dict[int, StoreJob] = {}
         self._next_job = 0
         self._chunks_under_way = 0
 
@@ -122,24 +117,22 @@ class Stores:
             ops.append(self._begin(StoreJob(request.request_id, chunk, place, names, [*before, block]), request))
         return ops
 
-    def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> EndedStore | None:
-        """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back and returns what became of it."""
-        if number not in self._jobs:
+    def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> StoreJob | None:
+        """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back and returns it."""
+        if (job := self._jobs.get(number)) is None:
             return None
-        job, remaining, before = self._jobs[number]
-        both = [StoreOutcome.together(pair) for pair in zip(before, outcomes, strict=True)]
-        if remaining > ranks:
-            self._jobs[number] = (job, remaining - ranks, both)
+        job.outcomes = [StoreOutcome.together(pair) for pair in zip(job.outcomes, outcomes, strict=True)]
+        job.remaining -= ranks
+        if job.remaining > 0:
             return None
         del self._jobs[number]
-        if (span := self._spans.pop(number, None)) is not None:
-            span.note(stored=both.count(StoreOutcome.NEW), missing=both.count(StoreOutcome.NOT))
-            span.end()
+        job.span.note(stored=job.outcomes.count(StoreOutcome.NEW), missing=job.outcomes.count(StoreOutcome.NOT))
+        job.span.end()
         self._chunks_under_way -= len(job.names)
-        pool = self._pool()
+        pool = self._manager.block_pool
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
         pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
-        return EndedStore(job, both)
+        return job
 
     @property
     def under_way(self) -> bool:
@@ -149,10 +142,9 @@ class Stores:
     @property
     def frees_blocks(self) -> bool:
         """Whether the end of a store will free blocks to which only the store has a reference."""
-        pool = self._pool()
-        return any(
-            pool.blocks[block].ref_cnt == 1 for job, _, _ in self._jobs.values() for block in job.blocks if block >= 0
-        )
+        pool = self._manager.block_pool
+        held = (block for job in self._jobs.values() for block in job.blocks if block >= 0)
+        return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
     def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
@@ -160,30 +152,23 @@ class Stores:
         prompt = request.num_prompt_tokens // self._chunk
         if not self._config.store_generated:
             last = min(last, prompt - self._layers[place].ahead)
-        if not tail or self._plan.dense:
-            return [range(first, last)] if first < last else []
-        # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
-        end = prompt - 1 if self._plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
-        ends = max(0, end - tail)
-        junction = request.shared_prefix_boundary // self._chunk
-        runs: list[range] = []
-        for number in range(first, last):
-            if number >= ends or junction - tail <= number < junction:
-                if runs and runs[-1].stop == number:
-                    runs[-1] = range(runs[-1].start, number + 1)
-                else:
-                    runs.append(range(number, number + 1))
-        return runs
+        runs = [range(first, last)]
+        if tail and not self._plan.dense:
+            # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
+            end = prompt - 1 if self._plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
+            ends = max(first, end - tail)
+            junction = request.shared_prefix_boundary // self._chunk
+            runs = [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
+        return [run for run in runs if run]
 
     def _job_of(self, tracked: TrackedRequest, place: int, run: range) -> StoreJob | None:
         """Returns the job of a run of chunks, of those for which the queue has room and vLLM still has the blocks; None if there are none."""
         request, group = tracked.request, self._layers[place]
-        assert self._manager is not None
         per_chunk = self._chunk // group.block_size
         ids = self._manager.get_block_ids(request.request_id)[group.number]
         first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
         if group.kind == "window":
-            null = self._pool().null_block.block_id  # vLLM puts it in place of each block that it has freed
+            null = self._manager.block_pool.null_block.block_id  # vLLM puts it in place of each block that it has freed
             gone = max((at + 1 for at, block in enumerate(blocks) if block == null), default=0)
             # a load does not need those blocks of a chunk that lie before the window at the chunk's end
             needed = -(-max(0, group.window - 1) // group.block_size)
@@ -205,17 +190,13 @@ class Stores:
             self._metrics.trouble("store", "queue_full", chunks - room)
         return room
 
-    def _pool(self) -> BlockPool:
-        assert self._manager is not None
-        return self._manager.block_pool
-
     def _begin(self, job: StoreJob, request: Request) -> StoreOp:
-        pool = self._pool()
+        pool = self._manager.block_pool
         pool.touch([pool.blocks[block] for block in job.blocks if block >= 0])
         number = self._next_job
         self._next_job += 1
         self._chunks_under_way += len(job.names)
-        self._jobs[number] = (job, self._plan.ranks, [StoreOutcome.BEFORE] * len(job.names))
-        if self._tracing.on:
-            self._spans[number] = request_span(self._tracing, "pd_cache.store", request, asked=len(job.names))
+        self._jobs[number] = job
+        job.remaining, job.outcomes = self._plan.ranks, [StoreOutcome.BEFORE] * len(job.names)
+        job.span = request_span(self._tracing, "pd_cache.store", request, asked=len(job.names))
         return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._outdated.epoch)

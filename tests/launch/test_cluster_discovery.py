@@ -191,7 +191,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 VLLM = """#!{python}
 import http.server, json, pathlib, signal, sys, time
 from pd_cache.chunks import Namespace
-from pd_cache.vllm.files import ToldCache, write_cache
+from pd_cache.vllm.files import write_about
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -208,9 +208,9 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 flags = dict(flag.split("=", 1) for flag in sys.argv[3:])
 extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
-write_cache(pathlib.Path(extra["namespace_file"]), ToldCache((Namespace(
+write_about(pathlib.Path(extra["namespace_file"]), [Namespace(
     model="some", kv_dtype="float32", layout="l", layers=1, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
-),), 4096))
+)], 4096)
 port = flags["--port"]
 http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
