@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from bench.lib.model import VOCABULARY, write_model
+from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
 from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
@@ -66,35 +67,24 @@ def plain(model: Path) -> Iterator[Reference]:
 
 
 @pytest.fixture(scope="session")
-def events_port() -> int:
-    """Where A publishes KV events."""
-    return free_port()
-
-
-@pytest.fixture(scope="session", params=["in-process", "server"])
-def mode(request: pytest.FixtureRequest) -> str:
-    """Where the engines' cache is: in each of their workers, or in one cache server for both."""
-    return str(request.param)
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
 
 
 @pytest.fixture(scope="session")
 def pair(
-    model: Path,
-    vllm_pool: Pool,
-    plain: Reference,
-    events_port: int,
-    mode: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    model: Path, vllm_pool: Pool, plain: Reference, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """A with vLLM's prefix cache and asynchronous scheduling, B without either. `plain` starts at the same time."""
-    events = (
-        f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{events_port}", "topic": "kv"}}'
-    )
+    """A with a cache in its worker, vLLM's prefix cache, asynchronous scheduling and KV events; B with none of these, and a cache server.
+    Requests with a trace context are traced. `plain` starts at the same time."""
+    events_port, _ = free_port(), free_port()  # the next one is that of replays
     nodes = {
-        "prefill-0": {"args": {"async-scheduling": True, "kv-events-config": events}},
+        "prefill-0": {"args": {"async-scheduling": True}, "events_port": events_port},
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode=mode)
+    tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode="mixed", tracing=tracing)
     with running(file, *nodes) as (a, b):
         yield Pair(a, b)
 

@@ -19,7 +19,7 @@ import yaml
 
 from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import CacheServerNode, load_config
-from tests.support.pool import ROOT, Node, Pool, free_port
+from tests.support.pool import Node, Pool, free_port
 
 CHUNK, BLOCK = 64, 32
 SHARDS = 2
@@ -215,6 +215,7 @@ class PdCacheServer(Server):
     def __init__(self, name: str, file: Path, cache_url: str | None = None) -> None:
         """Started, but not ready yet. `cache_url` is where the metrics of its cache server are, if it has one."""
         self.node = Node(role_of(name), name, file, wait=False)
+        self.file = file
         self._cache_url = cache_url
         super().__init__("")
 
@@ -274,7 +275,7 @@ def cluster_file(
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
 
-    In the mode `server` the cache of all of them is in one cache server. No deadline is met too late because the machine is
+    In the mode `server` the cache of all of them is in one cache server, in the mode `mixed` that of decode nodes. No deadline is met too late because the machine is
     busy: it has few cores, every one of these servers computes on all of them, and threads that had work to do, the pool's
     too, were seen to wait for a core for seconds.
     """
@@ -282,9 +283,10 @@ def cluster_file(
         {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
         for name, options in nodes.items()
     ]
-    if mode == "server":
+    if mode != "in-process":
         for node in described:
-            node["cache_server"] = CACHE
+            if mode == "server" or node["role"] == "decode":
+                node["cache_server"] = CACHE
         described.append(
             {"name": CACHE, "role": "cache-server", "metrics_port": free_port(), "segment_size": 0, "session_s": 15}
         )
@@ -379,23 +381,3 @@ def metric_at(url: str, name: str, **labels: str) -> float:
             if labels.items() <= given.items():
                 total += float(match[3])
     return total
-
-
-__all__ = [
-    "BLOCK",
-    "CHUNK",
-    "HANDOFF_MS",
-    "ROOT",
-    "SHARDS",
-    "TRANSFER",
-    "Answer",
-    "PdCacheServer",
-    "Reference",
-    "Server",
-    "begun",
-    "by_hand",
-    "cache_server",
-    "cluster_file",
-    "running",
-    "running_all",
-]

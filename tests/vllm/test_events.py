@@ -18,9 +18,9 @@ from launch.proxy.prefixes import PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, load_config, read_about
 from pd_cache.events import EventEndpoints, EventSubscriber
-from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
-from tests.vllm.servers import PdCacheServer, cluster_file, running
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import PdCacheServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
@@ -58,21 +58,19 @@ class Observed(NamedTuple):
     config: ClusterConfig
 
 
-@pytest.fixture(scope="module")
-def observed(model: Path, vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    folder = tmp_path_factory.mktemp("events")
-    file = cluster_file(folder, vllm_pool, model, {"prefill-0": {"events_port": free_port()}})
-    config = load_config(file)
+@pytest.fixture
+def observed(pair: Pair) -> Iterator[Observed]:
+    config = load_config(pair.a.file)
     node = config.node("prefill-0")
     assert node is not None
     addresses = config.event_addresses(node)
     assert addresses is not None
-    with running(file, "prefill-0") as (server,), closing(EventSubscriber(check_s=0.5)) as subscriber:
-        (space,) = spaces(server)
+    with closing(EventSubscriber(check_s=0.5)) as subscriber:
+        (space,) = spaces(pair.a)
         cache = KnownCache(BlockBudget(1 << 20))
         cache.fingerprint = space.fingerprint()
         subscriber.follow({"node": (EventEndpoints(*addresses), cache.apply)})
-        yield Observed(server, cache, PromptNamer(space), config)
+        yield Observed(pair.a, cache, PromptNamer(space), config)
 
 
 def spaces(server: PdCacheServer) -> list[Namespace]:

@@ -168,9 +168,7 @@ class Special(NamedTuple):
     """Nodes with settings of their own, of the pair's namespace."""
 
     sync: PdCacheServer
-    """Loads before the forward pass."""
-    sync_with_server: PdCacheServer
-    """Does the same with a cache server."""
+    """Loads before the forward pass, and has memory of its own above the pool."""
     cramped: PdCacheServer
     """Stores what it generates, and has 28 blocks of 32 tokens."""
 
@@ -181,9 +179,9 @@ def special(
 ) -> Iterator[Special]:
     folder = tmp_path_factory.mktemp("special")
     names, args = ("prefill-0",), {"num-gpu-blocks-override": 28, "max-model-len": 800}
+    tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
     settings: tuple[dict[str, Any], ...] = (
-        {"connector": {"load": "sync"}, "mode": "in-process"},
-        {"connector": {"load": "sync"}, "mode": "server"},
+        {"connector": {"load": "sync"}, "cache": {"chunk_size": CHUNK, "shards": SHARDS, "tiers": tiers}},
         {"connector": {"store_generated": True}, "args": args, "mode": "server"},
     )
     files = [cluster_file(folder, vllm_pool, model, {names[0]: {}}, **one) for one in settings]
@@ -192,10 +190,10 @@ def special(
 
 
 def test_loading_before_the_forward_pass(
-    special: Special, mode: str, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
+    special: Special, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
-    server, prompt = special.sync if mode == "in-process" else special.sync_with_server, new_prompt(LENGTH)
+    server, prompt = special.sync, new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     answer = server.complete(prompt)
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
@@ -218,6 +216,19 @@ def test_loading_before_the_forward_pass(
     for one in longer:
         answer = pair.b.complete(one)
         assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
+
+
+def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(
+    special: Special, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    store(vllm_pool, special.sync, prompt)
+    special.sync.forget_prefixes()
+    with vllm_pool.bare_client() as client:
+        assert client.remove_by_regex("^pdc1/", True) > 0
+    answer = special.sync.complete(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    all_free(special.sync)
 
 
 def test_preemption_under_a_tiny_kv_cache(special: Special, plain: Reference, new_prompt: NewPrompt) -> None:

@@ -72,8 +72,9 @@ def sharing(
     folder = tmp_path_factory.mktemp("sharing")
     args = {"enable-lora": True}
     file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
-    flag = connector("kv_both", server_url=server_of(file)[0])
-    with cache_server(file) as cache, begun(by_hand(model, flag, "--enable-lora")) as server:
+    flag = connector("kv_producer", server_url=server_of(file)[0])
+    by_flags = by_hand(model, flag, "--enable-lora", "--async-scheduling")
+    with cache_server(file) as cache, begun(by_flags) as server:
         launched = PdCacheServer("decode-0", file)
         try:
             launched.wait_ready()
@@ -101,6 +102,21 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
+
+
+def test_a_producer_loads_under_asynchronous_scheduling(
+    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    """To vLLM it is no producer any more: it would give the blocks of a running load to another request."""
+    server, prompts = sharing.by_hand, [new_prompt(LENGTH) for _ in range(4)]
+    for prompt in prompts:
+        server.complete(prompt, 1)
+    wait_for(lambda: not server.blocks_in_use)
+    server.forget_prefixes()
+    answers = server.complete_all(prompts)
+    assert [(answer.cached, answer.tokens) for answer in answers] == [
+        (WHOLE, plain.tokens(prompt)) for prompt in prompts
+    ]
 
 
 def identified(server: Server, adapter: str, new_prompt: NewPrompt) -> None:
@@ -178,25 +194,3 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(
 
         wait_for(hit, what="a hit after the restart")
         assert server.complete(prompt).tokens == plain.tokens(prompt)
-
-
-def test_a_producer_started_by_hand_with_tiers_of_its_own_finds_what_the_pool_has_lost(
-    model: Path, vllm_pool: Pool, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
-    """In the in-process mode it is the worker that knows its tiers: lookups ask it."""
-    file = cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=TIERS)
-    flag = connector("kv_producer", config_file=str(file))
-    with by_hand(model, flag, "--async-scheduling") as server:
-        prompts = [new_prompt(LENGTH) for _ in range(4)]
-        for prompt in prompts:
-            server.complete(prompt, 1)
-        wait_for(lambda: not server.blocks_in_use)
-        server.forget_prefixes()
-        with vllm_pool.bare_client() as client:
-            # chunks, and not what an earlier test's reset of the model has left: without that, a new epoch would begin
-            assert client.remove_by_regex("^pdc1/(?!epochs/)", True) > 0
-        answers = server.complete_all(prompts)
-        assert [(answer.cached, answer.tokens) for answer in answers] == [
-            (WHOLE, plain.tokens(prompt)) for prompt in prompts
-        ]
-        assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") == 4 * WHOLE

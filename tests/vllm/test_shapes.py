@@ -1,12 +1,10 @@
-"""Engines of other shapes: other weights, models that cannot be restored, and a whole cluster from one file."""
+"""Engines of other shapes: other names of chunks, a model that cannot be restored, and a whole cluster from one file."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -17,17 +15,17 @@ from launch.up import running as running_cluster
 from pd_cache.cluster import read_config
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
 from tests.vllm.servers import (
     ARGS,
     BLOCK,
     CHUNK,
     ENV,
+    PROGRAM,
     PdCacheServer,
     Reference,
     Server,
     cluster_file,
-    running_all,
+    running,
 )
 
 NewPrompt = Callable[[int], list[int]]
@@ -38,42 +36,23 @@ LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
 
 
-class Others(NamedTuple):
-    """Nodes beside the pair that cannot use its chunks."""
-
-    weights: PdCacheServer
-    """Serves another model of the same name."""
-    tokens: PdCacheServer
-    """Names its chunks by tokens, as its cache server does, and leaves to compute what vLLM's own prefix cache leaves."""
-
-
 @pytest.fixture(scope="module")
-def others(
+def by_tokens(
     model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Others]:
-    folder = tmp_path_factory.mktemp("others")
-    other, node = write_model(folder / model.name, seed=1), "prefill-0"
-    by_tokens = {"chunk_size": CHUNK, "hash_mode": "tokens"}
-    files = (
-        cluster_file(folder, vllm_pool, other, {node: {}}),
-        cluster_file(
-            folder, vllm_pool, model, {node: {}}, mode="server", cache=by_tokens, connector={"recompute": "block"}
-        ),
-    )
-    with running_all(*((file, (node,)) for file in files)) as servers:
-        yield Others(*servers)
+) -> Iterator[PdCacheServer]:
+    """Names its chunks by tokens, as its cache server does, and leaves to compute what vLLM's own prefix cache leaves."""
+    options: dict[str, Any] = {
+        "cache": {"chunk_size": CHUNK, "hash_mode": "tokens"},
+        "connector": {"recompute": "block"},
+        "mode": "server",
+    }
+    file = cluster_file(tmp_path_factory.mktemp("by tokens"), vllm_pool, model, {"prefill-0": {}}, **options)
+    with running(file, "prefill-0") as (server,):
+        yield server
 
 
-def test_the_same_name_with_other_weights_shares_nothing(pair: Pair, others: Others, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(LENGTH)
-    pair.a.complete(prompt)
-    wait_for(lambda: not pair.a.blocks_in_use)
-    assert others.weights.complete(prompt).cached == 0
-    wait_for(lambda: not others.weights.blocks_in_use)
-
-
-def test_token_mode(others: Others, plain: Reference, new_prompt: NewPrompt) -> None:
-    server, prompt = others.tokens, new_prompt(LENGTH)
+def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
+    server, prompt = by_tokens, new_prompt(LENGTH)
     assert server.complete(prompt).cached == 0
     wait_for(lambda: not server.blocks_in_use)
     for salt, cached in ((None, WHOLE), ("tenant", 0), ("tenant", WHOLE)):
@@ -84,11 +63,11 @@ def test_token_mode(others: Others, plain: Reference, new_prompt: NewPrompt) -> 
 
 
 def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
-    others: Others, plain: Reference, new_prompt: NewPrompt
+    by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt
 ) -> None:
     """If both leave the same to compute. The second prompt ends behind its last whole chunk: another prompt with the same chunks, computed
     in the same pieces, leaves vLLM's own cache with just these."""
-    server, own = others.tokens, plain.server()
+    server, own = by_tokens, plain.server()
     whole, longer = new_prompt(8 * CHUNK), new_prompt(LENGTH)
     for prompt, before, left in (
         (whole, whole, BLOCK),
@@ -103,28 +82,22 @@ def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
         assert (loaded.tokens, loaded.logprobs, loaded.seconds_best) == (hit.tokens, hit.logprobs, hit.seconds_best)
 
 
-def test_what_cannot_work_is_refused_at_start_with_the_reason(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_at_start_with_the_reason(vllm_pool: Pool, tmp_path: Path) -> None:
     windows = write_model(tmp_path / "gemma3", kind="gemma3")
-    cases: tuple[tuple[Path, dict[str, Any], str], ...] = (
-        (windows, {"connector": {"load": "sync"}}, "connector.load is sync"),
-        (model, {"args": {"block-size": 96}}, "must be a multiple of engine.args.block-size 96"),
-    )
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for folder, options, _ in cases:
-            file = cluster_file(tmp_path, vllm_pool, folder, {"prefill-0": {}}, **options)
-            servers.append(PdCacheServer("prefill-0", file))
-            stack.callback(servers[-1].node.kill)
-        for server, (_, _, message) in zip(servers, cases, strict=True):
-            with pytest.raises(AssertionError, match=re.escape(message)):
-                server.wait_ready()
+    file = cluster_file(tmp_path, vllm_pool, windows, {"prefill-0": {}}, connector={"load": "sync"})
+    server = PdCacheServer("prefill-0", file)
+    try:
+        with pytest.raises(AssertionError, match=r"connector\.load is sync"):
+            server.wait_ready()
+    finally:
+        server.node.kill()
 
 
 def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
     model: Path, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
     tree = yaml.safe_load((ROOT / "configs" / "vllm-local.yaml").read_text())
-    tree["engine"]["model"] = str(model)
+    tree["engine"] |= {"model": str(model), "executable": PROGRAM[0]}
     tree["engine"]["args"] |= {**ARGS, "max-model-len": 8192, "block-size": 128}
     tree["engine"]["env"] |= ENV
     tree["nodes"][1]["segment_size"] = "256MiB"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from bench.lib.model import ModelKind, write_model
+from bench.lib.model import write_model
 from bench.lib.vllm_server import vllm_server
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import *  # noqa: F403
-from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, Server, begun
+from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun
 
 pytestmark = [pytest.mark.slow(seconds=120), pytest.mark.timeout(1800)]
 
@@ -45,7 +45,7 @@ def connector(pool: Pool, salt: str, **extra: Any) -> str:
 def tiered(model: Path, pool: Pool, salt: str, **extra: Any) -> Iterator[Server]:
     env = {**ENV, "PYTHONPATH": str(ROOT)}
     flag = f"--kv-transfer-config={connector(pool, salt, **extra)}"
-    with vllm_server(model, MODEL_NAME, ARGS, env, flag, ready_timeout_s=900) as url:
+    with vllm_server(model, MODEL_NAME, ARGS, env, flag, ready_timeout_s=900, program=PROGRAM[0]) as url:
         yield Server(url)
 
 
@@ -57,17 +57,12 @@ def both(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]:
         yield [wait() for wait in ready]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with one group of layers, and one most of whose layers have a sliding window: vLLM keeps their KV in groups."""
-    kind: ModelKind = request.param
-    return write_model(tmp_path_factory.mktemp("tiering") / kind, kind=kind, layers=6 if kind == "gemma3" else 4)
-
-
 def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_same_tokens(
-    folder: Path, vllm_pool: Pool, new_prompt: Callable[[int], list[int]]
+    vllm_pool: Pool, new_prompt: Callable[[int], list[int]], tmp_path: Path
 ) -> None:
-    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool."""
+    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool. Most of the
+    model's layers have a sliding window, so vLLM keeps their KV in groups."""
+    folder = write_model(tmp_path / "gemma3", kind="gemma3", layers=6)
     salt, before, prompt = uuid.uuid4().hex, vllm_pool.keys(), new_prompt(PROMPT)
     with both(tiered(folder, vllm_pool, salt), tiered(folder, vllm_pool, salt)) as (a, b):
         first = a.complete(prompt)

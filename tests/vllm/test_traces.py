@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.support.collector import Collector, ReceivedSpan, collecting
-from tests.support.pool import Pool
+from tests.support.collector import Collector, ReceivedSpan
 from tests.support.waiting import wait_for
-from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer, cluster_file, running
+from tests.vllm.fixtures import Pair
+from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -35,23 +34,6 @@ def received(collector: Collector, trace: str, *names: str) -> dict[str, list[Re
     return collector.of(trace)
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="module")
-def node(
-    model: Path, vllm_pool: Pool, collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PdCacheServer]:
-    """A prefill node, which loads, too. Requests without a trace context are not traced."""
-    tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
-    file = cluster_file(tmp_path_factory.mktemp("traced"), vllm_pool, model, {"prefill-0": {}}, tracing=tracing)
-    with running(file, "prefill-0") as (node,):
-        yield node
-
-
 VLLM, LOOKUP, LOAD, STORE = (
     "vllm-prefill: llm_request",
     "pd-cache-prefill: pd_cache.lookup",
@@ -61,8 +43,9 @@ VLLM, LOOKUP, LOAD, STORE = (
 
 
 def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
-    node: PdCacheServer, collector: Collector, new_prompt: Callable[[int], list[int]]
+    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
 ) -> None:
+    node = pair.a
     prompt = new_prompt(5 * CHUNK + 1)
     trace, client = ask(node, prompt)
     spans = received(collector, trace, VLLM, LOOKUP, STORE)
@@ -88,10 +71,10 @@ def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
 
 
 def test_a_request_without_a_context_leaves_no_span(
-    node: PdCacheServer, collector: Collector, new_prompt: Callable[[int], list[int]]
+    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
 ) -> None:
-    node.complete(new_prompt(3 * CHUNK))
-    trace, _ = ask(node, new_prompt(3 * CHUNK))
+    pair.a.complete(new_prompt(3 * CHUNK))
+    trace, _ = ask(pair.a, new_prompt(3 * CHUNK))
     received(collector, trace, LOOKUP)
     ours = [span for span in collector.spans if span.service.startswith("pd-cache-")]
     assert all(span.parent for span in ours), "each has the client's span as its parent"

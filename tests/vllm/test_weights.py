@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pd_cache.versions import FIRST
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, Reference, Server, begun, by_hand
+from tests.vllm.servers import CHUNK, Reference, Server, begun, cluster_file, running
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -22,13 +23,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="session")
 def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "llama-later", seed=1)
+    return write_model(tmp_path_factory.mktemp("later") / "llama", seed=1)
+
+
+@contextmanager
+def node(file: Path) -> Iterator[Server]:
+    with running(file, "prefill-0") as (server,):
+        yield server
 
 
 @pytest.fixture(scope="session")
-def fresh(new_weights: Path) -> Iterator[Reference]:
-    """What a vLLM answers that was started with the new weights. It gets ready beside the others."""
-    with begun(by_hand(new_weights)) as server:
+def fresh(new_weights: Path, vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """What a node answers that was started with the new weights. It gets ready beside the others."""
+    file = cluster_file(tmp_path_factory.mktemp("fresh"), vllm_pool, new_weights, {"prefill-0": {}})
+    with begun(node(file)) as server:
         yield Reference(server)
 
 
@@ -69,6 +77,9 @@ def test_after_a_reset_no_node_loads_what_old_weights_computed(
     for prompt in prompts:
         assert stored(pair.a, prompt) == plain.tokens(prompt)
         assert pair.b.complete(prompt).cached == 6 * CHUNK
+        other = fresh.server().complete(prompt)
+        assert (other.cached, other.tokens) == (0, fresh.tokens(prompt)), "a model of the same name shares nothing"
+        assert other.tokens != plain.tokens(prompt)
     reloads(new_weights)
     for prompt in prompts:
         answer = pair.b.complete(prompt)

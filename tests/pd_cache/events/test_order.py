@@ -96,16 +96,6 @@ def test_the_two_forms_of_a_vllm_block_hash_are_one_block() -> None:
     assert short_hash(digest) == short_hash(int.from_bytes(digest, "big") & (1 << 64) - 1)
 
 
-def test_who_joins_in_the_middle_gets_everything_from_a_replay_first() -> None:
-    publisher, order = Publisher(100), StreamOrder()
-    for _ in range(3):
-        publisher.publish()
-    assert order.live(*publisher.publish()) == []
-    assert not order.in_order
-    assert numbers(heal(order, publisher)) == [1, 2, 3, 4]
-    assert (order.in_order, order.losses) == (True, 0)
-
-
 def test_a_gap_is_healed_by_a_replay_and_no_batch_comes_twice() -> None:
     publisher, order = Publisher(100), StreamOrder()
     heal(order, publisher)
@@ -127,15 +117,6 @@ def test_a_gap_that_nobody_can_heal_forgets_all_and_goes_on_with_what_is_left() 
     order.live(*last)
     assert numbers(heal(order, publisher)) == ["forget", 5, 6]
     assert order.losses == 1
-
-
-def test_a_replay_that_breaks_off_is_continued() -> None:
-    publisher, order = Publisher(100), StreamOrder()
-    for _ in range(9):
-        publisher.publish()
-    order.live(*publisher.publish())
-    assert numbers(heal(order, publisher, cut=3)) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert order.losses == 0
 
 
 def test_a_publisher_that_begins_anew_is_noticed_by_its_next_batch() -> None:

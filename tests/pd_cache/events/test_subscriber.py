@@ -102,15 +102,6 @@ def test_who_comes_later_learns_what_was_said_before_and_follows(talkers: Talker
     assert heard.forgotten == 0
 
 
-def test_who_was_away_for_thousands_of_batches_catches_up_by_replay(talkers: Talkers, listener: Listener) -> None:
-    talker = talkers()
-    for number in range(5000):
-        talker.say(StoredEvent([number]), *([RemovedEvent([number - 7])] if number > 7 else []))
-    heard = listener()
-    wait_for(lambda: heard.blocks == talker.contents.blocks, what="every batch was replayed")
-    assert heard.forgotten == 0
-
-
 def test_who_was_away_for_longer_than_batches_are_kept_gets_what_is_left(talkers: Talkers, listener: Listener) -> None:
     talker = talkers(keep_batches=10)
     for number in range(100):

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 
+from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, MissReason, RequestReport
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.requests import Plan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
+from pd_cache.vllm.steps import StepReport
 
 BLOCK, CHUNK = 4, 8
-PER_CHUNK = CHUNK // BLOCK
 PROMPT = list(range(3 * CHUNK + 3))
 METADATA = CacheMetadata(model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
-
 METADATA_OF_DRAFTER = msgspec.structs.replace(
     METADATA, group=LayerGroup(layers="1", keeps="every token, for drafts of d", tail=0, ahead=1)
 )
 
+PLAIN = KeptLayers(0, BLOCK)
 FULL = KeptLayers(1, BLOCK)
 WINDOW = KeptLayers(0, BLOCK, "window", BLOCK + 2)
 """Reaches into two blocks, that is one chunk."""
 STATE = KeptLayers(2, CHUNK, "state")
+DRAFTS = KeptLayers(1, BLOCK, drafts="next")
+"""Layers of a draft model, in the blocks of the model that it drafts for."""
+FAILED = Loaded(0, "evicted")
 
 
 class Clock:
@@ -51,8 +54,8 @@ class Clock:
 class Request:
     """The part of vLLM's `Request` that the connector reads."""
 
-    request_id: str
-    all_token_ids: list[int]
+    request_id: str = "a"
+    all_token_ids: list[int] = field(default_factory=lambda: PROMPT)
     kv_transfer_params: Any = None
     cache_salt: str | None = None
     num_computed_tokens: int = 0
@@ -62,6 +65,7 @@ class Request:
     prompt_embeds: Any = None
     lora_request: Any = None
     prefill_stats: Any = None
+    trace_headers: Any = None
     mm_features: list[Any] = field(default_factory=list)
     shared_prefix_boundary: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -82,6 +86,7 @@ class Pool:
         self.null_block = self.blocks[0]
         self.num_gpu_blocks = len(self.blocks)
         self.evicted: set[int] = set()
+        self.freed: list[int] = []
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
@@ -91,6 +96,7 @@ class Pool:
         for block in blocks:
             assert block.ref_cnt > 0, f"block {block.block_id} was given back twice"
             block.ref_cnt -= 1
+            self.freed.append(block.block_id)
 
     def evict_blocks(self, ids: set[int]) -> None:
         self.evicted |= ids
@@ -133,27 +139,25 @@ class Manager:
         )
         self.put_into_cache: list[str] = []
         """The requests whose blocks vLLM has put into its own cache, once for each time."""
-        self._of: dict[str, list[int]] = {}
-        self.groups: dict[str, tuple[list[int], ...]] = {}
-        """The blocks of requests of a model with several groups of layers; 0 where vLLM has given one back."""
+        self._of: dict[str, tuple[list[int], ...]] = {}
 
-    def allocate(self, request: Request, first: int) -> Any:
-        """Give a request blocks for all of its tokens, from `first` on; returns them as vLLM does."""
-        count = -(-request.num_tokens // BLOCK)
-        self._of[request.request_id] = blocks = list(range(first, first + count))
-        self.block_pool.touch(self.block_pool.blocks[block] for block in blocks)
-        return SimpleNamespace(get_block_ids=lambda: (blocks,))
+    def allocate(self, request: Request, *groups: list[int]) -> Any:
+        """Gives a request these blocks, a list for each of vLLM's groups; 0 where vLLM has given one back. Returns them as vLLM does."""
+        self._of[request.request_id] = groups
+        self.block_pool.touch(self.block_pool.blocks[block] for group in groups for block in group if block)
+        return SimpleNamespace(get_block_ids=lambda: groups)
 
     def free(self, request: Request) -> None:
         """The request has finished or was preempted."""
-        self.block_pool.free_blocks(self.block_pool.blocks[block] for block in self._of.pop(request.request_id))
+        groups = self._of.pop(request.request_id)
+        self.block_pool.free_blocks(self.block_pool.blocks[block] for group in groups for block in group if block)
 
     def get_blocks(self, request_id: str) -> Any:
-        blocks = [[self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id)]
-        return SimpleNamespace(blocks=tuple(blocks))
+        groups = ([self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id))
+        return SimpleNamespace(blocks=tuple(groups))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return self.groups[request_id] if request_id in self.groups else (self._of.get(request_id, []),)
+        return self._of.get(request_id, ([],))
 
 
 class Lookups(LookupClient):
@@ -217,26 +221,27 @@ class Scene:
 
     def __init__(
         self,
-        *,
+        *layers: KeptLayers,
         ranks: int = 1,
         stores: bool = True,
-        wait_s: float = 2.0,
-        layers: Sequence[KeptLayers] = (KeptLayers(0, BLOCK),),
         dense: bool = False,
         drafted_up_to: int | None = None,
         hash_mode: Literal["tokens", "blocks"] = "tokens",
         tracing: Tracing = UNTRACED,
         **connector: Any,
     ) -> None:
+        """One layer group of full attention, unless `layers` says otherwise. A hand-off is waited for 2 s."""
+        layers = layers or (PLAIN,)
         self.clock = Clock()
         self.metrics = CacheMetrics()
         self.manager = Manager()
+        self.pool = self.manager.block_pool
         self.lookups = Lookups(self.metrics)
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
-        settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=wait_s, shards=0)
+        settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=2.0, shards=0)
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
-        self.side = SchedulerSide(
+        side = SchedulerSide(
             Plan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to),
             self.adapters,
             self.metrics,
@@ -245,13 +250,35 @@ class Scene:
             clock=self.clock,
         )
         self.lookups.ahead = max(one.ahead for one in layers)
-        opened = [METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers]
-        self.side.open(opened, self.lookups)
-        self.side.bind(self.manager)  # type: ignore[arg-type]
+        side.open([METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers], self.lookups)
+        self.side: Any = side  # our requests and managers only look like vLLM's
+        self.side.bind(self.manager)
 
     def names(self, request: Request) -> list[bytes]:
         """Of all of its whole chunks."""
         return self.lookups._database.hash_tokens(request.all_token_ids)
+
+    def has(self, request: Request, chunks: int = 99) -> None:
+        """The pool holds the first chunks of this prompt, and nothing else."""
+        self.lookups.there = set(self.names(request)[:chunks])
+
+    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
+        """vLLM asks what can be loaded. `computed` tokens are in its own cache."""
+        answer: tuple[int | None, bool] = self.side.matched_tokens(request, computed)
+        return answer
+
+    def load(self, request: Request, computed: int = 0, *groups: list[int], taken: int | None = None) -> Any:
+        """vLLM asks, and allocates blocks for what can be loaded: these, or those from 10 on. Returns what it was answered."""
+        external, later = self.ask(request, computed)
+        if external:
+            blocks = self.manager.allocate(request, *(groups or (blocks_of(request),)))
+            self.side.allocated(request, blocks, external if taken is None else taken)
+        return external, later
+
+    def begin(self, request: Request, *groups: list[int]) -> None:
+        """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10 on."""
+        self.side.track(request)
+        self.manager.allocate(request, *(groups or (blocks_of(request),)))
 
     def step(self, states: dict[str, list[tuple[int, int, int]]] | None = None, **scheduled: int) -> Any:
         """One step, in which each of these requests has so many tokens computed. vLLM hands over `states` with it."""
@@ -264,22 +291,26 @@ class Scene:
         self.side.plan_stores(step, output)
         return step
 
+    def stored(self, store: Any, *outcomes: StoreOutcome) -> None:
+        """A rank reports the end of a store; by default all of its chunks are new."""
+        told = list(outcomes) or [StoreOutcome.NEW] * len(store.chunks.names)
+        self.side.take_report(StepReport({store.job: (1, told)}))
 
-def hit(scene: Scene, request: Request, chunks: int) -> Any:
-    """A request of which the pool holds so many chunks, matched and allocated from block 10 on."""
-    scene.lookups.there = set(scene.names(request)[:chunks])
-    external, later = scene.side.matched_tokens(request, 0)  # type: ignore[arg-type]
-    assert external is not None
-    blocks = scene.manager.allocate(request, 10)
-    scene.side.allocated(request, blocks, external)  # type: ignore[arg-type]
-    return external, later
+    def loaded(self, loaded: Loaded, request_id: str = "a") -> None:
+        """The workers report the end of a load."""
+        self.side.take_report(StepReport(loads={request_id: loaded}))
+
+    def finish(self, request: Request) -> Any:
+        """The request ends. Returns the `kv_transfer_params` of its answer."""
+        return self.side.finished(request)
+
+    def troubles(self, op: str, reason: str) -> float:
+        return self.metrics.totals().get(("troubles", op, reason), 0)
 
 
-def announced(tokens: int, namespace: str = "") -> dict[str, Any]:
-    return {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": tokens, "namespace": namespace}}
+def blocks_of(request: Request, first: int = 10) -> list[int]:
+    return list(range(first, first - (-request.num_tokens // BLOCK)))
 
 
-def in_groups(scene: Scene, request: Request, *groups: list[int]) -> Any:
-    """Gives a request these blocks, one list for each of vLLM's groups."""
-    scene.manager.groups[request.request_id] = groups
-    return SimpleNamespace(get_block_ids=lambda: groups)
+def announced(tokens: int, namespace: str = "", **more: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": tokens, "namespace": namespace, **more}}

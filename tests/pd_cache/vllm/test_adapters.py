@@ -146,8 +146,7 @@ def scene() -> Iterator[Scene]:
 
 def stored(scene: Scene, request: Request) -> list[bytes]:
     """The names under which all of a request's chunks are stored."""
-    scene.side.track(request)  # type: ignore[arg-type]
-    scene.manager.allocate(request, 10)
+    scene.begin(request)
     (store,) = scene.step(**{request.request_id: len(request.all_token_ids)}).stores
     return list(store.chunks.names)
 
@@ -187,15 +186,15 @@ def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_is_cou
     folder = tmp_path / "adapter"
     known(scene.adapters, folder)
     request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
-    scene.side.track(request)  # type: ignore[arg-type]
+    scene.side.track(request)
     for _ in range(3):
-        assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
-    scene.manager.allocate(request, 10)
+        assert scene.ask(request) == (0, False)
+    scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
     request.num_computed_tokens = len(PROMPT)
-    params = scene.side.finished(request)  # type: ignore[arg-type]
+    params = scene.finish(request)
     assert scene.lookups.asked == []
-    assert scene.metrics.totals()["troubles", "lookup", "adapter_unreadable"] == 1
+    assert scene.troubles("lookup", "adapter_unreadable") == 1
     assert params is not None
     assert params["pd_cache"]["prefix_tokens"] == 0, "nobody waits for what is not stored"
 
@@ -206,8 +205,8 @@ def test_once_the_digest_is_known_a_request_that_computes_stores_all_of_its_chun
     folder = tmp_path / "adapter"
     known(scene.adapters, folder)
     request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
-    assert scene.side.matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
-    scene.manager.allocate(request, 10)
+    assert scene.ask(request) == (0, False)
+    scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
     write_adapter(folder)
     # a look that had begun before says that there is none
@@ -216,7 +215,7 @@ def test_once_the_digest_is_known_a_request_that_computes_stores_all_of_its_chun
     (store,) = scene.step(a=2 * CHUNK + 3).stores
     assert len(store.chunks.names) == 3
     request.num_computed_tokens = len(PROMPT)
-    params = scene.side.finished(request)  # type: ignore[arg-type]
+    params = scene.finish(request)
     assert params is not None
     assert params["pd_cache"]["prefix_tokens"] == 3 * CHUNK
 
@@ -228,9 +227,9 @@ def test_a_hand_off_of_another_adapter_is_not_waited_for(scene: Scene, tmp_path:
         request = Request(f"p{number}", PROMPT, {"do_remote_decode": True}, lora_request=identified(scene, folder))
         stored(scene, request)
         request.num_computed_tokens = len(PROMPT)
-        announced.append(scene.side.finished(request))  # type: ignore[arg-type]
+        announced.append(scene.finish(request))
     expected: list[tuple[int | None, bool]] = [(None, False), (0, False)]
     for number, (params, answer) in enumerate(zip(announced, expected, strict=True)):
         request = Request(f"d{number}", PROMPT, params, lora_request=identified(scene, ours))
-        assert scene.side.matched_tokens(request, 0) == answer  # type: ignore[arg-type]
-    assert scene.metrics.totals()["troubles", "lookup", "other_adapter"] == 1
+        assert scene.ask(request) == answer
+    assert scene.troubles("lookup", "other_adapter") == 1

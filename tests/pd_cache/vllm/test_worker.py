@@ -19,6 +19,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 NAMES = [b"a" * 16, b"b" * 16, b"c" * 16]
 BLOCKS = [10, 11, 12, 13, 14, 15]
 """Two for each of `NAMES`."""
+CHUNKS = GroupChunks(0, NAMES, BLOCKS)
 
 
 class Cache:
@@ -29,27 +30,25 @@ class Cache:
         self.gate = threading.Event()
         self.gate.set()
         self.loads: int | Exception = len(NAMES)
+        self.reason: Any = "evicted"
         self.calls: list[tuple[str, Any]] = []
 
     def mark(self) -> str:
         return "mark"
 
-    def retrieve(self, names: Any, blocks: Any, *, session: str, timeout: float) -> int:
-        self.calls.append((session, timeout))
+    def _called(self, what: str, how: Any) -> int:
+        self.calls.append((what, how))
         assert self.gate.wait(PATIENCE_S)
         if isinstance(self.loads, Exception):
             raise self.loads
         return self.loads
 
     def restore(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Loaded:
-        loaded = self.retrieve(names, blocks, session=session, timeout=timeout)
-        return Loaded(loaded, "none" if loaded == len(names) else "evicted")
+        loaded = self._called(session, timeout)
+        return Loaded(loaded, "none" if loaded == len(names) else self.reason)
 
     def store(self, names: Any, blocks: Any, *, after: Any, epoch: str) -> list[StoreOutcome]:
-        self.calls.append(("store", after))
-        assert self.gate.wait(PATIENCE_S)
-        if isinstance(self.loads, Exception):
-            raise self.loads
+        self._called("store", after)
         return [StoreOutcome.NEW] * len(names)
 
 
@@ -63,19 +62,16 @@ def cache() -> Cache:
     return Cache()
 
 
+Make = Callable[..., WorkerSide]
+
+
 @pytest.fixture
-def make(cache: Cache, clock: Clock) -> Iterator[Callable[..., WorkerSide]]:
+def make(cache: Cache, clock: Clock) -> Iterator[Make]:
     made: list[WorkerSide] = []
 
-    def worker(*, stores: bool = True) -> WorkerSide:
-        side = WorkerSide(
-            [cache],  # type: ignore[list-item]
-            stores=[stores],
-            load_timeout_s=5.0,
-            clock=clock,
-        )
-        made.append(side)
-        return side
+    def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,)) -> WorkerSide:
+        made.append(WorkerSide(caches, stores=stores, load_timeout_s=5.0, clock=clock))
+        return made[-1]
 
     yield worker
     cache.gate.set()
@@ -83,179 +79,141 @@ def make(cache: Cache, clock: Clock) -> Iterator[Callable[..., WorkerSide]]:
         assert side.close(PATIENCE_S)
 
 
-def load(request: str, blocks: list[int] | None = None, *, in_step: bool = False) -> LoadOp:
-    places = BLOCKS if blocks is None else blocks
-    return LoadOp(request, [GroupChunks(0, NAMES, places)], places, in_step=in_step)
+def load(request: str, blocks: list[int] = BLOCKS, *, in_step: bool = False) -> LoadOp:
+    return LoadOp(request, [GroupChunks(0, NAMES, blocks)], blocks, in_step=in_step)
 
 
-def finished(side: WorkerSide, *requests: str) -> set[int]:
-    """Wait until these loads have ended; returns the bad blocks."""
-    ended: set[str] = set()
-    bad: set[int] = set()
+def ended(side: WorkerSide, *requests: str) -> EndedLoads:
+    """Waits until these loads have ended."""
+    all_of = EndedLoads(set(), set(), set())
 
     def all_ended() -> bool:
-        result = side.take_loads(Step(), set())
-        ended.update(result.finished)
-        bad.update(result.bad_blocks)
-        return ended >= set(requests)
+        for known, new in zip(all_of, side.take_loads(Step(), set()), strict=True):
+            known |= new
+        return all_of.finished >= set(requests)
 
     wait_for(all_ended, what="the loads' end")
-    return bad
+    return all_of
 
 
 def reported(side: WorkerSide) -> StepReport:
-    found: list[StepReport] = []
+    found: list[StepReport | None] = []
 
     def there() -> bool:
-        report = side.take_report()
-        found.extend([] if report is None else [report])
-        return bool(found)
+        found.append(side.take_report())
+        return found[-1] is not None
 
     wait_for(there, what="the worker's report")
-    return found[0]
+    assert found[-1] is not None
+    return found[-1]
 
 
-def test_a_load_is_reported_once_and_whole(make: Any, cache: Cache) -> None:
-    side = make()
-    side.start(Step(loads=[load("a")]))
-    assert finished(side, "a") == set()
-    assert side.take_loads(Step(), set()).finished == set()
-    assert reported(side) == StepReport(loads={"a": Loaded(3)})
-    assert side.take_report() is None
-    assert cache.calls == [("a", 5.0)]
+def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
+    """These loads have begun, and go on until the gate opens."""
+    cache.gate.clear()
+    side.start(Step(loads=[load(request) for request in requests]))
+    wait_for(lambda: len(cache.calls) == len(requests))
 
 
-def test_the_blocks_of_chunks_that_were_not_loaded_are_bad(make: Any, cache: Cache) -> None:
-    cache.loads = 1
-    side = make()
-    side.start(Step(loads=[load("a", [-1, 11, 12, 13, 14, 15])]))
-    assert finished(side, "a") == {12, 13, 14, 15}
-    assert reported(side) == StepReport(loads={"a": Loaded(1, "evicted")})
-
-
-def test_a_rank_without_layers_of_a_group_loads_the_others_and_reports_stores_at_once(
-    cache: Cache, clock: Clock
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize(
+    ("loads", "reason", "bad", "told"),
+    [
+        (3, "", set(), Loaded(3)),
+        (1, "evicted", {12, 13, 14, 15}, Loaded(1, "evicted")),
+        (1, "none", {12, 13, 14, 15}, Loaded(1, "error")),
+        (0, "not_asked", set(BLOCKS[1:]), Loaded(0, "not_asked")),
+        (RuntimeError("no"), "", set(BLOCKS[1:]), Loaded(0, "error")),
+    ],
+)
+def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(
+    make: Make, cache: Cache, in_step: bool, loads: Any, reason: str, bad: set[int], told: Loaded
 ) -> None:
-    caches: Any = [cache, None]
-    side = WorkerSide(caches, stores=[True, False], load_timeout_s=5.0, clock=clock)
-    parts = [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)]
-    side.start(Step(loads=[LoadOp("a", parts, [])]))
-    assert finished(side, "a") == set()
+    cache.loads, cache.reason = loads, reason
+    side, step = make(), Step(loads=[load("a", [-1, *BLOCKS[1:]], in_step=in_step)])
+    side.start(step)
+    result = side.take_loads(step, set()) if in_step else ended(side, "a")
+    assert result == EndedLoads(set() if in_step else {"a"}, set(), bad)
+    assert reported(side) == StepReport(loads={"a": told})
+    assert (side.take_loads(Step(), set()), side.take_report()) == (EndedLoads(set(), set(), set()), None)
     assert cache.calls == [("a", 5.0)]
-    side.save(Step(stores=[StoreOp(7, parts[0])]))
-    assert reported(side).jobs == {7: (1, [StoreOutcome.BEFORE] * 3)}
-    assert side.close(PATIENCE_S)
+    if isinstance(loads, Exception):
+        assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
 
 
-def test_a_load_without_blocks_to_report_fails_as_a_whole(make: Any, cache: Cache) -> None:
-    side, parts = make(), [GroupChunks(0, NAMES, BLOCKS)]
+def test_a_load_without_blocks_to_report_fails_as_a_whole(make: Make, cache: Cache) -> None:
     cache.loads = 2
-    side.start(Step(loads=[LoadOp("a", parts, [])]))
-    results: list[EndedLoads] = []
-
-    def ended() -> bool:
-        results.append(side.take_loads(Step(), set()))
-        return bool(results[-1].finished)
-
-    wait_for(ended)
-    assert results[-1] == EndedLoads({"a"}, {"a"}, set())
-
-
-def test_a_cache_that_raises_makes_all_of_a_loads_blocks_bad(make: Any, cache: Cache) -> None:
-    cache.loads = RuntimeError("no")
     side = make()
-    side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
-    assert finished(side, "a") == set(BLOCKS[1:])
-    assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
+    side.start(Step(loads=[LoadOp("a", [CHUNKS], [])]))
+    assert ended(side, "a") == EndedLoads({"a"}, {"a"}, set())
 
 
-def test_a_load_without_names_fails_without_asking_the_cache(make: Any, cache: Cache) -> None:
+def test_a_load_without_names_or_one_within_a_step_that_never_began_has_failed(make: Make, cache: Cache) -> None:
+    """For whatever reason: what the step has computed must not count."""
     side = make()
     side.start(Step(loads=[LoadOp("a", [], BLOCKS)]))
-    assert finished(side, "a") == set(BLOCKS)
+    assert ended(side, "a").bad_blocks == set(BLOCKS)
+    assert side.take_loads(Step(loads=[load("a", in_step=True)]), set()).bad_blocks == set(BLOCKS)
     assert not cache.calls
 
 
-def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make: Any, cache: Cache, clock: Clock) -> None:
-    cache.gate.clear()
+def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make: Make, cache: Cache, clock: Clock) -> None:
     side = make()
-    side.start(Step(loads=[load("a"), load("b")]))  # as many as there are threads
-    wait_for(lambda: len(cache.calls) == 2)
+    begun(side, cache, "a", "b")  # as many as there are threads
     side.start(Step(loads=[load("late")]))
     clock.now += 5.0
     cache.gate.set()
-    assert finished(side, "a", "b", "late") == set(BLOCKS)
+    assert ended(side, "a", "b", "late").bad_blocks == set(BLOCKS)
     assert cache.metrics.totals()["troubles", "retrieve", "deadline"] == 3
     assert len(cache.calls) == 2
 
 
-def test_a_load_of_a_request_that_was_aborted_before_it_began_is_given_up(make: Any, cache: Cache) -> None:
-    cache.gate.clear()
+def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_reported_when_its_blocks_are_free(
+    make: Make, cache: Cache
+) -> None:
     side = make()
-    side.start(Step(loads=[load("a"), load("b")]))
-    wait_for(lambda: len(cache.calls) == 2)
+    begun(side, cache, "a", "b")
     side.start(Step(loads=[load("aborted")]))
-    side.take_loads(Step(), {"aborted"})
+    assert side.take_loads(Step(), {"aborted", "a"}).finished == set(), "the cache may still write to blocks of a"
     cache.gate.set()
-    finished(side, "a", "b", "aborted")
+    ended(side, "a", "b", "aborted")
     assert {session for session, _ in cache.calls} == {"a", "b"}
 
 
-def test_a_load_of_a_request_that_is_aborted_while_it_runs_is_reported_when_its_blocks_are_free(
-    make: Any, cache: Cache
-) -> None:
-    cache.gate.clear()
-    side = make()
-    side.start(Step(loads=[load("a")]))
-    wait_for(lambda: len(cache.calls) == 1)
-    assert side.take_loads(Step(), {"a"}).finished == set(), "the cache may still write to them"
-    cache.gate.set()
-    finished(side, "a")
-
-
-def test_a_sync_load_has_ended_when_start_returns(make: Any, cache: Cache) -> None:
-    cache.loads = 2
-    side, step = make(), Step(loads=[load("a", in_step=True)])
-    side.start(step)
+def test_a_rank_without_layers_of_a_group_loads_the_others(make: Make, cache: Cache) -> None:
+    side = make(caches=[cache, None], stores=(True, False))
+    side.start(Step(loads=[LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], [])]))
+    assert ended(side, "a") == EndedLoads({"a"}, set(), set())
     assert cache.calls == [("a", 5.0)]
-    result = side.take_loads(step, set())
-    assert (result.finished, result.bad_blocks) == (set(), {14, 15})
-    assert reported(side).loads["a"].reason == "evicted"
 
 
-def test_a_load_within_a_step_that_never_began_has_failed(make: Any) -> None:
-    """For whatever reason: what the step has computed must not count."""
+@pytest.mark.parametrize(
+    ("stores", "loads", "outcome", "calls"),
+    [
+        (True, 3, StoreOutcome.NEW, [("store", "mark")]),
+        (True, RuntimeError("no"), StoreOutcome.NOT, [("store", "mark")]),
+        (False, 3, StoreOutcome.BEFORE, []),
+    ],
+    ids=["after the step that computes it", "one that raises", "what another rank stores"],
+)
+def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(
+    make: Make, cache: Cache, stores: bool, loads: Any, outcome: StoreOutcome, calls: list[Any]
+) -> None:
+    cache.loads = loads
+    side = make(stores=(stores,))
+    side.save(Step(stores=[StoreOp(7, CHUNKS)]))
+    assert reported(side).jobs == {7: (1, [outcome] * 3)}
+    assert cache.calls == calls
+
+
+def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Make, cache: Cache) -> None:
     side = make()
-    assert side.take_loads(Step(loads=[load("a", in_step=True)]), set()).bad_blocks == set(BLOCKS)
-
-
-def test_a_store_comes_after_the_step_that_computes_it(make: Any, cache: Cache) -> None:
-    side = make()
-    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
-    assert reported(side).jobs == {7: (1, [StoreOutcome.NEW] * 3)}
-    assert cache.calls == [("store", "mark")]
-
-
-def test_a_store_that_raises_is_reported_so_that_its_blocks_are_given_back(make: Any, cache: Cache) -> None:
-    cache.loads = RuntimeError("no")
-    side = make()
-    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
-    assert reported(side).jobs == {7: (1, [StoreOutcome.NOT] * 3)}
-
-
-def test_a_replica_reports_at_once_what_another_rank_stores(make: Any, cache: Cache) -> None:
-    side = make(stores=False)
-    side.save(Step(stores=[StoreOp(7, GroupChunks(0, NAMES, BLOCKS))]))
-    assert reported(side).jobs == {7: (1, [StoreOutcome.BEFORE] * 3)}
-    assert not cache.calls
-
-
-def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Any, cache: Cache) -> None:
-    cache.gate.clear()
-    side = make()
-    side.save(Step(stores=[StoreOp(1, GroupChunks(0, NAMES, BLOCKS)), StoreOp(2, GroupChunks(0, NAMES, BLOCKS))]))
-    wait_for(lambda: len(cache.calls) == 1)
-    assert not side.close(0.0), "a store still runs"
+    begun(side, cache, "a", "b")
+    side.save(Step(stores=[StoreOp(1, CHUNKS), StoreOp(2, CHUNKS)]))
+    wait_for(lambda: len(cache.calls) == 3)
+    side.start(Step(loads=[load("queued")]))
+    assert not side.close(0.0), "a store and two loads still run"
     cache.gate.set()
     assert side.close(PATIENCE_S)
-    assert len(cache.calls) == 1
+    assert len(cache.calls) == 3
+    assert ended(side, "queued").bad_blocks == set(BLOCKS)

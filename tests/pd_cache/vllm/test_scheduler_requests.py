@@ -1,0 +1,290 @@
+"""The connector's part in the scheduler, by histories of events: hand-offs from node to node, reports on requests, and their spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cache.reasons import Loaded, RequestReport, TierChunks
+from pd_cache.tracing import SpanKind, TraceSpan, Tracing
+from pd_cache.vllm.layers import KeptLayers
+from tests.pd_cache.vllm.histories import (
+    CHUNK,
+    DRAFTS,
+    FULL,
+    PLAIN,
+    PROMPT,
+    WINDOW,
+    Request,
+    Scene,
+    announced,
+)
+
+NAMESPACE = Scene().lookups._database.namespace.fingerprint()
+OTHER = "0123456789abcdef"
+REMOTE = {"do_remote_decode": True}
+
+# --- hand-offs -------------------------------------------------------------------------------------------------------
+
+
+def test_an_announced_prefix_is_waited_for_with_growing_pauses_until_it_is_there() -> None:
+    scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK))
+    for _ in range(3):
+        assert scene.ask(request) == (None, False)
+    assert scene.step().expecting
+    assert not scene.step().expecting
+    assert scene.lookups.asked == [0], "not before the pause is over"
+    for _ in range(40):
+        scene.clock.now += 0.001
+        scene.ask(request)
+    assert 3 <= len(scene.lookups.asked) <= 8
+    scene.has(request, 2)
+    scene.clock.now += 0.1
+    assert scene.ask(request) == (2 * CHUNK, True)
+
+
+DRAFTING, STATES = (FULL, DRAFTS), (PLAIN, KeptLayers(1, CHUNK, "state"))
+
+
+@pytest.mark.parametrize(
+    ("params", "waits", "layers"),
+    [
+        (announced(2 * CHUNK), True, (PLAIN,)),
+        (announced(2 * CHUNK, NAMESPACE), True, (PLAIN,)),
+        (announced(2 * CHUNK, NAMESPACE, further=[OTHER]), True, (PLAIN,)),
+        (announced(2 * CHUNK, OTHER), False, (PLAIN,)),
+        (announced(-5), False, (PLAIN,)),
+        (announced(CHUNK - 1), False, (PLAIN,)),
+        (announced(2 * CHUNK, NAMESPACE), False, DRAFTING),
+        (announced(2 * CHUNK, NAMESPACE, further=[OTHER]), False, DRAFTING),
+    ],
+)
+def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(
+    params: dict[str, Any], waits: bool, layers: tuple[KeptLayers, ...]
+) -> None:
+    scene, request = Scene(*layers), Request("a", PROMPT, params)
+    assert scene.ask(request) == ((None if waits else 0), False)
+    assert scene.troubles("lookup", "other_namespace") == (not waits and params["pd_cache"]["prefix_tokens"] > CHUNK)
+    lost = Scene(*layers)
+    lost.lookups.here = False
+    assert lost.ask(request) == (0, False)
+
+
+@pytest.mark.parametrize(("namespace", "reason"), [("", "deadline"), (OTHER, "other_namespace")])
+def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_configured(
+    namespace: str, reason: str
+) -> None:
+    scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK, namespace))
+    scene.ask(request)
+    scene.clock.now += 1.99
+    assert scene.ask(request) == ((0 if namespace else None), False)
+    scene.clock.now += 0.01
+    assert scene.ask(request) == (0, False)
+    assert ended(scene, request).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "length", "awaited"),
+    [(STATES, {"recompute": "block"}, 2 * CHUNK, CHUNK), (DRAFTING, {}, len(PROMPT), 2 * CHUNK)],
+)
+def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(
+    layers: tuple[KeptLayers, ...], options: dict[str, Any], length: int, awaited: int
+) -> None:
+    scene, request = Scene(*layers, **options), Request("a", PROMPT[:length], announced(length))
+    assert scene.ask(request) == (None, False)
+    scene.has(request, awaited // CHUNK + scene.lookups.ahead)
+    scene.clock.now += 1
+    assert scene.ask(request) == (awaited, True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "chunks"), [((PLAIN,), {}, 3), (DRAFTING, {}, 2), ((PLAIN,), {"stores": False}, 0)]
+)
+def test_a_prefill_node_announces_what_it_stores_and_what_it_did(
+    layers: tuple[KeptLayers, ...], options: dict[str, Any], chunks: int
+) -> None:
+    scene, request = Scene(*layers, **options), Request("a", PROMPT, REMOTE)
+    scene.ask(request)
+    request.num_computed_tokens = len(PROMPT)
+    handed = scene.finish(request)
+    assert scene.lookups.ended == ["a"]
+    ours = handed["pd_cache"]
+    assert (ours["prefix_tokens"], ours["namespace"]) == (chunks * CHUNK, NAMESPACE)
+    assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 27, "reason": "never_stored"}
+    assert ours["report"]["computed"] == 27
+    decode, there = Scene(*layers), Request("a", PROMPT, handed)
+    decode.has(there)
+    decode.load(there, 0, [], list(range(10, 17)))
+    there.num_computed_tokens = len(PROMPT)
+    answer = decode.finish(there)
+    assert answer["pd_cache"]["prefill"] == ours["prefill"], "the decode node's answer says it, too"
+    assert "do_remote_prefill" not in answer
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+def ended(scene: Scene, request: Request) -> RequestReport:
+    """The report on a request whose prompt vLLM has computed."""
+    request.num_computed_tokens = request.num_prompt_tokens
+    answer = scene.finish(request)
+    (report,) = scene.reports
+    assert answer["pd_cache"]["report"] == msgspec.to_builtins(report)
+    return report
+
+
+def report(**fields: Any) -> RequestReport:
+    return RequestReport(asked=27, **fields)
+
+
+@pytest.mark.parametrize(
+    ("at_hand", "there", "loaded", "told"),
+    [
+        (
+            0,
+            2,
+            Loaded(2, "none", TierChunks(memory=1, pool=1)),
+            report(found=16, loaded=16, memory=8, pool=8, computed=11, reason="never_stored"),
+        ),
+        (
+            12,
+            3,
+            Loaded(2, "none", TierChunks(pool=2)),
+            report(at_hand=12, found=16, loaded=12, pool=16, computed=3),
+        ),
+        (
+            0,
+            3,
+            Loaded(1, "damaged", TierChunks(disk=1)),
+            report(found=24, loaded=8, disk=8, computed=19, reason="damaged"),
+        ),
+    ],
+    ids=["not all is there", "what vLLM has counts apart", "a load that ends early keeps a part"],
+)
+def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(
+    at_hand: int, there: int, loaded: Loaded, told: RequestReport
+) -> None:
+    scene, request = Scene(), Request()
+    scene.has(request, there)
+    scene.load(request, at_hand)
+    scene.step()
+    scene.loaded(loaded)
+    scene.ask(request, CHUNK)  # it was preempted: its first way counts
+    scene.loaded(Loaded(0, "deadline"))
+    assert ended(scene, request) == told
+    assert scene.metrics.totals()["requests", told.reason] == 1
+
+
+def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
+    scene, request = Scene(FULL, WINDOW), Request()
+    scene.has(request)
+    scene.load(request, 0, list(range(30, 37)), list(range(20, 27)))
+    scene.loaded(Loaded(2, "evicted", TierChunks(pool=2)))
+    told = ended(scene, request)
+    assert (told.loaded, told.computed, told.reason) == (0, 27, "evicted")
+
+
+def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_says_nothing() -> None:
+    scene, request = Scene(), Request("a", skip_reading_prefix_cache=True)
+    scene.has(request)
+    assert scene.ask(request) == (0, False)
+    assert ended(scene, request) == report(computed=27, reason="not_asked")
+    scene, request = Scene(), Request()
+    scene.ask(request)
+    assert scene.finish(request) is None
+    assert not scene.reports
+
+
+# --- spans -----------------------------------------------------------------------------------------------------------
+
+PARENT = {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
+
+
+class Recorded:
+    """A span. As of any other, only its first end counts."""
+
+    def __init__(self, name: str, parent: Mapping[str, str] | None, noted: dict[str, Any]) -> None:
+        self.name, self.parent, self.noted = name, parent, noted
+        self.headers: Mapping[str, str] = {}
+        self.ended: str | None = None
+
+    def note(self, **attributes: Any) -> None:
+        self.noted |= attributes
+
+    def end(self, error: str = "") -> None:
+        self.ended = error if self.ended is None else self.ended
+
+    def __enter__(self) -> TraceSpan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class Recorder(Tracing):
+    on = True
+
+    def __init__(self) -> None:
+        self.spans: list[Recorded] = []
+        self.closed = False
+
+    def begin(
+        self, name: str, parent: Mapping[str, str] | None = None, *, kind: SpanKind = "internal", **attributes: Any
+    ) -> TraceSpan:
+        self.spans.append(Recorded(name.removeprefix("pd_cache."), parent, attributes))
+        return self.spans[-1]
+
+    def close(self, timeout: float = 2.0) -> None:
+        self.closed = True
+
+    def told(self) -> list[tuple[str, str | None]]:
+        return [(span.name, span.ended) for span in self.spans]
+
+
+def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context() -> None:
+    scene, request = Scene(tracing=(recorder := Recorder())), Request(trace_headers=PARENT)
+    scene.has(request, 2)
+    scene.load(request)
+    scene.step()
+    assert recorder.told() == [("lookup", ""), ("load", None)]
+    scene.loaded(Loaded(2))
+    request.num_computed_tokens = 2 * CHUNK
+    (store,) = scene.step(a=CHUNK + 3).stores
+    assert recorder.told() == [("lookup", ""), ("load", ""), ("store", None)]
+    scene.stored(store)
+    assert recorder.told()[2] == ("store", "")
+    assert all(span.parent == PARENT for span in recorder.spans)
+    lookup, load, stored = (span.noted for span in recorder.spans)
+    assert (lookup["asked"], lookup["found"]) == (3 * CHUNK, 2 * CHUNK)
+    assert (load["asked"], load["loaded"]) == (2 * CHUNK, 2 * CHUNK)
+    assert (stored["asked"], stored["stored"], stored["missing"]) == (1, 1, 0)
+    scene.side.close()
+    assert recorder.closed
+
+
+def test_the_wait_for_an_announced_prefix_is_one_span_and_the_requests_end_ends_what_is_under_way() -> None:
+    scene, request = Scene(tracing=(recorder := Recorder())), Request("a", PROMPT, announced(3 * CHUNK))
+    for _ in range(4):
+        assert scene.ask(request) == (None, False)
+        scene.clock.now += 0.1
+    assert recorder.told() == [("lookup", None)]
+    scene.finish(request)
+    assert recorder.told() == [("lookup", "the request ended")]
+    scene.has(request)
+    scene.load(request)
+    scene.step()
+    scene.finish(request)
+    assert recorder.told()[1:] == [("lookup", ""), ("load", "the request ended")]
+    assert recorder.spans[1].noted["found"] == 3 * CHUNK
+
+
+def test_a_load_that_fails_is_a_failed_span() -> None:
+    scene, request = Scene(tracing=(recorder := Recorder())), Request()
+    scene.has(request)
+    scene.load(request)
+    scene.loaded(Loaded(1, "transfer_failed"))
+    load = recorder.spans[-1]
+    assert (load.name, load.ended, load.noted["reason"]) == ("load", "failed", "transfer_failed")
