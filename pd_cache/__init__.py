@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_cache.blocks import BlockCache, Slots, StoreOutcome
+    from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder, PromptCache
     from pd_cache.chunks import CacheMetadata
     from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
-    from pd_cache.engine import CacheEngine, CacheEngineBuilder
     from pd_cache.errors import ConfigError, LayoutError, PdCacheError
     from pd_cache.layout import KVLayout, PageKind
     from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
     from pd_cache.metrics import CacheMetrics
     from pd_cache.objects.async_cache import AsyncObjectCache
     from pd_cache.objects.cache import ObjectCache, ObjectOutcome
-    from pd_cache.prompts import PromptCache
+    from pd_cache.paged import Slots
+    from pd_cache.reasons import StoreOutcome
     from pd_cache.server.adapters import LoadStoreOp, RpcLookupServer, SchedulerAdapter, WorkerAdapter
     from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
     from pd_cache.server.protocol import EngineIdentity
@@ -65,60 +65,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "pd_cache.objects.async_cache": ("AsyncObjectCache",),
-    "pd_cache.blocks": (
-        "BlockCache",
-        "Slots",
-        "StoreOutcome",
-    ),
-    "pd_cache.config": (
-        "CacheConfig",
-        "DiskTier",
-        "LocalTier",
-        "MooncakeTier",
-        "NodeSettings",
-    ),
-    "pd_cache.engine": (
-        "CacheEngine",
-        "CacheEngineBuilder",
-    ),
-    "pd_cache.errors": (
-        "ConfigError",
-        "LayoutError",
-        "PdCacheError",
-    ),
-    "pd_cache.layout": (
-        "KVLayout",
-        "PageKind",
-    ),
-    "pd_cache.lookup": (
-        "BypassLookupClient",
-        "LookupClient",
-        "MooncakeLookupClient",
-    ),
-    "pd_cache.metrics": ("CacheMetrics",),
-    "pd_cache.objects.cache": (
-        "ObjectCache",
-        "ObjectOutcome",
-    ),
-    "pd_cache.prompts": ("PromptCache",),
-    "pd_cache.server.adapters": (
-        "LoadStoreOp",
-        "RpcLookupServer",
-        "SchedulerAdapter",
-        "WorkerAdapter",
-    ),
-    "pd_cache.server.client": (
-        "RpcLookupClient",
-        "ServerCache",
-        "ServerLookupClient",
-    ),
-    "pd_cache.server.protocol": ("EngineIdentity",),
+    "pd_cache.cache": ("BlockCache", "CacheEngine", "CacheEngineBuilder", "PromptCache"),
     "pd_cache.chunks": ("CacheMetadata",),
-    "transfer": (
-        "PoolUnavailableError",
-        "TransferSettings",
-    ),
+    "pd_cache.config": ("CacheConfig", "DiskTier", "LocalTier", "MooncakeTier", "NodeSettings"),
+    "pd_cache.errors": ("ConfigError", "LayoutError", "PdCacheError"),
+    "pd_cache.layout": ("KVLayout", "PageKind"),
+    "pd_cache.lookup": ("BypassLookupClient", "LookupClient", "MooncakeLookupClient"),
+    "pd_cache.metrics": ("CacheMetrics",),
+    "pd_cache.objects.async_cache": ("AsyncObjectCache",),
+    "pd_cache.objects.cache": ("ObjectCache", "ObjectOutcome"),
+    "pd_cache.paged": ("Slots",),
+    "pd_cache.reasons": ("StoreOutcome",),
+    "pd_cache.server.adapters": ("LoadStoreOp", "RpcLookupServer", "SchedulerAdapter", "WorkerAdapter"),
+    "pd_cache.server.client": ("RpcLookupClient", "ServerCache", "ServerLookupClient"),
+    "pd_cache.server.protocol": ("EngineIdentity",),
+    "transfer": ("PoolUnavailableError", "TransferSettings"),
 }
 """The imports above, at run time; a test keeps the two in step."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 
-from pd_cache.checksum import checksum
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import decode_json, prepared
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVLayout
+from pd_cache.layout import KVLayout, checksum
 
 if TYPE_CHECKING:
     import torch
@@ -175,28 +174,55 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
     return digest.digest()[:HASH_BYTES]
 
 
-class ChunkNamer:
-    """Names the chunks of prompts that are given as tokens. Remembers recent prompts. Thread-safe."""
+_RUN_BYTES = 8 << 10
+"""Prompts are remembered in runs of about as many bytes, in whole chunks."""
+_MOST_BYTES = 16 << 20
+"""Of all runs together: 4 million tokens. Their names come on top."""
 
-    def __init__(self, chunk_size: int) -> None:
+
+class ChunkNamer:
+    """Names the chunks of prompts that are given as tokens. Thread-safe.
+
+    It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks. The run that was not used for the
+    longest time goes first. Bytes are compared, so what is remembered is what hashing would return.
+    """
+
+    def __init__(self, chunk_size: int, *, most_bytes: int = _MOST_BYTES) -> None:
+        """At least one run is remembered, whatever `most_bytes` is."""
         self._chunk_bytes = chunk_size * TOKEN_BYTES
-        self._recent = RecentNames(self._chunk_bytes)
+        self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
+        self._most = max(1, most_bytes // self._run_bytes)
+        self._runs: OrderedDict[tuple[bytes, int], tuple[bytes, list[bytes]]] = OrderedDict()
+        """For the name before a run and the run's checksum, the run and its names."""
+        self._lock = threading.Lock()
 
     def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
         """Returns the chained hash of each whole chunk of `tokens`. Raises ValueError for a token that does not fit an int32."""
         raw, previous = token_bytes(tokens), root(extra_keys)
         whole = len(raw) - len(raw) % self._chunk_bytes
-        step = self._recent.run_chunks * self._chunk_bytes
         names: list[bytes] = []
-        for start in range(0, whole, step):
-            run = raw[start : min(start + step, whole)]
-            found = self._recent.find(previous, run) if len(run) == step else None
-            if found is None:
-                found = self._chain(previous, run)
-                if len(run) == step:
-                    self._recent.note(previous, run, found)
+        for start in range(0, whole, self._run_bytes):
+            run = raw[start : min(start + self._run_bytes, whole)]
+            found = self._names(previous, run)
             names += found
             previous = found[-1]
+        return names
+
+    def _names(self, previous: bytes, run: bytes) -> list[bytes]:
+        """Returns the names of a run's chunks. A shorter run, at a prompt's end, is not remembered."""
+        if len(run) < self._run_bytes:
+            return self._chain(previous, run)
+        key = (previous, checksum(run))
+        with self._lock:
+            known = self._runs.get(key)
+            if known is not None and known[0] == run:
+                self._runs.move_to_end(key)
+                return known[1]
+        names = self._chain(previous, run)
+        with self._lock:
+            self._runs[key] = (run, names)
+            if len(self._runs) > self._most:
+                self._runs.popitem(last=False)
         return names
 
     def _chain(self, previous: bytes, run: bytes) -> list[bytes]:
@@ -345,10 +371,6 @@ class ChunkedTokenDatabase:
     def manifest_key(self) -> str:
         return f"{self._prefix}/manifest"
 
-    def root(self, extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-        """Does the same as the function `root`."""
-        return root(extra_keys)
-
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
@@ -391,45 +413,6 @@ class ChunkedTokenDatabase:
             raise ValueError(
                 f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
             )
-
-
-_RUN_BYTES = 8 << 10
-"""Prompts are remembered in runs of about as many bytes, in whole chunks."""
-_MOST_BYTES = 16 << 20
-"""Of all runs together: 4 million tokens."""
-
-
-class RecentNames:
-    """Runs of chunks, each with the name before it and the names of its chunks. Thread-safe.
-
-    It holds 16 MiB at most, and its names besides. The run that was not used for the longest time goes first. Bytes are compared, so what
-    it returns is what hashing would return.
-    """
-
-    def __init__(self, chunk_bytes: int, *, most_bytes: int = _MOST_BYTES) -> None:
-        """`chunk_bytes` is what a chunk's tokens take. Of `most_bytes`, at least one run is remembered."""
-        self.run_chunks = max(1, _RUN_BYTES // chunk_bytes)
-        """How many chunks a run has. Fewer, at a prompt's end, are not remembered."""
-        self._runs: OrderedDict[tuple[bytes, int], tuple[bytes, list[bytes]]] = OrderedDict()
-        self._most = max(1, most_bytes // (self.run_chunks * chunk_bytes))
-        self._lock = threading.Lock()
-
-    def find(self, before: bytes, run: bytes) -> list[bytes] | None:
-        """Returns the names of a run's chunks if they are remembered. `before` is the name of the chunk before the run, or the root."""
-        key = (before, checksum(run))
-        with self._lock:
-            found = self._runs.get(key)
-            if found is None or found[0] != run:
-                return None
-            self._runs.move_to_end(key)
-            return found[1]
-
-    def note(self, before: bytes, run: bytes, names: list[bytes]) -> None:
-        """Remembers the names of a run's chunks."""
-        with self._lock:
-            self._runs[before, checksum(run)] = (run, names)
-            if len(self._runs) > self._most:
-                self._runs.popitem(last=False)
 
 
 _ALGORITHM = "sha256"

@@ -1,6 +1,6 @@
 """The project's exceptions. The root lives in `transfer`, which imports nothing of ours."""
 
-from transfer.errors import PdCacheError
+from transfer.errors import PdCacheError as PdCacheError
 
 
 class ConfigError(PdCacheError):
@@ -37,15 +37,3 @@ class RefusedError(CacheServerError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-__all__ = [
-    "CacheServerError",
-    "ConfigError",
-    "LayoutError",
-    "NoAnswerError",
-    "PdCacheError",
-    "RefusedError",
-    "ServerLostError",
-    "UnsupportedModelError",
-]

@@ -23,14 +23,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
 from pd_cache.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
+
+
+Digest = xxhash.xxh3_64
+"""Takes the checksum of a chunk's payload piece by piece, in order. The bytes are those that the engine has: see `pd_cache.paged.base`."""
+checksum = xxhash.xxh3_64_intdigest
+"""The same of a whole payload at once."""
 
 
 class PageKind(enum.Enum):
@@ -44,41 +51,15 @@ class PageKind(enum.Enum):
     OPAQUE = "opaque"
 
 
-class _Geometry(NamedTuple):
-    blocks: int
-    block_size: int
-    pieces: int
-    piece_elements: int
-
-
-def _geometry(kind: PageKind, shape: tuple[int, ...], block_size: int) -> _Geometry:
-    if kind is PageKind.OPAQUE:
-        blocks, nbytes = shape
-        return _Geometry(blocks, block_size, 1, nbytes)
-    if kind is PageKind.HEADS_FIRST:
-        blocks, heads, block_size, width = shape
-        return _Geometry(blocks, block_size, heads, width)
-    if kind is PageKind.HEADS_LAST:
-        blocks, heads, block_size, width = shape
-        return _Geometry(blocks, block_size, 1, heads * width)
-    if kind is PageKind.KV_OUTER:
-        _, blocks, block_size, heads, dim = shape
-        return _Geometry(blocks, block_size, 1, heads * dim)
-    if kind is PageKind.KV_INNER:
-        blocks, _, block_size, heads, dim = shape
-        return _Geometry(blocks, block_size, 2, heads * dim)
-    blocks, block_size, dim = shape
-    return _Geometry(blocks, block_size, 1, dim)
-
-
-_DIMENSIONS = {
-    PageKind.HEADS_FIRST: 4,
-    PageKind.HEADS_LAST: 4,
-    PageKind.KV_OUTER: 5,
-    PageKind.KV_INNER: 5,
-    PageKind.MLA: 3,
-    PageKind.OPAQUE: 2,
+_AXES = {
+    PageKind.HEADS_FIRST: ("blocks", "pieces", "tokens", "elements"),
+    PageKind.HEADS_LAST: ("blocks", "elements", "tokens", "elements"),
+    PageKind.KV_OUTER: ("planes", "blocks", "tokens", "elements", "elements"),
+    PageKind.KV_INNER: ("blocks", "pieces", "tokens", "elements", "elements"),
+    PageKind.MLA: ("blocks", "tokens", "elements"),
+    PageKind.OPAQUE: ("blocks", "elements"),
 }
+"""What each dimension of a layer's tensor counts. The elements of a piece may have several."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,10 +140,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
                 )
         shape = tuple(int(size) for size in first.shape)
         kind = kind or _guess(first)
-        if len(shape) != _DIMENSIONS[kind] or 0 in shape:
-            raise LayoutError(
-                f"a {kind.value} tensor has {_DIMENSIONS[kind]} dimensions, none empty; got {list(shape)}"
-            )
+        if len(shape) != len(_AXES[kind]) or 0 in shape:
+            raise LayoutError(f"a {kind.value} tensor has {len(_AXES[kind])} dimensions, none empty; got {list(shape)}")
         for index, tensor in enumerate(tensors):
             if not _page(kind, tensor).is_contiguous():
                 raise LayoutError(
@@ -173,14 +152,16 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(
                 f"opaque pages are bytes of blocks of a given size; got {first.dtype} and a block size of {block_size}"
             )
-        geometry = _geometry(kind, shape, block_size)
+        sizes = dict.fromkeys(("pieces", "elements"), 1)
+        for axis, size in zip(_AXES[kind], shape, strict=True):
+            sizes[axis] = sizes.get(axis, 1) * size
         return cls(
             kind=kind,
             layers=len(tensors),
-            blocks=geometry.blocks,
-            block_size=geometry.block_size,
-            pieces=geometry.pieces,
-            piece_bytes=geometry.piece_elements * first.element_size(),
+            blocks=sizes["blocks"],
+            block_size=sizes.get("tokens", block_size),
+            pieces=sizes["pieces"],
+            piece_bytes=sizes["elements"] * first.element_size(),
             dtype=str(first.dtype).removeprefix("torch."),
         )
 

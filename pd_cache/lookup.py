@@ -33,23 +33,10 @@ class LooksUp(Protocol):
         """Says that the engine has other weights now; see `LookupClient.reset`."""
 
 
-class EngineLooksUp(LooksUp, Protocol):
+class Engine(LooksUp, Protocol):
     """The same of a `CacheEngine` or an `EngineGroups`."""
 
-    @property
-    def database(self) -> ChunkedTokenDatabase:
-        """Names the chunks."""
-
-    def survey(
-        self,
-        names: Sequence[bytes],
-        *,
-        at_hand: int = 0,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> Found:
-        """`epoch`: another weights version to look in than the engine's own."""
+    database: ChunkedTokenDatabase
 
 
 class LookupClient(ABC):
@@ -243,11 +230,9 @@ class PoolLookup(PrefixLookup):
             epoch = self._version.current(timeout)
         # while the version is unknown, one key that no chunk has is asked for: a pool that is down, often with the authority of versions,
         # is noticed all the same
-        keys = (
-            self.groups.keys(names[at_hand:], UNKNOWN)[:1]
-            if epoch is None
-            else self.groups.keys(names[at_hand:], epoch)
-        )
+        keys = self.groups.keys(names[at_hand:], UNKNOWN if epoch is None else epoch)
+        if epoch is None:
+            del keys[1:]
         with self.metrics.timed("lookup"):
             statuses = self._exists(keys, timeout=None if end is None else max(0.0, end - time.monotonic()))
         return self._unknown(names, at_hand, statuses) if epoch is None else self.judge(names, at_hand, statuses, epoch)
@@ -310,7 +295,7 @@ class BypassLookupClient(LookupClient):
         self,
         config: NodeSettings,
         metadata: CacheMetadata,
-        engine: EngineLooksUp,
+        engine: Engine,
         *,
         timeout: float | None = None,
         metrics: CacheMetrics | None = None,

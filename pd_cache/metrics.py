@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_GROUPS = 64
-"""The most groups of layers whose bytes are counted apart; those of further ones are counted as of `others`. Engines choose their names, and
-a cache server never forgets a counter."""
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -198,7 +195,6 @@ class CacheMetrics:
             ["op", "layers"],
             registry=self.registry,
         )
-        self._groups: set[str] = set()
         seconds = Histogram(
             "pd_cache_op_seconds", "Duration of an operation", ["op"], buckets=_SECONDS, registry=self.registry
         )
@@ -281,10 +277,7 @@ class CacheMetrics:
         if nbytes:
             self._bytes.labels(op).inc(nbytes)
             if layers:
-                with self._lock:
-                    if len(self._groups) < _MOST_GROUPS:
-                        self._groups.add(layers)
-                self._group_bytes.labels(op, layers if layers in self._groups else "others").inc(nbytes)
+                self._group_bytes.labels(op, layers).inc(nbytes)
 
     def request(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""

@@ -10,17 +10,16 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import ChunkedTokenDatabase
-from pd_cache.deadline import Deadline
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
-from pd_cache.reasons import ChunkHistory, Loaded, TierChunks, miss_reason
+from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
 from pd_cache.versions import WeightsVersion
@@ -61,6 +60,11 @@ class ChunkRun(NamedTuple):
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
 
+def left(end: float | None) -> float | None:
+    """Returns the seconds until `end`, at least 0; None if there is no end."""
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
@@ -93,12 +97,12 @@ class ChunkMover:
         """Whether it is closed. True in a forked child, too: the threads that move chunks do not exist there."""
         return self._closed or os.getpid() != self._process
 
-    def store(self, run: ChunkRun, timeout: float | None = None) -> list[StoreOutcome]:
+    def store(self, run: ChunkRun, end: float | None = None) -> list[StoreOutcome]:
         """Stores the objects that the backend lacks. Returns the outcome of each chunk.
 
-        `timeout` (s) bounds the whole call; without it, each transfer has the configured timeout.
+        The call ends by `end`, on the monotonic clock; without it, each transfer has the configured timeout.
         """
-        deadline, shards, chunk_size = Deadline(timeout), len(run.copiers), self._database.chunk_size
+        shards, chunk_size = len(run.copiers), self._database.chunk_size
         outcomes = [StoreOutcome.NOT] * len(run.keys)
         self.metrics.tokens("store", "requested", len(run.keys) * chunk_size // shards)
         with self._moving() as may_move, self.metrics.timed("store"):
@@ -106,19 +110,19 @@ class ChunkMover:
             if may_store and (outdated := self.outdated(run)):
                 self.metrics.trouble("store", outdated, len(run.keys))
                 may_store = False
-            statuses = self.backend.batched_wants(run.keys, timeout=deadline.left()) if may_store else []
+            statuses = self.backend.batched_wants(run.keys, timeout=left(end)) if may_store else []
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             for index, status in enumerate(statuses):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.BEFORE
-            for index, status in zip(missing, self._put(run, missing, deadline), strict=False):
+            for index, status in zip(missing, self._put(run, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
             stored = outcomes.count(StoreOutcome.NEW)
             if stored and not self._annotated:  # the namespace's manifest lies beside its chunks
                 key, manifest = self._database.manifest_key, self._database.namespace.manifest()
-                self._annotated = self.backend.annotate(key, manifest, timeout=deadline.left()) is Status.OK
+                self._annotated = self.backend.annotate(key, manifest, timeout=left(end)) is Status.OK
         self.metrics.moved("store", stored * self._payload_bytes(run), self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
         if shards > 1:
@@ -126,10 +130,10 @@ class ChunkMover:
         self.history.note([name for name, one in zip(run.names, outcomes, strict=True) if one is not StoreOutcome.NOT])
         return outcomes
 
-    def load(self, run: ChunkRun, timeout: float | Deadline | None = None) -> Loaded:
+    def load(self, run: ChunkRun, end: float | None = None) -> Loaded:
         """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
-        None counts as loaded if the run's version is not known to be current at the end. `timeout` (s) bounds the whole call.
+        None counts as loaded if the run's version is not known to be current at the end. The call ends by `end`, as in `store`.
         """
         self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // len(run.copiers))
         with self._moving() as may_move, self.metrics.timed("retrieve"):
@@ -138,8 +142,7 @@ class ChunkMover:
             if not may_move:
                 return Loaded(0, "not_asked")
             kinds: list[TierKind] = []
-            deadline = Deadline.of(timeout)
-            reason = self._get(run, deadline, kinds)
+            reason = self._get(run, end, kinds)
             if kinds and (outdated := self.outdated(run)):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(kinds))
@@ -190,25 +193,25 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, missing: list[int], deadline: Deadline) -> list[Status]:
+    def _put(self, run: ChunkRun, missing: list[int], end: float | None) -> list[Status]:
         """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
             # one chunk first: it is on its way while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, indices, deadline)
+            staged = self._gather(run, indices, end)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
             keys = [run.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=deadline.left()))
+            outcomes.append(self.backend.batched_put(keys, staged, timeout=left(end)))
             done += len(staged)
         statuses = [status for outcome in outcomes for status in outcome.results()]
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, indices: list[int], deadline: Deadline) -> list[Staged]:
+    def _gather(self, run: ChunkRun, indices: list[int], end: float | None) -> list[Staged]:
         """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
 
         Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed with the
@@ -219,7 +222,7 @@ class ChunkMover:
         size = self._payload_bytes(run)
         try:
             for index in indices:
-                memory = self.backend.stage(payload_bytes=size, timeout=0.0 if staged else deadline.left())
+                memory = self.backend.stage(payload_bytes=size, timeout=0.0 if staged else left(end))
                 if memory is None:
                     break
                 staged.append(memory)
@@ -234,7 +237,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, deadline: Deadline, kinds: list[TierKind]) -> str:
+    def _get(self, run: ChunkRun, end: float | None, kinds: list[TierKind]) -> str:
         """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
 
         Adds to `kinds` the kind of tier that each one came from.
@@ -245,15 +248,16 @@ class ChunkMover:
         """
         size, failures, together, known = self._payload_bytes(run), 0, len(run.keys), ""
         while (first := len(kinds)) < len(run.keys):
-            end, reason, damaged = min(first + together, len(run.keys)), "", False
-            fetching = self.backend.batched_get(run.keys[first:end], payload_bytes=size, timeout=deadline.left())
+            last, reason, damaged = min(first + together, len(run.keys)), "", False
+            fetching = self.backend.batched_get(run.keys[first:last], payload_bytes=size, timeout=left(end))
             with contextlib.closing(fetching) as fetches:
-                for index, fetched in zip(range(first, end), fetches, strict=True):
+                for index, fetched in zip(range(first, last), fetches, strict=True):
                     try:
                         if self._closed:
                             break
-                        if deadline.passed or fetched.payload is None:
-                            reason = "deadline" if deadline.passed else fetched.reason
+                        late = end is not None and time.monotonic() >= end
+                        if late or fetched.payload is None:
+                            reason = "deadline" if late else fetched.reason
                             break
                         # wait immediately: meanwhile the transfers behind this chunk run ahead. A reader that holds no
                         # memory while it waits for the next chunk can never block another reader.
@@ -273,7 +277,7 @@ class ChunkMover:
                 failures, known, together = failures + 1, reason, 1
                 if failures > _RETRIES:
                     return reason
-            elif len(kinds) < end:
+            elif len(kinds) < last:
                 return known or reason or Status.CLOSED.value
             else:
                 together *= 2

@@ -7,6 +7,7 @@ Any other missing name counts as never stored, although another node may have st
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from array import array
@@ -165,6 +166,23 @@ class ChunkHistory:
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class StoreOutcome(enum.IntEnum):
+    """What a store achieved for a chunk."""
+
+    NOT = 0
+    """The chunk is not in the pool, or not known to be there."""
+    BEFORE = 1
+    """The chunk was there already."""
+    NEW = 2
+    """The chunk was missing, and is there after the put. Another node may have put it at the same time."""
+
+    @staticmethod
+    def together(parts: Iterable[StoreOutcome]) -> StoreOutcome:
+        """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
+        known = list(parts)
+        return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
 
 
 class TierChunks(NamedTuple):

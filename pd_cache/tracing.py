@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pd_cache.config import TracingConfig
 from pd_cache.errors import ConfigError
@@ -37,12 +37,16 @@ _MOST_STATE = 512
 """The longest `tracestate` that is passed on, in characters: what W3C asks for at least."""
 
 
-class TraceSpan(Protocol):
-    """Work of one request. Ends with its `with` block, or with `end`."""
+class TraceSpan:
+    """Work of one request. Ends with its `with` block, or with `end`. This one is not sent."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._parent = headers
 
     @property
     def headers(self) -> Mapping[str, str]:
         """What work that is done for this span gets as its parent."""
+        return self._parent
 
     def note(self, **attributes: Attribute) -> None:
         """Adds attributes. Their names get the prefix `pd_cache.`."""
@@ -50,11 +54,13 @@ class TraceSpan(Protocol):
     def end(self, error: str = "") -> None:
         """Ends it. Further calls do nothing. `error`: why it failed, if it did."""
 
-    def __enter__(self) -> TraceSpan: ...
+    def __enter__(self) -> TraceSpan:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.end("" if kind is None else f"{kind.__name__}: {error}" if str(error) else kind.__name__)
 
 
 class Tracing:
@@ -71,30 +77,13 @@ class Tracing:
         **attributes: Attribute,
     ) -> TraceSpan:
         """Returns a span that has begun. `parent`: the headers of the request, or `TraceSpan.headers`. Never raises."""
-        return _Untraced(parent or {})
+        return TraceSpan(parent or {})
 
     def close(self, timeout: float = 2.0) -> None:
         """Sends what waits, for at most `timeout` seconds."""
 
 
 UNTRACED = Tracing()
-
-
-class _Untraced:
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        self.headers = headers
-
-    def note(self, **attributes: Attribute) -> None:
-        return
-
-    def end(self, error: str = "") -> None:
-        return
-
-    def __enter__(self) -> TraceSpan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -182,7 +171,7 @@ class _SdkTracing(Tracing):
         closing.join(timeout)
 
 
-class _SdkSpan:
+class _SdkSpan(TraceSpan):
     def __init__(self, span: Any, propagator: Any) -> None:
         self._span = span
         self._propagator = propagator
@@ -208,14 +197,6 @@ class _SdkSpan:
 
             self._span.set_status(Status(StatusCode.ERROR, error[:_LONGEST_ERROR]))
         self._span.end()
-
-    def __enter__(self) -> TraceSpan:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end("" if kind is None else f"{kind.__name__}: {error}" if str(error) else kind.__name__)
 
 
 def _prefixed(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

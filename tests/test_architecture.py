@@ -51,7 +51,7 @@ HOMES = {
     "google.protobuf": ("launch/discovery/stubs.py",),
     "click": ("launch/cli.py",),
     "yaml": ("pd_cache/cluster/reader.py",),
-    "xxhash": ("pd_cache/checksum.py",),
+    "xxhash": ("pd_cache/layout.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
     "triton": ("pd_cache/paged/cuda.py",),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/memory.py"),
@@ -190,7 +190,7 @@ LIGHT = {
 }
 """What importing a module does not import."""
 LIGHT_BUT_FOR_TORCH = {
-    "pd_cache.engine": ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster", "opentelemetry"),
+    "pd_cache.cache": ("mooncake", "triton", "zmq", "yaml", "aiohttp", "pd_cache.cluster", "opentelemetry"),
     "pd_cache.vllm.scheduler": ("vllm", "mooncake"),
     "pd_cache.vllm.worker": ("vllm", "mooncake", "zmq"),
 }

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from bench.lib.report import option
-from pd_cache.blocks import BlockCache
+from pd_cache.cache import BlockCache, PromptCache
 from pd_cache.layout import KVLayout
-from pd_cache.prompts import PromptCache
 from pd_cache.tiers.memory import TRAILER_BYTES
 from transfer.staging import StagingPool
 

@@ -23,9 +23,9 @@ import click
 from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, gbps, shape_options, timed
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Check, finish, option, output_options, progress, size
+from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 

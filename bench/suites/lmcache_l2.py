@@ -26,7 +26,7 @@ import click
 
 from bench.lib.pool import local_pool, raw_client
 from pd_cache.adapters.lmcache import LaneL2Adapter
-from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import Deadline
 from transfer.settings import ByteSize
 
 ROOT = Path(__file__).resolve().parents[2]

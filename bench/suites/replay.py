@@ -33,12 +33,13 @@ from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
 from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
 from launch.discovery import find_master, open_directory
-from pd_cache.blocks import Slots, StoreOutcome
+from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import ConfigError
+from pd_cache.paged import Slots
+from pd_cache.reasons import StoreOutcome
 from transfer.errors import Status
 from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
 

@@ -31,13 +31,11 @@ from bench.lib.report import Check, finish, option, output_options, progress, si
 from bench.lib.stats import quantile
 from bench.lib.two_machines import Crew, Location, Site
 from launch.supervise import end, spawn_child
-from pd_cache.blocks import BlockCache
+from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
-from pd_cache.engine import CacheEngineBuilder
 from pd_cache.layout import KVLayout
-from pd_cache.prompts import PromptCache
 from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import ServerConnection, server_status

@@ -25,9 +25,9 @@ import numpy as np
 from bench.lib.kv import PagedPrompt, Shape, gbps, timed
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, finish, option, output_options, progress, size
+from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
-from pd_cache.engine import CacheEngineBuilder
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.hybrid import HybridBackend

@@ -11,10 +11,9 @@ from launch.discovery import Member
 from launch.engines.reference import serve
 from launch.reachability import PeerChecks
 from launch.supervise import stop_on_signals
-from pd_cache.blocks import BlockCache
+from pd_cache.cache import BlockCache, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
-from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics

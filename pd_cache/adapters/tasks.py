@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import Deadline
 from pd_cache.sparse_log import SparseLog
 from transfer.calls import CallThreads
 

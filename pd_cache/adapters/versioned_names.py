@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pd_cache.config import NodeSettings
-from pd_cache.deadline import Deadline
-from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.cache import Deadline, ObjectCache
 from pd_cache.versions import UNKNOWN, WeightsVersion
 from transfer.errors import Status
 

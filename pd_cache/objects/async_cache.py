@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from pd_cache.deadline import Deadline
-from pd_cache.objects.cache import ObjectCache, ObjectOutcome
+from pd_cache.objects.cache import Deadline, ObjectCache, ObjectOutcome
 from transfer.calls import CallThreads
 from transfer.errors import Status
 

@@ -26,7 +26,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_cache.checksum import Digest
+from pd_cache.layout import Digest
 
 if TYPE_CHECKING:
     import torch

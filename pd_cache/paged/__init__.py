@@ -7,15 +7,27 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pd_cache.layout import KVLayout, layer_tensors
-from pd_cache.paged.base import ChunkSlots, LeavingOut, PagedCopier, PendingCopy, leaving_out, plan, plan_named
+from pd_cache.paged.base import (
+    BlocksOrSlots,
+    ChunkSlots,
+    LeavingOut,
+    PagedCopier,
+    PendingCopy,
+    Slots,
+    leaving_out,
+    plan,
+    plan_named,
+)
 from transfer.staging import Pin
 
 __all__ = [
+    "BlocksOrSlots",
     "ChunkSlots",
     "DeviceMark",
     "LeavingOut",
     "PagedCopier",
     "PendingCopy",
+    "Slots",
     "host_pin",
     "leaving_out",
     "open_copier",

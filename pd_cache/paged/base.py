@@ -12,9 +12,19 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, Slots
 from pd_cache.chunks import check_names
 from pd_cache.layout import KVLayout, layer_tensors
+
+
+class Slots(NamedTuple):
+    """Places of single tokens in a paged cache, for an engine that does not work in whole blocks."""
+
+    mapping: torch.Tensor
+    """int `[chunks * chunk_size]`: `block * block_size + offset` of each token."""
+
+
+BlocksOrSlots = Sequence[int] | Slots
+"""Where chunks lie in a paged cache: the blocks, in order, or the slots of the tokens."""
 
 
 class ChunkSlots(NamedTuple):

@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cache.checksum import Digest
-from pd_cache.layout import KVLayout
+from pd_cache.layout import Digest, KVLayout
 from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 Array = npt.NDArray[Any]

@@ -35,9 +35,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_cache.checksum import checksum
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVLayout
+from pd_cache.layout import KVLayout, checksum
 from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 import pd_cache
+from pd_cache.cache import CacheEngine, EngineGroups
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
-from pd_cache.lookup import EngineLooksUp
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
 from pd_cache.server.link import Context, Incoming, ServerLink
@@ -350,7 +350,7 @@ class WorkerAdapter:
 class RpcLookupServer:
     """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
 
-    def __init__(self, engine: EngineLooksUp, url: str, *, metrics: CacheMetrics | None = None) -> None:
+    def __init__(self, engine: CacheEngine | EngineGroups, url: str, *, metrics: CacheMetrics | None = None) -> None:
         """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
         self._engine = engine
         self._name = uuid.uuid4().hex

@@ -12,14 +12,13 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import LeavingOut, leaving_out, plan_named
-from pd_cache.reasons import Found, Loaded, MissReason, miss_reason
+from pd_cache.paged import BlocksOrSlots, LeavingOut, leaving_out, plan_named
+from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Context, Future
 from pd_cache.server.memory import event_handle, record_event

@@ -338,7 +338,7 @@ class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
-    """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.blocks.StoreOutcome`."""
+    """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
 
     def __post_init__(self) -> None:
         if self.outcomes.translate(None, _OUTCOMES):

@@ -12,7 +12,7 @@ An object is its payload, then a 32-byte trailer:
     4       2     format version (1)
     6       2     zero
     8       8     payload length
-    16      8     XXH3-64 of the payload, see `pd_cache.checksum`
+    16      8     XXH3-64 of the payload, see `pd_cache.layout.Digest`
     24      8     XXH3-64 of the key, so that an object under a wrong key is recognised
 
 All fields are little-endian. An object with any wrong field is never used. A payload whose reader does not know its size begins with that
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pd_cache.checksum import checksum
+from pd_cache.layout import checksum
 from transfer.errors import Status
 from transfer.staging import Quota, Slot, StagingPool
 

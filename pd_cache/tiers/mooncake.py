@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from pd_cache.checksum import checksum
 from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of

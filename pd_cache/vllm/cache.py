@@ -12,10 +12,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pd_cache.blocks import BlockCache
+from pd_cache.cache import BlockCache, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import NodeSettings
-from pd_cache.engine import CacheEngineBuilder
 from pd_cache.errors import ConfigError, NoAnswerError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics

@@ -37,9 +37,9 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
+from pd_cache.cache import CacheEngineBuilder, EngineGroups
 from pd_cache.chunks import Namespace
 from pd_cache.config import NodeSettings
-from pd_cache.engine import CacheEngineBuilder, EngineGroups
 from pd_cache.errors import PdCacheError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient

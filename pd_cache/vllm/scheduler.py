@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import KEY, MissReason, RequestReport
+from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests

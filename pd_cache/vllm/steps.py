@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pd_cache.blocks import StoreOutcome
-from pd_cache.reasons import Loaded
+from pd_cache.reasons import Loaded, StoreOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import StoreOutcome
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.requests import NO_SPAN, Plan, PromptChunks, TrackedRequest, request_span

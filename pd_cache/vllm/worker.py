@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pd_cache.blocks import BlockCache, StoreOutcome
-from pd_cache.reasons import Loaded
+from pd_cache.cache import BlockCache
+from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2

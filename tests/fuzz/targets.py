@@ -33,7 +33,6 @@ from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, stat
 from launch.top import Screen, draw
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache import events as kv_events
-from pd_cache.checksum import checksum
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
     About,
@@ -48,6 +47,7 @@ from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import UndecodableError
 from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
+from pd_cache.layout import checksum
 from pd_cache.reasons import Found, Loaded
 from pd_cache.server import protocol
 from pd_cache.tiers import memory

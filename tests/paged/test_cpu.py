@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cache.checksum import checksum
 from pd_cache.errors import LayoutError
-from pd_cache.layout import KVLayout, PageKind, shard_tensors
+from pd_cache.layout import KVLayout, PageKind, checksum, shard_tensors
 from pd_cache.paged import ChunkSlots, open_copier
 from pd_cache.paged.base import plan, plan_slots
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
@@ -182,7 +181,13 @@ def test_a_copier_refuses_tensors_and_payloads_of_another_shape() -> None:
         open_copier([tensor.to("meta") for tensor in make_cache()], layout)
     copier = open_copier(make_cache(), layout)
     (chunk,) = plan_slots(torch.arange(8), layout, CHUNK)
-    for payload in (torch.zeros(5, dtype=torch.uint8), torch.zeros(layout.chunk_bytes(8) // 2, dtype=torch.int16)):
+    whole = torch.zeros(2 * layout.chunk_bytes(8), dtype=torch.uint8)
+    for payload in (
+        whole[:5],
+        whole.view(torch.int16)[: layout.chunk_bytes(8) // 2],
+        whole[::2],
+        whole[::2].to("meta"),
+    ):
         with pytest.raises(ValueError, match="contiguous bytes"):
             copier.gather(chunk, payload)
         with pytest.raises(ValueError, match="contiguous bytes"):
@@ -191,38 +196,20 @@ def test_a_copier_refuses_tensors_and_payloads_of_another_shape() -> None:
 
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
-def test_a_scatter_leaves_out_the_blocks_that_the_engine_has(
-    one_storage: bool, step_bytes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("slots", "kept"),
+    [
+        ([-1] * 4 + [20, 21, 22, 23], 1),
+        ([-1] * 4 + [23, 22, 21, 20], 1),  # one by one
+        ([20, 21, 22, 23] + [-1] * 4, 0),
+    ],
+)
+def test_a_scatter_leaves_out_the_blocks_that_the_engine_has_and_those_behind_a_loads_end(
+    one_storage: bool, step_bytes: int, slots: list[int], kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if these are all that a step would write."""
     monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
     cache = make_cache(one_storage=one_storage)
-    layout = KVLayout.from_tensors(cache)
-    (source,) = plan_slots(torch.arange(8), layout, CHUNK)
-    payload = torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8)
-    copier = open_copier(cache, layout)
-    copier.gather(source, payload).wait()
-    before = [tensor.clone() for tensor in cache]
-
-    for tail in (range(20, 24), range(23, 19, -1)):  # a whole block, and slots one by one
-        (wanted,) = plan_slots(torch.tensor([-1] * 4 + list(tail)), layout, CHUNK, may_leave_out=True)
-        assert wanted.kept(4) == range(1, 2)
-        assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
-        for now, was in zip(cache, before, strict=True):
-            differs = now.view(torch.int16) != was.view(torch.int16)
-            changed = {int(block) for block in differs.flatten(1).any(dim=1).nonzero()}
-            assert changed == {5}
-            slots = list(tail)
-            for index in range(4):
-                assert torch.equal(
-                    token_view(now, layout.kind, slots[index], 4), token_view(was, layout.kind, 4 + index, 4)
-                )
-
-
-@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
-def test_a_scatter_leaves_out_the_blocks_behind_a_loads_end(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
-    cache = make_cache()
     layout = KVLayout.from_tensors(cache)
     payload = torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8)
     copier = open_copier(cache, layout)
@@ -230,14 +217,24 @@ def test_a_scatter_leaves_out_the_blocks_behind_a_loads_end(step_bytes: int, mon
     copier.gather(source, payload).wait()
     before = [tensor.clone() for tensor in cache]
 
-    (wanted,) = plan([5, -1], layout, CHUNK, may_leave_out="ends")
+    (wanted,) = (
+        plan_slots(torch.tensor(slots), layout, CHUNK, may_leave_out=True)
+        if kept
+        else plan([5, -1], layout, CHUNK, may_leave_out="ends")
+    )
+    assert wanted.kept(4) == range(kept, kept + 1)
     assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
     for now, was in zip(cache, before, strict=True):
         differs = now.view(torch.int16) != was.view(torch.int16)
         assert {int(block) for block in differs.flatten(1).any(dim=1).nonzero()} == {5}
-        assert torch.equal(now[5].view(torch.int16), was[0].view(torch.int16))
+        for index, slot in enumerate(slots[4 * kept : 4 * kept + 4]):
+            source_slot = token_view(was, layout.kind, 4 * kept + index, 4)
+            assert torch.equal(token_view(now, layout.kind, slot, 4), source_slot)
+
+
+def test_a_store_leaves_out_nothing_at_its_end() -> None:
     with pytest.raises(ValueError, match="values from -1"):
-        plan([5, -1], layout, CHUNK, may_leave_out="start")
+        plan([5, -1], KVLayout.from_tensors(make_cache()), CHUNK, may_leave_out="start")
 
 
 @pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])

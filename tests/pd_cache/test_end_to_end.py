@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.checksum import Digest
+from pd_cache.layout import Digest
 from pd_cache.paged import ChunkSlots, PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host

@@ -49,13 +49,6 @@ def test_a_namespace_tells_its_group_and_is_read_back() -> None:
         assert set(database.namespace.described()["namespace"]) == set(json.loads(manifest)) - {"format"}
 
 
-def test_the_namespace_of_a_model_with_one_group_is_the_one_it_had_before_there_were_groups() -> None:
-    assert group(None).namespace.fingerprint() == "17e4510ab057f65e"
-    assert group(2).namespace.fingerprint() == "5380af0fcfcc6d15", (
-        "nor has that of a group changed since there are draft models"
-    )
-
-
 def test_the_keys_of_the_groups_differ_in_their_namespaces_only() -> None:
     groups = LayerGroups([group(0, layers="0", shards=2), group(1, layers="1", shards=2)])
     keys = groups.keys([b"a" * 16, b"b" * 16])
@@ -68,11 +61,6 @@ def test_groups_share_a_chunk_size() -> None:
         LayerGroups([group(0), group(1, chunk_size=128)])
     with pytest.raises(ValueError, match="chunks of one size"):
         LayerGroups([])
-
-
-def test_answers_that_are_no_whole_chunks_are_refused() -> None:
-    with pytest.raises(ValueError, match="no whole number of chunks"):
-        LayerGroups([group(0), group(1, layers="1")]).reach([True])
 
 
 def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:

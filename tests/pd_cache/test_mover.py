@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
@@ -18,6 +17,7 @@ from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import ChunkSlots, PendingCopy, open_copier, plan
 from pd_cache.paged.base import CopyDone
 from pd_cache.paged.cpu import CpuPagedCopier
+from pd_cache.reasons import StoreOutcome
 from tests.support.backends import Subject, make_subject
 from tests.support.backends import count as count_of
 from tests.support.kv import make_cache

@@ -16,12 +16,11 @@ import msgspec
 import pytest
 import torch
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.errors import CacheServerError, RefusedError
 from pd_cache.layout import PageKind, shard_tensors
-from pd_cache.reasons import Found
+from pd_cache.reasons import Found, StoreOutcome
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_welcome

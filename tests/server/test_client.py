@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.blocks import Slots, StoreOutcome
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
 from pd_cache.errors import RefusedError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Loaded, TierChunks
+from pd_cache.paged import Slots
+from pd_cache.reasons import Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import ServerCache, ServerLookupClient
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import Answer, EngineIdentity, Retrieve, Store, Stored

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
-from pd_cache.reasons import Found, Loaded, TierChunks
+from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import FIRST

@@ -31,13 +31,12 @@ from typing import Any
 
 import torch
 
+from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
-from pd_cache.prompts import PromptCache
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_status
 from pd_cache.server.protocol import EngineIdentity

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
-from pd_cache.engine import CacheEngine, CacheEngineBuilder
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.prompts import PromptCache
 from tests.support.kv import make_cache, write_prompt
 from tests.support.pool import Pool
 

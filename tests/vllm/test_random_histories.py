@@ -22,11 +22,10 @@ import torch
 import yaml
 
 from bench.lib.model import write_model
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded
+from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token

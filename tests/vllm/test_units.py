@@ -11,13 +11,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
 from pd_cache.errors import ConfigError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Loaded
+from pd_cache.reasons import Loaded, StoreOutcome
 from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from pd_cache.blocks import BlockCache, StoreOutcome
+from pd_cache.cache import BlockCache
 from pd_cache.chunks import salt_keys
-from pd_cache.reasons import Loaded, MissReason, RequestReport, TierChunks
+from pd_cache.reasons import Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import UNKNOWN

@@ -23,7 +23,7 @@ from launch.engines.reference.requests import (
     QueueFullError,
 )
 from launch.engines.reference.scheduler import EngineMetrics, Scheduler
-from pd_cache.blocks import BlockCache
+from pd_cache.cache import BlockCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cache.adapters.tasks import MOST_QUEUED, TaskLane
-from pd_cache.deadline import Deadline
+from pd_cache.objects.cache import Deadline
 from tests.support.waiting import wait_for
 
 

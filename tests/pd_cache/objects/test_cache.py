@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, ObjectCache
-from pd_cache.deadline import Deadline
-from pd_cache.objects.cache import ObjectOutcome
+from pd_cache.objects.cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import KEY_FORMAT, OVERHEAD, PartHeader, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, seal
 from tests.support.pool import Pool

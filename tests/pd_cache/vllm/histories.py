@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded, MissReason, RequestReport
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pd_cache.blocks import StoreOutcome
+from pd_cache.reasons import StoreOutcome
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import GroupChunks
 from tests.pd_cache.vllm.histories import (

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Loaded
+from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import EndedLoads, WorkerSide
 from tests.pd_cache.vllm.histories import Clock

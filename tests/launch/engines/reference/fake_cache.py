@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pd_cache.blocks import StoreOutcome
 from pd_cache.chunks import ChunkNamer
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded
+from pd_cache.reasons import Found, Loaded, StoreOutcome
 from tests.support.waiting import PATIENCE_S
 
 

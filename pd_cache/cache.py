@@ -1,7 +1,5 @@
-"""CacheEngine: lookup, store and retrieve, in terms of chunk names and block ids. Orchestration only.
-
-`pd_cache.prompts` offers the same in terms of tokens, masks and slot mappings.
-"""
+"""The cache: lookup, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this process (`CacheEngine`), and both
+by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
 
 from __future__ import annotations
 
@@ -9,37 +7,157 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from pd_cache.blocks import BlocksOrSlots, Slots, StoreOutcome
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 from pd_cache.config import NodeSettings
-from pd_cache.deadline import Deadline
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PoolLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
-from pd_cache.paged import DeviceMark, LeavingOut, PagedCopier, host_pin, leaving_out, open_copier, plan_named
-from pd_cache.reasons import Found, Loaded
+from pd_cache.paged import (
+    BlocksOrSlots,
+    DeviceMark,
+    LeavingOut,
+    PagedCopier,
+    Slots,
+    host_pin,
+    leaving_out,
+    open_copier,
+    plan_named,
+)
+from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, WeightsVersion
 from transfer.errors import PoolUnavailableError
 
+KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+Mask = torch.Tensor | Sequence[bool]
+
+
+class BlockCache(Protocol):
+    """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server (`ServerCache`). Thread-safe.
+
+    If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is counted, and never raised.
+    The caller's mistakes raise ValueError before anything moves. No call touches a block after it has returned.
+    """
+
+    metrics: CacheMetrics
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the paged cache."""
+
+    @property
+    def epoch(self) -> str | None:
+        """The label of the version of this engine's weights (`pd_cache.versions`); None while it is unknown. See `store`."""
+
+    @property
+    def available(self) -> bool:
+        """False while the pool or the server is known to be unreachable: every call is then a miss, immediately."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Uses these KV tensors, one per layer, in layer order, for calls that name no others."""
+
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's block hashes."""
+
+    def lookup(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> int:
+        """Returns how many chunks, from the first, the cache holds with every shard.
+
+        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
+        `session`, until the session retrieves it or ends. `timeout` is in seconds.
+        """
+
+    def survey(
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+    ) -> Found:
+        """Does the same as `lookup`. Returns how long the prefix is, and why it is not longer."""
+
+    def store(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        after: Any = None,
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> list[StoreOutcome]:
+        """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
+
+        `epoch` is the version of the weights with which the chunks were computed: the label that a lookup reported before that. By default
+        it is this engine's. Nothing is stored if it is not the current one.
+
+        `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
+        (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
+        """
+
+    def retrieve(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now.
+
+        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
+        all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
+        nothing was loaded. By default it is this engine's. `timeout` is in seconds.
+        """
+
+    def restore(
+        self,
+        names: Sequence[bytes],
+        blocks: BlocksOrSlots,
+        *,
+        kv_caches: Any = None,
+        session: str = "",
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> Loaded:
+        """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
+
+    def end(self, session: str) -> None:
+        """Releases what a session protects. Does nothing if there is no such session."""
+
+    def mark(self) -> Any:
+        """Marks the work that the calling thread has given the device so far, so that a store can wait for it."""
+
+    def close(self) -> None:
+        """Releases the cache and the KV tensors. Idempotent."""
+
+
+# --- the cache of this process ----------------------------------------------------------------------
+
 _REMEMBERED = 4
 """How many sets of KV tensors are remembered per engine. An engine has one; tests and re-registrations have a few."""
 
-KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
-
-class _Pages:
+class _Pages(NamedTuple):
     """One set of KV tensors, and a copier for each shard that this rank holds."""
 
-    def __init__(self, tensors: list[torch.Tensor], copiers: list[PagedCopier]) -> None:
-        self.tensors = tensors
-        self.copiers = copiers
+    tensors: list[torch.Tensor]
+    copiers: list[PagedCopier]
+
+    def close(self) -> None:
+        for copier in self.copiers:
+            copier.close()
 
 
 class CacheEngine:
@@ -114,7 +232,6 @@ class CacheEngine:
     def lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> int:
-        """Looks up with a single request for the keys of all chunks and shards. Sessions protect nothing here."""
         return self.survey(names, at_hand=at_hand, timeout=timeout).chunks
 
     def survey(
@@ -145,6 +262,7 @@ class CacheEngine:
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
+        end = None if timeout is None else time.monotonic() + timeout
         epoch = self.epoch if epoch is None else epoch
         allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail and not isinstance(blocks, Slots))
         run = self._run(names, blocks, kv_caches, epoch or FIRST, may_leave_out=allowed)
@@ -153,7 +271,7 @@ class CacheEngine:
             return [StoreOutcome.NOT] * len(names)
         if after is not None:
             after.follow()
-        return self.mover.store(run, timeout)
+        return self.mover.store(run, end)
 
     def retrieve(
         self,
@@ -165,7 +283,6 @@ class CacheEngine:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Loads chunks up to the first that the pool lacks."""
         return self.restore(names, blocks, kv_caches=kv_caches, epoch=epoch, timeout=timeout).chunks
 
     def restore(
@@ -178,14 +295,13 @@ class CacheEngine:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
-        """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
-        deadline = Deadline(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
         current = self.version.current(timeout) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
         if current is None:
             self.metrics.trouble("retrieve", "epoch_unknown", len(names))
             return Loaded(0, "epoch_unknown")
-        return self.mover.load(run, deadline)
+        return self.mover.load(run, end)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -205,7 +321,7 @@ class CacheEngine:
         if self._owns_version:
             self.version.close()
         for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
-            _close(pages)
+            pages.close()
         self.backend.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -250,12 +366,10 @@ class CacheEngine:
             if not self.mover.closed:
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
-                    _close(self._remembered.pop(self._oldest()))
+                    # the tensors that were used longest ago, apart from the registered ones
+                    oldest = next(key for key, one in self._remembered.items() if one is not self._registered)
+                    self._remembered.pop(oldest).close()
             return pages
-
-    def _oldest(self) -> tuple[object, ...]:
-        """Returns the key of the tensors that were used longest ago, apart from the registered ones."""
-        return next(key for key, pages in self._remembered.items() if pages is not self._registered)
 
 
 class EngineGroups(PoolLookup):
@@ -275,11 +389,6 @@ class EngineGroups(PoolLookup):
     @property
     def available(self) -> bool:
         return all(engine.available for engine in self._engines)
-
-
-def _close(pages: _Pages) -> None:
-    for copier in pages.copiers:
-        copier.close()
 
 
 class CacheEngineBuilder:
@@ -336,3 +445,129 @@ class CacheEngineBuilder:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:
             engine.close()
+
+
+# --- by tokens and slots ----------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    names: list[bytes]
+    places: Slots
+    first: int
+    """The first wanted token."""
+    length: int
+    """The prompt's length in tokens."""
+
+
+class PromptCache:
+    """`lookup`, `store` and `retrieve` for prompts, given as token ids or as the engine's block hashes. Thread-safe.
+
+    What the pool cannot do is counted, and never raised. The caller's mistakes raise ValueError before anything moves.
+    """
+
+    def __init__(self, cache: BlockCache) -> None:
+        """The caller keeps ownership of `cache`."""
+        self.cache = cache
+
+    def lookup(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        hashes: Sequence[bytes] | None = None,
+        at_hand: int = 0,
+        extra_keys: Iterable[ExtraKey] = (),
+        session: str = "",
+        timeout: float | None = None,
+    ) -> int:
+        """Returns the length, in tokens, of the longest prefix that the cache holds.
+
+        The whole chunks among the first `at_hand` tokens are not looked up and count as found. `timeout` (s) bounds the request.
+        """
+        size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
+        chunks = min(max(at_hand, 0) // size, len(names))
+        return self.cache.lookup(names, at_hand=chunks, session=session, timeout=timeout) * size
+
+    def store(
+        self,
+        tokens: Tokens | None = None,
+        mask: Mask | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        kv_caches: Any = None,
+        hashes: Sequence[bytes] | None = None,
+        extra_keys: Iterable[ExtraKey] = (),
+        epoch: str | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
+
+        The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
+        prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
+        kv_caches: the engine's tensors, one per layer; by default the registered ones. epoch: that of the weights with which they were
+        computed, if weights change while the engine runs (`BlockCache.epoch`). timeout (s) bounds the whole call; without it, each
+        transfer has the configured timeout.
+        """
+        wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
+        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, epoch=epoch, timeout=timeout)
+        return outcomes.count(StoreOutcome.NEW) * self.cache.chunk_size
+
+    def retrieve(
+        self,
+        tokens: Tokens | None = None,
+        mask: Mask | None = None,
+        *,
+        slot_mapping: torch.Tensor,
+        kv_caches: Any = None,
+        hashes: Sequence[bytes] | None = None,
+        extra_keys: Iterable[ExtraKey] = (),
+        session: str = "",
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
+
+        Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one contiguous run from the mask's first
+        True. Slots of wanted tokens that are False in it may have been overwritten; all other slots are untouched.
+
+        The arguments are those of `store`, except that the mask's False prefix is not wanted and that the wanted slots may begin with
+        whole blocks of -1. Those blocks are skipped: the engine has them. timeout (s) bounds the whole call.
+        """
+        wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
+        loaded = self.cache.retrieve(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)
+        result = torch.zeros(wanted.length, dtype=torch.bool)
+        result[wanted.first : wanted.first + loaded * self.cache.chunk_size] = True
+        return result
+
+    def _wanted(
+        self,
+        tokens: Tokens | None,
+        mask: Mask | None,
+        slot_mapping: torch.Tensor,
+        hashes: Sequence[bytes] | None,
+        extra_keys: Iterable[ExtraKey],
+    ) -> _Wanted:
+        """Checks the arguments and returns the part of the prompt that is wanted."""
+        cache, size = self.cache, self.cache.chunk_size
+        names = cache.name_chunks(tokens, hashes, extra_keys)
+        length = len(tokens) if tokens is not None else len(hashes or ()) * cache.block_size
+        first = _unwanted_prefix(mask, length, size)
+        if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
+            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
+            raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
+        end = len(names) * size
+        return _Wanted(names[first // size :], Slots(slot_mapping[min(first, end) : end]), first, length)
+
+
+def _unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
+    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for a mask of any other shape."""
+    if mask is None:
+        return 0
+    wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+    if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
+        raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
+    first = length - int(wanted.sum())
+    if bool(wanted[:first].any()) or first % chunk_size:
+        raise ValueError(
+            f"mask must be a False prefix of a whole number of chunks of {chunk_size} tokens, then True; "
+            f"got {first} False of {length}"
+        )
+    return first

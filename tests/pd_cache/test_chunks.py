@@ -1,0 +1,272 @@
+"""Names of chunks and their keys: what must agree does, and what must differ does. Vectors lie in tests/golden."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import struct
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache import chunks
+from pd_cache.chunks import (
+    BlockHasher,
+    CacheMetadata,
+    ChunkedTokenDatabase,
+    ChunkNamer,
+    Namespace,
+    UnknownHashesError,
+    check_names,
+    describe_hashes,
+    fold_names,
+    root,
+    token_bytes,
+)
+from pd_cache.config import CacheConfig
+
+BASE = {
+    "model": "m@1",
+    "kv_dtype": "bfloat16",
+    "layout": "heads_first.2x4x32",
+    "layers": 2,
+    "block_size": 4,
+    "page_bytes": 256,
+    "chunk_size": 8,
+    "shards": 1,
+    "hash_mode": "tokens",
+}
+token_lists = st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=40)
+
+
+def database(**changes: object) -> ChunkedTokenDatabase:
+    return ChunkedTokenDatabase(Namespace(**{**BASE, **changes}))  # type: ignore[arg-type]
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_the_documented_chain() -> None:
+    tokens, previous, expected = list(range(20)), root(), []
+    for start in (0, 8):
+        previous = hashlib.blake2b(previous + struct.pack("<8i", *tokens[start : start + 8]), digest_size=16).digest()
+        expected.append(previous)
+    assert database().hash_tokens(tokens) == expected
+
+
+@given(token_lists, token_lists)
+def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one: list[int], two: list[int]) -> None:
+    hashes = [database().hash_tokens(tokens) for tokens in (one, two)]
+    common = next((at for at, pair in enumerate(zip(one, two, strict=False)) if len(set(pair)) > 1), None)
+    common = min(len(one), len(two)) if common is None else common
+    assert sum(a == b for a, b in zip(*hashes, strict=False)) == common // 8
+    assert len(hashes[0]) == len(one) // 8
+
+
+@given(token_lists)
+def test_tokens_have_the_same_bytes_in_every_form(tokens: list[int]) -> None:
+    expected = struct.pack(f"<{len(tokens)}i", *tokens)
+    strided = torch.tensor([[token, 0] for token in tokens], dtype=torch.int64).view(-1, 2)[:, 0]
+    part = torch.tensor([5, *tokens], dtype=torch.int32)[1:]
+    for form in (
+        tokens,
+        tuple(tokens),
+        array.array("i", tokens),
+        torch.tensor(tokens, dtype=torch.int64),
+        strided,
+        part,
+    ):
+        assert token_bytes(form) == expected
+    small = [token % 128 for token in tokens]
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        assert token_bytes(torch.tensor(small, dtype=dtype)) == token_bytes(small)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1.5],
+        ["a"],
+        [2**31],
+        torch.tensor([1.0]),
+        torch.tensor([[1]]),
+        torch.tensor([2**32 + 5]),
+        torch.tensor([2**31], dtype=torch.uint32),
+        torch.tensor([2**63], dtype=torch.uint64),
+        torch.tensor([True]),
+        None,
+    ],
+)
+def test_tokens_that_are_no_int32_are_refused(tokens: object) -> None:
+    with pytest.raises(ValueError, match="token"):
+        token_bytes(tokens)  # type: ignore[arg-type]
+
+
+def test_extra_keys_keep_requests_apart_and_are_unambiguous() -> None:
+    variants = [(), ("a",), ("b",), ("a", "b"), ("ab",), ("a", ""), (b"a",), (1,), ("1",), (-1,)]
+    assert len({database().hash_tokens(range(8), extra)[0] for extra in variants}) == len(variants)
+    for wrong in ([1.5], "salt", b"salt"):  # the last two are not taken letter by letter
+        with pytest.raises(ValueError, match="extra_keys"):
+            root(wrong)  # type: ignore[arg-type]
+
+
+CHUNK = 512
+RUN = 4 * CHUNK
+"""What a namer remembers together, in tokens."""
+
+
+def prompt(runs: list[int], tail: int = 0) -> list[int]:
+    return [token for run in runs for token in [run] * RUN] + [7] * tail
+
+
+# prompts of few kinds of runs, so that they begin alike
+prompts = st.lists(
+    st.tuples(
+        st.lists(st.integers(min_value=0, max_value=2), max_size=4),
+        st.integers(min_value=0, max_value=2 * CHUNK + 1),
+        st.sampled_from([(), ("salt", "a"), ("salt", "b")]),
+    ),
+    max_size=6,
+)
+
+
+@given(prompts, st.sampled_from([1, 2 * RUN * 4, 1 << 24]))
+def test_a_prompt_has_the_same_names_whatever_was_named_before(
+    asked: list[tuple[list[int], int, tuple[str, ...]]], most_bytes: int
+) -> None:
+    namer = ChunkNamer(CHUNK, most_bytes=most_bytes)
+    for runs, tail, salt in asked:
+        names = namer.hash_tokens(prompt(runs, tail), salt)
+        assert names == ChunkNamer(CHUNK).hash_tokens(prompt(runs, tail), salt)
+        names[:] = [b"changed by the caller"] * len(names)
+
+
+def test_a_run_that_only_has_the_checksum_of_another_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "checksum", lambda run: 0)
+    namer = ChunkNamer(CHUNK)
+    first, second = namer.hash_tokens(prompt([1])), namer.hash_tokens(prompt([2]))
+    assert not set(first) & set(second)
+    assert namer.hash_tokens(prompt([1])) == first
+
+
+def test_many_threads_name_prompts_with_one_namer() -> None:
+    namer, wrong = ChunkNamer(CHUNK), []
+    asked = [prompt([first, second], 5) for first in range(6) for second in range(6)]
+    expected = [ChunkNamer(CHUNK).hash_tokens(tokens) for tokens in asked]
+
+    def name_all() -> None:
+        wrong.extend(
+            tokens for tokens, names in zip(asked, expected, strict=True) if namer.hash_tokens(tokens) != names
+        )
+
+    threads = [threading.Thread(target=name_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- keys and namespaces ---------------------------------------------------------------------------------------------
+
+
+def test_keys_name_namespace_shard_and_hash() -> None:
+    db = database(shards=2)
+    (name,) = db.hash_tokens(range(8))
+    fingerprint = db.namespace.fingerprint()
+    assert db.keys([name], (1,)) == [f"pdc1/{fingerprint}/1/{name.hex()}"]
+    assert db.all_shard_keys([name]) == db.keys([name], (0,)) + db.keys([name], (1,))
+    assert db.manifest_key == f"pdc1/{fingerprint}/manifest"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "m@2"},
+        {"kv_dtype": "float16"},
+        {"layout": "mla.1x4x32"},
+        {"layers": 3},
+        {"page_bytes": 512},
+        {"block_size": 8},
+        {"chunk_size": 16},
+        {"shards": 2},
+        {"hash_mode": "blocks"},
+        {"hash_seed": "sha256:0"},
+    ],
+)
+def test_nodes_that_differ_in_anything_never_share_a_key(change: dict[str, object]) -> None:
+    assert database(**change).namespace.fingerprint() != database().namespace.fingerprint()
+
+
+def test_a_manifest_of_names_by_another_hash_is_not_read() -> None:
+    manifest = database().namespace.manifest()
+    assert Namespace.read(manifest) == database().namespace
+    for other in (manifest.replace(b"blake2b", b"sha256"), manifest.replace(b',"token_hash":"blake2b"', b"")):
+        with pytest.raises(ValueError, match="another hash than blake2b"):
+            Namespace.read(other)
+
+
+def test_metadata_and_cache_settings_make_the_namespace() -> None:
+    told = {"model": "m", "kv_dtype": "float32", "page_format": "x", "layers": 1, "block_size": 4, "page_bytes": 8}
+    namespace = CacheMetadata(**told, world_size=2, rank=1).namespace(CacheConfig(chunk_size=8))  # type: ignore[arg-type]
+    assert (namespace.shards, namespace.chunk_size, namespace.block_size) == (2, 8, 4)
+    assert CacheMetadata.within(namespace).namespace(CacheConfig(chunk_size=8)) == namespace
+    with pytest.raises(ValueError, match="rank 2"):
+        CacheMetadata(**told, world_size=2, rank=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="multiple of block_size 4"):
+        database(chunk_size=10)
+
+
+# --- block hashes ----------------------------------------------------------------------------------------------------
+
+
+def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:
+    db = database(hash_mode="blocks")
+    blocks = [hashlib.sha256(bytes([index])).digest() for index in range(5)]
+    assert db.name_chunks(None, blocks) == [blocks[1][:16], blocks[3][:16]]
+    for call, message in (
+        (lambda: db.hash_tokens(range(8)), "not by tokens"),
+        (lambda: database().stride_hashes(blocks), "not by blocks"),
+        (lambda: db.stride_hashes([b"short", b"short"]), "at least 8"),
+        (lambda: db.name_chunks(None, blocks, ("salt",)), "extra_keys go with tokens only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@given(names=st.lists(st.binary(min_size=8, max_size=16), max_size=5), identity=st.binary(min_size=1, max_size=64))
+def test_a_folded_name_is_a_name_that_says_which_identity_it_is_of(names: list[bytes], identity: bytes) -> None:
+    folded = fold_names(names, identity)
+    check_names(folded)
+    assert len(set(folded)) == len(set(names))
+    assert not set(folded) & set(fold_names(names, identity[:-1] + bytes([identity[-1] ^ 1])))
+
+
+DEFAULT = describe_hashes("sha256", "vllm-none-hash", "")
+"""Of vLLM, whose own hashes these are compared with in tests/vllm/test_units.py."""
+
+
+def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_describes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    tokens = [1, 2, 3, 4]
+    plain = BlockHasher(2, DEFAULT).hashes(tokens)
+    assert not set(plain) & set(BlockHasher(2, DEFAULT).hashes(tokens, "tenant"))
+    assert BlockHasher(2, DEFAULT).hashes(tokens, "") == plain
+    assert BlockHasher(4, describe_hashes("sha256", "vllm-none-hash", "", 2)).hashes(tokens) == plain
+    other = describe_hashes("sha256", "7", "of the file")
+    with pytest.raises(UnknownHashesError, match="set PYTHONHASHSEED to what it is there"):
+        BlockHasher(2, other)
+    seeded = BlockHasher(2, other, {"8", "7"}).hashes(tokens)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert BlockHasher(2, other).hashes(tokens) == seeded != plain
+
+
+@pytest.mark.parametrize("described", [describe_hashes("xxhash", "vllm-none-hash", ""), "", "nonsense"])
+def test_other_algorithms_are_refused(described: str) -> None:
+    with pytest.raises(UnknownHashesError, match="only vLLM's sha256 is known here"):
+        BlockHasher(2, described)
