@@ -150,15 +150,6 @@ def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(clients: Any
             client.reset("not a label")
 
 
-def test_it_supports_producer_reuse_and_answers_zero_after_close(clients: Any, node: Host) -> None:
-    tokens = list(range(200, 216))
-    with clients(node) as client:
-        node.store(tokens, list(range(16)))
-        assert client.supports_producer_reuse()
-        client.close()
-        assert client.lookup(tokens) == 0
-
-
 def test_a_client_for_another_namespace_than_its_engine_is_refused(pool: Pool) -> None:
     with host(pool) as node, host(pool) as other, pytest.raises(ValueError, match="the client was made for"):
         BypassLookupClient(node.engine.settings, other.engine.metadata, node.engine)
@@ -195,12 +186,14 @@ def test_a_server_that_starts_again_is_found_again(pool: Pool, tmp_path: Path) -
             server.close()
 
 
-def test_a_lookup_that_fails_answers_with_what_is_at_hand(clients: Any, node: Host) -> None:
+def test_after_close_a_lookup_answers_with_what_is_at_hand(clients: Any, node: Host) -> None:
     """An engine must not lose what it has because the pool did not answer."""
     tokens = list(range(400, 424))
     with clients(node) as client:
         node.store(tokens, list(range(24)))
+        assert client.supports_producer_reuse()
         assert client.lookup(tokens, "r", at_hand=CHUNK) == 24
         client.close()
+        assert client.lookup(tokens) == 0
         assert client.lookup(tokens, "r", at_hand=CHUNK + 3) == CHUNK
         assert client.lookup(tokens, "r", at_hand=1000) == 24

@@ -22,7 +22,6 @@ from tests.support.engines import CHUNK, host
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
-from transfer.moves import Batch
 from transfer.settings import ByteSize
 
 PAYLOAD = 64 << 10
@@ -109,28 +108,6 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
         wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
 
 
-def test_calls_that_hang_on_one_peer_never_hold_more_than_half_of_the_memory(two_stores: Pool) -> None:
-    pool = two_stores
-    lost = fresh(24)
-    with backend(pool, pool.segment(0), get_ms=1000, put_ms=1000) as node:
-        for key in lost:
-            wait_for(lambda key=key: put(node, [key]) == [Status.OK], 60)
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        try:
-            for _ in range(4):
-                get(node, lost)
-                staged = [item for _ in range(node.batch_size) if (item := node.stage(timeout=0)) is not None]
-                keys = fresh(len(staged))
-                node.batched_put(keys, staged).results()
-                assert node.staging.in_use <= SLOTS // 2, "quarantined"
-                spare = node.stage(timeout=60)
-                assert spare is not None
-                spare.release()
-        finally:
-            pool.nodes["store-0"].send(signal.SIGCONT)
-        wait_for(lambda: node.staging.in_use == 0, 90, "the last calls to end")
-
-
 def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads_of_others(two_stores: Pool) -> None:
     pool = two_stores
     kept = fresh(8)
@@ -167,67 +144,6 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
             pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: node.staging.in_use == 0, 90, "the last calls to end")
         assert set(put(node, fresh(4))) == {Status.OK}
-
-
-def test_queued_puts_of_which_nobody_asks_the_outcome_let_go_when_their_deadline_has_passed(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with backend(pool) as node:
-        release = threading.Event()
-
-        def hangs(batch: Batch, *_: object) -> list[int]:
-            release.wait(120)
-            return [0] * len(batch.keys)
-
-        monkeypatch.setattr(node.store._moves, "put", hangs)
-        try:
-            queued = 0
-            while (staged := node.stage(timeout=0)) is not None:
-                node.batched_put(fresh(1), [staged], timeout=3)
-                queued += 1
-            held = [memory for _ in range(queued) if (memory := node.stage(timeout=60)) is not None]
-            assert len(held) == queued, "all come back but those of the calls that run, and some were left"
-        finally:
-            release.set()
-        for memory in held:
-            memory.release()
-        wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
-
-
-def test_waiting_for_memory_and_the_transfer_share_one_deadline(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with backend(pool) as node:
-        keys = fresh(2)
-        assert put(node, keys) == [Status.OK] * 2
-        held = [slot for _ in range(SLOTS) if (slot := node.staging.lease(time.monotonic() + 60)) is not None]
-        deadlines: list[float] = []
-        given: list[float] = []
-        released: list[float] = []
-        waits = threading.Event()
-        lease, start_get = node.staging.lease, node.store.start_get
-
-        def leasing(deadline: float, *quota: Any) -> Any:
-            deadlines.append(deadline)
-            waits.set()
-            return lease(deadline, *quota)
-
-        def getting(keys: list[str], slots: Any, *, timeout: float) -> Any:
-            given.append(timeout)
-            return start_get(keys, slots, timeout=timeout)
-
-        def let_go() -> None:
-            assert waits.wait(60)
-            released.append(time.monotonic())
-            for slot in held:
-                slot.release()
-
-        monkeypatch.setattr(node.staging, "lease", leasing)
-        monkeypatch.setattr(node.store, "start_get", getting)
-        releaser = threading.Thread(target=let_go)
-        releaser.start()
-        assert get(node, keys, timeout=30) == ["", ""]
-        releaser.join()
-        assert given
-        assert max(given) <= deadlines[0] - released[0], "the wait for memory did not prolong it"
 
 
 def damage(client: Any, key: str) -> None:

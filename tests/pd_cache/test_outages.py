@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 from pd_cache.lookup import MooncakeLookupClient
@@ -81,15 +80,3 @@ def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(mak
         assert node.troubles("retrieve")
         pool.start("store-1")
         wait_for(storing(node), 30, "another node taking the chunks")
-
-
-def test_a_store_node_that_stops_answering_is_given_up_at_the_deadline(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool().start()
-    with host(pool, **FAST) as node:
-        wait_for(storing(node), what="a store going through")
-        staging = node.engine.backend.staging  # type: ignore[attr-defined]
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        assert not any(node.retrieve(TOKENS, SLOTS))
-        staging.check_integrity()
-        pool.nodes["store-0"].send(signal.SIGCONT)
-        wait_for(lambda: staging.in_use == 0, 60, "the abandoned calls to end")

@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -102,33 +102,21 @@ def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
         read_note("n")
 
 
-@pytest.mark.parametrize("mode", [0o750, 0o777, 0o1777])
-def test_a_folder_that_others_may_look_into_or_write_to_is_refused(ours: Path, mode: int) -> None:
-    ours.mkdir()
-    ours.chmod(mode)
-    with pytest.raises(RuntimeFolderError, match=f"its mode is {mode:04o}"), own_folder():
-        pass
-
-
-def test_a_link_in_place_of_the_folder_is_not_followed(ours: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir(mode=0o700)
-    ours.symlink_to(target)
-    with pytest.raises(RuntimeFolderError), own_folder():
-        pass
-    ours.unlink()
-    ours.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(RuntimeFolderError), own_folder():
-        pass
-    ours.unlink()
-    ours.write_text("a file")
-    with pytest.raises(RuntimeFolderError), own_folder():
-        pass
-
-
-def test_a_folder_that_others_could_rename_is_refused(ours: Path, shared: Path) -> None:
-    shared.chmod(0o777)
-    with pytest.raises(RuntimeFolderError, match="is not sticky"), own_folder():
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (lambda ours: (ours.mkdir(), ours.chmod(0o750)), "its mode is 0750"),
+        (lambda ours: (ours.mkdir(), ours.chmod(0o1777)), "its mode is 1777"),
+        (lambda ours: ((ours.parent / "target").mkdir(mode=0o700), ours.symlink_to("target")), "cannot be used"),
+        (lambda ours: ours.symlink_to("nowhere"), "cannot be used"),
+        (lambda ours: ours.write_text("a file"), "cannot be used"),
+        (lambda ours: ours.parent.chmod(0o777), "is not sticky"),
+    ],
+    ids=["readable", "writable", "link", "dead link", "file", "can be renamed"],
+)
+def test_what_is_not_provably_ours_is_refused(ours: Path, plant: Callable[[Path], object], message: str) -> None:
+    plant(ours)
+    with pytest.raises(RuntimeFolderError, match=message), own_folder():
         pass
 
 
@@ -154,15 +142,6 @@ def test_a_note_is_found_by_a_process_of_another_environment(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
         assert read_note("n") == "text"
         assert runtime_folder().parent == session
-
-
-def test_a_note_without_a_living_writer_is_not_believed_and_makes_room_for_the_next(ours: Path) -> None:
-    with own_folder():
-        (ours / "n").write_text("stale")
-    assert read_note("n") is None
-    with note("n", "new") as left:
-        assert left
-        assert read_note("n") == "new"
 
 
 def test_no_link_and_no_pipe_is_read_as_a_note(ours: Path, tmp_path: Path) -> None:

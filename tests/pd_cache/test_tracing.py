@@ -119,26 +119,15 @@ def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog: p
         tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
         span = tracing.begin("work", {**PARENT, "tracestate": "SECRET" * 1000})
         span.end()
+        tracing.begin("odd", {**PARENT, "tracestate": "\x01=;,," * 40}).end("x" * 100_000)
         tracing.close()
-        wait_for(lambda: collector.spans)
+        wait_for(lambda: len(collector.spans) == 2)
+        assert {one.name: one.failed for one in collector.spans} == {"work": False, "odd": True}
     assert "tracestate" not in span.headers
     assert "SECRET" not in caplog.text
 
 
-@pytest.mark.usefixtures("sdk")
-def test_a_state_that_is_none_and_an_error_without_end_are_sent_all_the_same() -> None:
-    with collecting() as collector:
-        tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
-        span = tracing.begin("work", {**PARENT, "tracestate": "\x01=;,," * 40})
-        span.end("x" * 100_000)
-        tracing.close()
-        wait_for(lambda: collector.spans)
-        assert collector.spans[0].failed
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://a b/v1/traces", "http://c\n/v1/traces"]
-)
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://c\n/v1/traces"])
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     import msgspec
 

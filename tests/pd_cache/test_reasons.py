@@ -1,4 +1,4 @@
-"""Why chunks were not there: the few reasons, and the history that tells evicted chunks from those that were never stored."""
+"""Why chunks were not there: the few reasons, the history that tells evicted chunks from those that were never stored, and the reports."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from typing import get_args
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import MEANINGS, ChunkHistory, Found, MissReason, miss_reason, worst_reason
+from pd_cache.reasons import (
+    MEANINGS,
+    ChunkHistory,
+    Found,
+    MissReason,
+    RecentReports,
+    RequestReport,
+    TierChunks,
+    miss_reason,
+    worst_reason,
+)
 from pd_cache.tiers.memory import Damage
 from pd_cache.versions import FIRST
 from transfer.errors import Status
@@ -128,3 +140,30 @@ def test_a_group_that_is_ahead_lacks_nothing_at_the_end() -> None:
     lookup = PrefixLookup(LayerGroups([database(), database(ahead=1, layers="1")]), CacheMetrics())
     assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Found(3, 3)
     assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Found(2, 2, "missing")
+
+
+# --- reports on requests ------------------------------------------------------------------------------------------
+
+
+@given(*(st.integers(0, 40) for _ in range(3)))
+def test_every_token_was_at_hand_or_loaded_or_computed(asked: int, loaded: int, at_hand: int) -> None:
+    report = RequestReport.of(asked, 8, at_hand=at_hand, loaded=loaded)
+    assert report.at_hand + report.loaded + report.computed == report.asked == asked
+
+
+def test_tiers_count_whole_chunks() -> None:
+    report = RequestReport.of(32, 8, found=32, loaded=31, tiers=TierChunks(memory=1, disk=1, pool=2))
+    assert (report.memory, report.disk, report.pool, report.computed) == (8, 8, 16, 1)
+    assert report.line() == "asked=32 at_hand=0 found=32 loaded=31 (memory=8 disk=8 pool=16) computed=1 reason=none"
+
+
+def test_a_prompt_without_a_whole_chunk_is_too_short_for_any_other_reason() -> None:
+    assert RequestReport.of(7, 8, reason="pool_down").reason == "too_short"
+    assert RequestReport.of(8, 8, reason="pool_down").reason == "pool_down"
+
+
+def test_only_the_last_reports_are_kept() -> None:
+    recent: RecentReports[int] = RecentReports(most=2)
+    for number, name in enumerate(("a", "b", "a", "c")):
+        recent.note(name, number)
+    assert [recent.get(name) for name in ("a", "b", "c", "d")] == [2, None, 3, None]
