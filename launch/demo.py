@@ -177,9 +177,7 @@ def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iter
     """Yields tokens and time to first token of each prompt, computed by an engine in this process."""
     with closing(ReferenceEngine.open(engine)) as alone:
         for prompt in todo:
-            generation = alone.submit(
-                GenerationRequest(prompt=tuple(prompt), max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
-            )
+            generation = alone.submit(GenerationRequest(prompt=tuple(prompt), max_tokens=_OUTPUT_TOKENS))
             yield [event.token for event in generation], generation.stats.ttft_ms
 
 

@@ -46,7 +46,7 @@ def alone() -> Iterator[Callable[[Tokens], Tokens]]:
     with closing(ReferenceEngine.open(config)) as engine:
 
         def answer(prompt: Tokens) -> Tokens:
-            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8, ignore_eos=True)
+            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8)
             return [event.token for event in engine.submit(request)]
 
         yield answer

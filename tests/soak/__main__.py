@@ -128,7 +128,7 @@ class Soak:
         answers = []
         with contextlib.closing(ReferenceEngine.open(config.engine)) as alone:
             for prompt in served_prompts(self.seed, count):
-                request = GenerationRequest(prompt=tuple(prompt), max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+                request = GenerationRequest(prompt=tuple(prompt), max_tokens=OUTPUT_TOKENS)
                 answers.append((prompt, [event.token for event in alone.submit(request)]))
         return answers
 

@@ -3,13 +3,13 @@
 It serves a Llama with random weights on the CPU. It is neither fast nor made for production; it is made to be right. A prompt gives the
 same tokens whether its prefix was computed here or loaded from the pool, and requests are answered whatever the cache does.
 
-A request's path: `server` reads it (`protocol`) and submits it (`requests`) to the `engine`, whose thread runs the `scheduler`. The
-scheduler has the `cache` reserve blocks and load the prefix, computes the rest with the `model` through the pages (`attention`), has the
-chunks stored, and draws tokens into the `Generation` from which the server reads.
+A request's path: `server` reads it (`protocol`) and submits it (`requests`) to the `engine`, whose thread schedules it: it has the `cache`
+reserve blocks and load the prefix, computes the rest with the `model` through the pages, has the chunks stored, and puts tokens into the
+`Generation` from which the server reads.
 """
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
-from launch.engines.reference.model import PagedModel, SamplingParams, load_model
+from launch.engines.reference.model import PagedModel
 from launch.engines.reference.requests import (
     EngineClosedError,
     Generation,
@@ -19,7 +19,7 @@ from launch.engines.reference.requests import (
     QueueFullError,
     TokenEvent,
 )
-from launch.engines.reference.server import make_app, run_engine, serve
+from launch.engines.reference.server import ReferenceServer, serve
 
 __all__ = [
     "CacheFactory",
@@ -31,10 +31,7 @@ __all__ = [
     "PagedModel",
     "QueueFullError",
     "ReferenceEngine",
-    "SamplingParams",
+    "ReferenceServer",
     "TokenEvent",
-    "load_model",
-    "make_app",
-    "run_engine",
     "serve",
 ]

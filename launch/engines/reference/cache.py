@@ -1,12 +1,11 @@
 """The engine's pages and its cache: blocks and who holds them; a prompt's prefix is loaded, its chunks are stored.
 
-Both run on worker threads and never raise: if the cache fails in any way, no prefix was found.
+Loads and stores run on worker threads and never raise: if the cache fails in any way, no prefix was found.
 """
 
 from __future__ import annotations
 
 import array
-import enum
 import functools
 import logging
 import threading
@@ -14,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -32,20 +31,12 @@ FIRST_POLL_S = 0.001
 LONGEST_POLL_S = 0.020
 
 
-class LoadOutcome(enum.Enum):
-    """How a load ended, for the metrics."""
-
-    HIT = "hit"
-    NOTHING = "nothing"
-    """Nothing was loaded: it is not there, or the pool did not answer. The cache's own counters show which."""
-    UNAVAILABLE = "unavailable"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
 class LoadResult(NamedTuple):
-    outcome: LoadOutcome
-    tokens: int
+    """How a load ended."""
+
+    outcome: Literal["hit", "nothing", "unavailable", "failed", "cancelled"]
+    """For the metrics. `nothing`: it is not there, or the pool did not answer. The cache's own counters show which."""
+    tokens: int = 0
     """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
     found: int = 0
     """Length of the prefix that the lookup found, in tokens."""
@@ -53,14 +44,6 @@ class LoadResult(NamedTuple):
     """Why not more was loaded."""
     tiers: TierChunks = TierChunks()
     """The tiers that it was loaded from, in chunks."""
-
-
-class SurveyedPrompt(NamedTuple):
-    """What the cache would find of a prompt."""
-
-    tokens: int
-    reason: MissReason
-    """Why not more."""
 
 
 class Prefix:
@@ -101,9 +84,7 @@ class PrefixCache:
     """A `BlockCache` over one engine's pages, with failures turned into misses."""
 
     def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor], tracing: Tracing = UNTRACED) -> None:
-        self.chunk_size = int(cache.chunk_size)
-        if self.chunk_size < 1:
-            raise ValueError(f"the cache's chunk_size must be positive, got {self.chunk_size}")
+        self.chunk_size = cache.chunk_size
         self._cache = cache
         self._kv_caches = kv_caches
         self._log = SparseLog()
@@ -131,38 +112,30 @@ class PrefixCache:
         """
         try:
             result = self._load(prefix, announced, wait_s, cancelled)
-            if result.outcome is not LoadOutcome.HIT:
-                self._cache.end(
-                    prefix.session
-                )  # what a lookup found, perhaps too late for us, is not retrieved any more
+            if result.outcome != "hit":
+                self._cache.end(prefix.session)  # what a lookup found, perhaps too late, is not retrieved any more
             return result
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, the prompt is computed instead
             self._warn("loading from the cache failed, the prompt is computed", error)
-            return LoadResult(LoadOutcome.FAILED, 0)
+            return LoadResult("failed")
 
     def store(self, prefix: Prefix, loaded: int) -> bool:
         """Stores the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
         first = loaded // self.chunk_size
-        blocks = prefix.blocks(first, len(prefix.names))
+        blocks, epoch = prefix.blocks(first, len(prefix.names)), UNKNOWN if prefix.epoch is None else prefix.epoch
         try:
             with self._tracing.begin("pd_cache.store", prefix.trace, asked=len(prefix.names) - first) as span:
-                outcomes = self._cache.store(
-                    prefix.names[first:],
-                    blocks,
-                    kv_caches=self._kv_caches,
-                    epoch=UNKNOWN if prefix.epoch is None else prefix.epoch,
-                )
-                if self._tracing.on:
-                    span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
+                outcomes = self._cache.store(prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=epoch)
+                span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._warn("storing in the cache failed", error)
             return False
         return True
 
     def _load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        cache = self._cache
+        cache, size = self._cache, self.chunk_size
         if not cache.available:
-            return LoadResult(LoadOutcome.UNAVAILABLE, 0, reason=cache.survey(prefix.names).reason)
+            return LoadResult("unavailable", reason=cache.survey(prefix.names).reason)
         deadline = time.monotonic() + wait_s
         pause = FIRST_POLL_S
         with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length, announced=announced) as span:
@@ -170,18 +143,18 @@ class PrefixCache:
                 found = cache.survey(prefix.names, session=prefix.session)
                 prefix.epoch = cache.epoch
                 remaining = deadline - time.monotonic()
-                if found.chunks * self.chunk_size >= announced or remaining <= 0 or not cache.available:
+                if found.chunks * size >= announced or remaining <= 0 or not cache.available:
                     break
                 if cancelled.wait(min(pause, remaining)):
                     break
                 pause = min(2 * pause, LONGEST_POLL_S)
-            span.note(found=found.chunks * self.chunk_size, reason=found.reason)
+            span.note(found=found.chunks * size, reason=found.reason)
         if cancelled.is_set():
-            return LoadResult(LoadOutcome.CANCELLED, 0, reason="deadline")
-        wanted = min(int(found.chunks), len(prefix.names))
+            return LoadResult("cancelled", reason="deadline")
+        wanted = min(found.chunks, len(prefix.names))
         restored = Loaded(0)
-        if wanted > 0:
-            with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * self.chunk_size) as span:
+        if wanted:
+            with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * size) as span:
                 restored = cache.restore(
                     prefix.names[:wanted],
                     prefix.blocks(0, wanted),
@@ -189,34 +162,25 @@ class PrefixCache:
                     session=prefix.session,
                     epoch=prefix.epoch,
                 )
-                if not isinstance(restored.chunks, int) or not 0 <= restored.chunks <= wanted:
-                    raise ValueError(f"restore answered {restored!r:.80} of {wanted} chunks")
-                span.note(loaded=restored.chunks * self.chunk_size, reason=restored.reason)
+                span.note(loaded=restored.chunks * size, reason=restored.reason)
         reason = found.reason if restored.chunks == wanted else restored.reason
-        if reason in ("never_stored", "missing") and wanted * self.chunk_size < announced:
+        if reason in ("never_stored", "missing") and wanted * size < announced:
             reason = "deadline"  # it may come yet
-        outcome = LoadOutcome.HIT
         if not restored.chunks:
-            outcome = LoadOutcome.NOTHING if cache.available else LoadOutcome.UNAVAILABLE
-        return LoadResult(
-            outcome,
-            restored.chunks * self.chunk_size,
-            wanted * self.chunk_size,
-            reason,
-            restored.tiers,
-        )
+            return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
+        return LoadResult("hit", restored.chunks * size, wanted * size, reason, restored.tiers)
 
-    def survey(self, prompt: array.array[int], salt: str | None) -> SurveyedPrompt:
-        """Returns how much of a prompt the cache would find now."""
+    def survey(self, prompt: array.array[int], salt: str | None) -> tuple[int, MissReason]:
+        """Returns how many tokens of a prompt the cache would find now, and why not more."""
         prefix = self.prefix(prompt, (), salt)
         if prefix is None:
-            return SurveyedPrompt(0, "too_short")
+            return 0, "too_short"
         try:
             found = self._cache.survey(prefix.names)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, it found nothing
             self._warn("looking up in the cache failed", error)
-            return SurveyedPrompt(0, "error")
-        return SurveyedPrompt(found.chunks * self.chunk_size, found.reason)
+            return 0, "error"
+        return found.chunks * self.chunk_size, found.reason
 
     def count(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""
@@ -228,65 +192,50 @@ class PrefixCache:
 
 
 class BlockPool:
-    """The free blocks. Thread-safe; never blocks."""
+    """The blocks of the paged buffer: free, or in use by one or more holders (a request, a load into them, a store out of them).
+
+    A block is free again when its last holder releases it, so a cache call that outlives its request keeps its blocks from being handed
+    to another. Thread-safe; never waits.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._lock = threading.Lock()
         self._free: deque[int] = deque(range(total))
-        self._used: set[int] = set()
+        self._holders: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         """How many blocks are free."""
         return len(self._free)
 
-    def allocate(self, count: int) -> BlockLease | None:
+    def allocate(self, count: int) -> tuple[int, ...] | None:
         """Returns `count` blocks, held once, or None if there are not that many."""
         with self._lock:
             if count > len(self._free):
                 return None
             blocks = tuple(self._free.popleft() for _ in range(count))
-            self._used.update(blocks)
-        return BlockLease(self, blocks)
+            self._holders.update(dict.fromkeys(blocks, 1))
+        return blocks
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Adds a holder to blocks that are in use."""
+        with self._lock:
+            for block in blocks:
+                assert block in self._holders, "blocks were held after they had been given back"
+                self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Removes a holder."""
+        with self._lock:
+            for block in blocks:
+                assert block in self._holders, "blocks were released more often than held"
+                self._holders[block] -= 1
+                if not self._holders[block]:
+                    del self._holders[block]
+                    self._free.append(block)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is either free or used, once."""
+        """Raises AssertionError unless every block is either free or in use, once."""
         with self._lock:
-            assert len(self._free) + len(self._used) == self.total, (len(self._free), len(self._used), self.total)
-            assert set(self._free) | self._used == set(range(self.total))
-
-    def _give_back(self, blocks: tuple[int, ...]) -> None:
-        with self._lock:
-            assert self._used.issuperset(blocks), "a block was given back twice"
-            self._used.difference_update(blocks)
-            self._free.extend(blocks)
-
-
-class BlockLease:
-    """Blocks that are in use by one or more holders: a request, a load into them, a store out of them.
-
-    They return to the pool when the last holder releases them, so a cache call that outlives its request keeps them from being handed to
-    another. Thread-safe.
-    """
-
-    def __init__(self, pool: BlockPool, blocks: tuple[int, ...]) -> None:
-        self.blocks = blocks
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._holders = 1
-
-    def hold(self) -> None:
-        """Adds a holder. The caller must be a holder already, or act for one."""
-        with self._lock:
-            assert self._holders > 0, "blocks were held after they had been given back"
-            self._holders += 1
-
-    def release(self) -> None:
-        """Removes a holder; call it once for each hold."""
-        with self._lock:
-            assert self._holders > 0, "blocks were released more often than held"
-            self._holders -= 1
-            last = self._holders == 0
-        if last:
-            self._pool._give_back(self.blocks)
+            assert sorted([*self._free, *self._holders]) == list(range(self.total))

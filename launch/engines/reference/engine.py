@@ -1,39 +1,55 @@
-"""ReferenceEngine: the engine inside one process, without HTTP."""
+"""The engine inside one process, without HTTP: `ReferenceEngine`, for any thread, and the scheduler on its model thread.
+
+A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt step by step (PREFILL),
+then one token per tick (DECODE). Blocks for prompt and output are reserved when it leaves the queue, so no running request can run out of
+them. Each tick computes one step of one prompt and one token of every decoding request.
+
+The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over on other
+blocks. Its first blocks return to the pool when the call has ended, because until then the call may still write to them.
+"""
 
 from __future__ import annotations
 
 import array
+import enum
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from launch.engines.reference.cache import PrefixCache, SurveyedPrompt
-from launch.engines.reference.model import PagedModel, load_model
-from launch.engines.reference.protocol import ByteTokenizer
+from launch.engines.reference.cache import BlockPool, LoadResult, Prefix, PrefixCache
+from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.requests import (
     EngineClosedError,
     Generation,
     GenerationError,
     GenerationRequest,
+    GenerationStats,
     QueueFullError,
+    TokenEvent,
 )
-from launch.engines.reference.scheduler import EngineMetrics, Scheduler
 from pd_cache.cache import BlockCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
+from pd_cache.reasons import MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
+from transfer.calls import CallThreads
 
 _logger = logging.getLogger(__name__)
 
 CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "BlockCache | None"]
 """Makes the cache for an engine with these weights, pages and tensors; None for no cache. The maker closes it."""
 
+STORE_THREADS = 2
+"""How many requests are stored at the same time."""
 _LONGEST_SLEEP_S = 1.0
 _JOIN_S = 2.0
 
@@ -46,7 +62,7 @@ class ReferenceEngine:
         engine = ReferenceEngine.open(config)
         try:
             for event in engine.submit(GenerationRequest(prompt=(1, 2, 3), max_tokens=8)):
-                print(event.token, event.finish_reason)
+                print(event.token)
         finally:
             engine.close()
     """
@@ -62,7 +78,7 @@ class ReferenceEngine:
         load_timeout_s: float = 10.0,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        """Starts serving `model`, which `load_model(config)` returned.
+        """Starts serving `model`, which is `PagedModel(config)`.
 
         `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at most `load_timeout_s` (and
         `handoff.wait_ms` if a prefix was announced), then computes its prompt. `request_timeout_s` bounds a request from submission to
@@ -75,7 +91,6 @@ class ReferenceEngine:
             )
         self.config = config
         self.model = model
-        self.tokenizer = ByteTokenizer(model.vocab_size)
         self.metrics = EngineMetrics()
         self._request_timeout_s = request_timeout_s
         self._changed = threading.Condition()
@@ -86,16 +101,7 @@ class ReferenceEngine:
         self._stopping = False
         self._failed = False
         self._cache = None if cache is None else PrefixCache(cache, model.kv.kv_caches, tracing)
-        self._scheduler = Scheduler(
-            model,
-            config,
-            handoff or HandoffConfig(),
-            self._cache,
-            self.metrics,
-            load_timeout_s=load_timeout_s,
-            post=self._post,
-            on_end=self._request_ended,
-        )
+        self._scheduler = _Scheduler(self, handoff or HandoffConfig(), self._cache, load_timeout_s)
         self._thread = threading.Thread(target=self._run, name="pd-cache-model", daemon=True)
         self._thread.start()
 
@@ -108,7 +114,7 @@ class ReferenceEngine:
         tracing: Tracing = UNTRACED,
     ) -> ReferenceEngine:
         """Makes the model of `config` and the cache for it, and starts."""
-        model = load_model(config)
+        model = PagedModel(config)
         kv = model.kv
         made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
         return cls(model, config, handoff, made, tracing=tracing)
@@ -147,11 +153,9 @@ class ReferenceEngine:
             self._changed.notify_all()
         return generation
 
-    def survey(self, prompt: Sequence[int], salt: str | None) -> SurveyedPrompt:
-        """Returns how much of a prompt the cache would find now. For any thread; waits for the lookup."""
-        if self._cache is None:
-            return SurveyedPrompt(0, "not_asked")
-        return self._cache.survey(array.array("i", prompt), salt)
+    def survey(self, prompt: Sequence[int], salt: str | None) -> tuple[int, MissReason]:
+        """Returns how many tokens of a prompt the cache would find now, and why not more. For any thread; waits for the lookup."""
+        return (0, "not_asked") if self._cache is None else self._cache.survey(array.array("i", prompt), salt)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the threads. Idempotent."""
@@ -167,13 +171,30 @@ class ReferenceEngine:
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is free or used, and all are free if nothing is outstanding."""
+        """Raises AssertionError unless every block is free or used."""
         self._scheduler.pool.check_integrity()
 
     @property
     def free_blocks(self) -> int:
         """How many blocks no request and no call of the cache holds."""
         return self._scheduler.pool.free
+
+    @property
+    def lent_blocks(self) -> int:
+        """How many blocks only calls of the cache hold: stores, and loads left behind."""
+        return self._scheduler.lent_blocks
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Has the model thread make this call."""
+        with self._changed:
+            self._inbox.append(call)
+            self._changed.notify_all()
+
+    def request_ended(self, generation: Generation) -> None:
+        """Notes that a request has ended. Called by the scheduler."""
+        with self._changed:
+            self._outstanding.discard(generation)
+            self._changed.notify_all()
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, longest = len(request.prompt), self.config.max_model_len
@@ -191,18 +212,8 @@ class ReferenceEngine:
             outside = low if low < 0 else high
             raise ValueError(f"token ids must lie in [0, {self.model.vocab_size}), got {outside}")
 
-    def _post(self, call: Callable[[], None]) -> None:
-        with self._changed:
-            self._inbox.append(call)
-            self._changed.notify_all()
-
     def _cancel(self, generation: Generation) -> None:
-        self._post(lambda: self._scheduler.cancel(generation))
-
-    def _request_ended(self, generation: Generation) -> None:
-        with self._changed:
-            self._outstanding.discard(generation)
-            self._changed.notify_all()
+        self.post(lambda: self._scheduler.cancel(generation))
 
     def _run(self) -> None:
         if self.config.threads:
@@ -249,3 +260,370 @@ class ReferenceEngine:
             self._changed.notify_all()
         for generation in left:
             generation.fail(GenerationError("failed", "the engine has failed"))
+
+
+# --- on the model thread ---------------------------------------------------------------------------------------------
+
+
+class _Phase(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class _LoadAttempt:
+    """One attempt to load a request's prefix."""
+
+    def __init__(self, started: float, deadline: float) -> None:
+        self.started = started
+        self.deadline = deadline
+        self.cancelled = threading.Event()
+
+
+class _Active:
+    """A request between submission and end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.prompt = array.array("i", generation.request.prompt)
+        self.phase = _Phase.WAITING
+        self.blocks: tuple[int, ...] = ()
+        """Its own, from when it leaves the queue on."""
+        self.load: _LoadAttempt | None = None
+        self.prefix: Prefix | None = None
+        self.skip_cache = False
+        self.result = LoadResult("nothing", reason="not_asked")
+        """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
+        self.cache_answered = False
+        """Whether the load ended as it should: only then are chunks that are yet to be stored worth announcing."""
+        self.position = 0
+        """Tokens whose KV is in the pages."""
+        self.produced = 0
+        self.last_token = 0
+
+
+class _Scheduler:
+    """Decides which request does what next. Every method is for the model thread, and takes no lock."""
+
+    def __init__(
+        self, engine: ReferenceEngine, handoff: HandoffConfig, cache: PrefixCache | None, load_timeout_s: float
+    ) -> None:
+        config = self._config = engine.config
+        self.pool = BlockPool(config.num_blocks)
+        self.lent_blocks = 0
+        """Blocks that the pool lacks because of stores and of loads left behind."""
+        self._engine = engine
+        self._handoff = handoff
+        self._cache = cache
+        self._load_timeout_s = load_timeout_s
+        self._waiting: deque[_Active] = deque()
+        self._running: list[_Active] = []
+        self._by_generation: dict[Generation, _Active] = {}
+        loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
+        self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
+        self._storers = CallThreads("pd-cache-store", stores, limit=stores + config.max_running)
+
+    # --- what happens to it --------------------------------------------------------------------------------------
+
+    def add(self, generation: Generation) -> None:
+        """Adds a request to the queue; the caller has checked that it fits."""
+        active = _Active(generation)
+        self._by_generation[generation] = active
+        self._waiting.append(active)
+
+    def cancel(self, generation: Generation) -> None:
+        """Stops working on a request; harmless if it has ended."""
+        active = self._by_generation.get(generation)
+        if active is not None:
+            self._fail(active, GenerationError("aborted", "the request was cancelled"))
+
+    def fail_all(self, kind: Literal["closed", "failed"]) -> None:
+        """Ends every request."""
+        message = "the engine is closing" if kind == "closed" else "the engine has failed"
+        for active in list(self._by_generation.values()):
+            self._fail(active, GenerationError(kind, message))
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for the cache's calls. Returns False if some had not ended after `timeout_s`. For any thread, after the last tick."""
+        end = time.monotonic() + timeout_s
+        ended = [threads.close(max(0.0, end - time.monotonic())) for threads in (self._loaders, self._storers)]
+        return all(ended)
+
+    def tick(self) -> None:
+        """Lets every request that can make a step make one."""
+        self._expire(time.monotonic())
+        self._admit()
+        self._prefill()
+        self._decode()
+        metrics = self._engine.metrics
+        metrics.queued.set(len(self._waiting))
+        metrics.running.set(len(self._running))
+        metrics.free_blocks.set(self.pool.free)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another tick would make progress now."""
+        if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
+            return True
+        room = len(self._running) < self._config.max_running
+        return room and bool(self._waiting) and self._blocks_needed(self._waiting[0]) <= self.pool.free
+
+    def next_deadline(self) -> float | None:
+        """The `time.monotonic()` at which a tick is due even if nothing happens; None if there is none."""
+        deadlines = [active.generation.deadline for active in self._by_generation.values()]
+        deadlines += [active.load.deadline for active in self._running if active.load is not None]
+        return min(deadlines, default=None)
+
+    # --- waiting -------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for active in [a for a in self._by_generation.values() if a.generation.deadline <= now]:
+            self._fail(active, GenerationError("timeout", f"not finished in time (it was {active.phase.value})"))
+        for active in [a for a in self._running if a.load is not None and a.load.deadline <= now]:
+            self._leave_load(active)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.max_running:
+            active = self._waiting[0]
+            blocks = self.pool.allocate(self._blocks_needed(active))
+            if blocks is None:
+                return
+            self._waiting.popleft()
+            self._running.append(active)
+            active.blocks = blocks
+            active.phase = _Phase.PREFILL
+            self._start_load(active)
+
+    def _blocks_needed(self, active: _Active) -> int:
+        tokens = len(active.prompt) + active.generation.request.max_tokens
+        return -(-tokens // self._config.block_size)
+
+    # --- loading -------------------------------------------------------------------------------------------------
+
+    def _start_load(self, active: _Active) -> None:
+        cache, request, blocks = self._cache, active.generation.request, active.blocks
+        if cache is None:
+            return
+        # the same for the load and the store, so it is named once
+        prefix = active.prefix = cache.prefix(active.prompt, blocks, request.cache_salt, request.trace)
+        if prefix is None or active.skip_cache:
+            return
+        announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
+        wait_s = self._handoff.wait_ms / 1000 if announced else 0.0
+        now = time.monotonic()
+        load = _LoadAttempt(now, now + wait_s + self._load_timeout_s)
+
+        def run() -> None:
+            result = LoadResult("failed")
+            try:
+                result = cache.load(prefix, announced, wait_s, load.cancelled)
+            finally:
+                self.pool.release(blocks)
+                self._engine.post(lambda: self._load_ended(active, load, len(blocks), result))
+
+        self.pool.hold(blocks)
+        if self._loaders.submit(run, math.inf) is None:
+            self.pool.release(blocks)
+            self._engine.metrics.loads.labels("busy").inc()
+            active.result = LoadResult("failed", reason="no_staging")
+            return
+        active.load = load
+        active.phase = _Phase.LOADING
+
+    def _load_ended(self, active: _Active, load: _LoadAttempt, blocks: int, result: LoadResult) -> None:
+        if active.load is not load:
+            self.lent_blocks -= blocks
+            return
+        active.load = None
+        active.phase = _Phase.PREFILL
+        active.result = result
+        active.cache_answered = result.outcome in ("hit", "nothing")
+        # The last token is computed even if it was loaded: it has to predict the first token of the answer.
+        active.position = min(result.tokens, len(active.prompt) - 1)
+        self._count_load(load, result.outcome)
+
+    def _leave_load(self, active: _Active) -> None:
+        """Starts over without the cache, on blocks that the load does not write to: it takes too long."""
+        assert active.load is not None
+        _logger.warning("a load did not end in time; its request computes the whole prompt")
+        self._count_load(active.load, "timeout")
+        self._running.remove(active)
+        self._give_back(active)
+        active.skip_cache = True
+        active.result = LoadResult("cancelled", reason="deadline")
+        active.phase = _Phase.WAITING
+        self._waiting.appendleft(active)
+
+    def _count_load(self, load: _LoadAttempt, outcome: str) -> None:
+        self._engine.metrics.loads.labels(outcome).inc()
+        self._engine.metrics.load_time.observe(time.monotonic() - load.started)
+
+    def _give_back(self, active: _Active) -> None:
+        """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
+        if active.load is not None:
+            active.load.cancelled.set()
+            active.load = None
+            self.lent_blocks += len(active.blocks)
+        self.pool.release(active.blocks)
+        active.blocks = ()
+
+    # --- computing -----------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        active = next((a for a in self._running if a.phase is _Phase.PREFILL), None)
+        if active is None:
+            return
+        step = self._config.step_tokens
+        end = min((active.position // step + 1) * step, len(active.prompt))
+        last = end == len(active.prompt)
+        tokens = active.prompt[active.position : end].tolist()
+        logits = self._compute([active], [StepPart(tokens, active.position, active.blocks, last)])
+        if logits is None:
+            return
+        active.position = end
+        if last:
+            self._prompt_done(active)
+            self._emit(active, logits[0])
+
+    def _decode(self) -> None:
+        decoding = [a for a in self._running if a.phase is _Phase.DECODE]
+        if not decoding:
+            return
+        logits = self._compute(decoding, [StepPart([a.last_token], a.position, a.blocks, True) for a in decoding])
+        if logits is not None:
+            for active, row in zip(decoding, logits, strict=True):
+                active.position += 1
+                self._emit(active, row)
+
+    def _compute(self, computed: Sequence[_Active], parts: Sequence[StepPart]) -> torch.Tensor | None:
+        """Returns the logits of a step, or None after ending its requests, if it failed."""
+        try:
+            return self._engine.model.step(parts)
+        except Exception:  # whatever a model raises ends the requests of this step, not the engine
+            _logger.exception("computing a step of %d requests failed", len(parts))
+        for active in computed:
+            self._fail(active, GenerationError("failed", "computing a step failed"))
+        return None
+
+    def _prompt_done(self, active: _Active) -> None:
+        metrics, result, prompt = self._engine.metrics, active.result, len(active.prompt)
+        cached = min(result.tokens, prompt - 1)
+        if self._cache is None:
+            report = RequestReport.of(prompt, 1, reason="not_asked")
+        else:
+            report = RequestReport.of(
+                prompt,
+                self._cache.chunk_size,
+                found=result.found,
+                loaded=cached,
+                tiers=result.tiers,
+                reason=result.reason,
+            )
+            self._cache.count(report)
+        arrival = active.generation.request.arrival
+        assert arrival is not None
+        ttft = time.monotonic() - arrival
+        active.generation.describe(
+            GenerationStats(
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                computed_tokens=prompt - cached,
+                prefix_tokens=self._store(active),
+                ttft_ms=ttft * 1000,
+                report=report,
+            )
+        )
+        metrics.ttft.observe(ttft)
+        metrics.prompt_length.observe(prompt)
+        metrics.prompt_tokens.inc(prompt)
+        metrics.cached_tokens.inc(cached)
+        metrics.computed_tokens.inc(prompt - cached)
+
+    def _emit(self, active: _Active, logits: torch.Tensor) -> None:
+        active.phase = _Phase.DECODE
+        active.last_token = int(logits.argmax())
+        active.produced += 1
+        last = active.produced >= active.generation.request.max_tokens
+        self._engine.metrics.output_tokens.inc()
+        if last:
+            self._remove(active, "length")
+        active.generation.push(TokenEvent(active.last_token, last))
+        if last:
+            self._engine.request_ended(active.generation)
+
+    # --- storing and ending --------------------------------------------------------------------------------------
+
+    def _store(self, active: _Active) -> int:
+        """Has the computed chunks of the prompt stored. Returns how long a prefix of it is or will be in the pool."""
+        cache, prefix, blocks, loaded = self._cache, active.prefix, active.blocks, active.result.tokens
+        if cache is None or prefix is None or prefix.length <= loaded:
+            return loaded
+
+        def run() -> None:
+            stored = False
+            try:
+                stored = cache.store(prefix, loaded)
+            finally:
+                self.pool.release(blocks)
+                self._engine.post(lambda: self._store_ended(len(blocks), stored))
+
+        self.pool.hold(blocks)
+        # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are lent.
+        fits = self.lent_blocks == 0 or self.lent_blocks + len(blocks) <= self.pool.total // 2
+        if not fits or self._storers.submit(run, math.inf) is None:
+            self.pool.release(blocks)
+            self._engine.metrics.stores.labels("dropped").inc()
+            return loaded
+        self.lent_blocks += len(blocks)
+        return prefix.length if active.cache_answered else loaded
+
+    def _store_ended(self, blocks: int, stored: bool) -> None:
+        self.lent_blocks -= blocks
+        self._engine.metrics.stores.labels("done" if stored else "failed").inc()
+
+    def _remove(self, active: _Active, outcome: str) -> None:
+        if active.phase is _Phase.WAITING:
+            self._waiting.remove(active)
+        else:
+            self._running.remove(active)
+        self._give_back(active)
+        del self._by_generation[active.generation]
+        self._engine.metrics.requests.labels(outcome).inc()
+        self._engine.metrics.output_length.observe(active.produced)
+
+    def _fail(self, active: _Active, failure: GenerationError) -> None:
+        self._remove(active, failure.kind)
+        active.generation.fail(failure)
+        self._engine.request_ended(active.generation)
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class EngineMetrics:
+    """The metrics of one engine, in a registry of its own."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        name = "pd_cache_reference_{}".format
+        requests = "Requests by outcome: length, aborted, timeout, failed, closed, rejected (queue full), invalid"
+        loads = "Loads from the cache by outcome: hit, nothing, unavailable, failed, cancelled, timeout, busy"
+        stores = "Stores into the cache by outcome: done, failed, dropped"
+        first = "From a request's arrival to its first token"
+        self.queued = Gauge(name("queue_length"), "Requests that wait", registry=own)
+        self.running = Gauge(name("running"), "Requests that load or compute", registry=own)
+        self.free_blocks = Gauge(name("free_blocks"), "Blocks of the paged buffer in no use", registry=own)
+        self.requests = Counter(name("requests"), requests, ["outcome"], registry=own)
+        self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens of prompts completed", registry=own)
+        self.cached_tokens = Counter(name("cached_tokens"), "Prompt tokens loaded from the pool", registry=own)
+        self.computed_tokens = Counter(name("computed_tokens"), "Prompt tokens computed", registry=own)
+        self.output_tokens = Counter(name("output_tokens"), "Tokens generated", registry=own)
+        self.loads = Counter(name("loads"), loads, ["outcome"], registry=own)
+        self.stores = Counter(name("stores"), stores, ["outcome"], registry=own)
+        self.ttft = Histogram(name("ttft_seconds"), first, buckets=_SECONDS, registry=own)
+        waited = "What a request waited for the cache"
+        self.load_time = Histogram(name("load_seconds"), waited, buckets=_SECONDS, registry=own)
+        self.prompt_length = Histogram(name("prompt_length_tokens"), "Prompts", buckets=_TOKENS, registry=own)
+        self.output_length = Histogram(name("output_length_tokens"), "Outputs", buckets=_TOKENS, registry=own)

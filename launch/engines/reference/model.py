@@ -1,11 +1,19 @@
-"""The model: a Llama with seeded random weights, steps of it over the paged buffer, and the choice of the next token."""
+"""The model: a Llama with seeded random weights, whose attention reads and writes the engine's pages.
+
+Each layer writes the step's new keys and values into the pages and then reads the keys and values of each request's whole context back from
+them, through the request's block table. Nothing else keeps KV, so the model attends to whatever the cache loads into a page.
+
+The same token must come out whether its prefix was computed here or loaded, so a token's numbers must not depend on how many others were
+computed beside it. CPU matrix kernels give different results only for a few rows (a vector, or less than 8 rows), and reductions only for
+different lengths. Therefore rows are padded to `ROW_QUANTUM`, and a token at position p always attends to a context of p + 1 tokens
+rounded up to `CONTEXT_QUANTUM`, with the surplus masked. Measured in float32 and bfloat16 on x86: a token's keys, values and logits are
+then the same bits however its prompt was cut into steps and whatever ran beside it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,17 +21,69 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from launch.engines.reference.attention import (
-    ROW_QUANTUM,
-    ContextRows,
-    PagedKV,
-    PagedStep,
-    attending,
-    cut_segments,
-    paged_attention,
-    round_up,
-)
 from pd_cache.cluster import RandomModel, ReferenceEngineConfig
+from pd_cache.layout import KVLayout, PageKind
+
+ROW_QUANTUM = 16
+CONTEXT_QUANTUM = 256
+
+
+def _round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+class PagedKV:
+    """The paged buffer: per layer `[num_blocks, kv_heads, block_size, 2 * head_dim]`, keys first, then values.
+
+    All layers are views of one allocation. The tensors are normal ones, not inference tensors, so that any thread may write them.
+    """
+
+    def __init__(self, config: ReferenceEngineConfig) -> None:
+        random = config.model.random
+        self.kv_heads, self.head_dim = random.kv_heads, random.hidden_size // random.heads
+        self.block_size, self.num_blocks = config.block_size, config.num_blocks
+        shape = (random.layers, self.num_blocks, self.kv_heads, self.block_size, 2 * self.head_dim)
+        with torch.inference_mode(False):
+            self.buffer = torch.zeros(shape, dtype=getattr(torch, config.dtype))
+            self.kv_caches = {f"layers.{index}": pages for index, pages in enumerate(self.buffer.unbind())}
+        self.layout = KVLayout.from_tensors(self.kv_caches, PageKind.HEADS_FIRST)
+
+    def slots(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+        """Returns the slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
+        table = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1) * self.block_size
+        return (table + torch.arange(self.block_size)).flatten()[:tokens]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts `keys` and `values`, `[tokens, kv_heads, head_dim]`, into the pages of one layer."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        self.buffer[layer][block, :, offset] = torch.cat((keys, values), dim=-1)
+
+    def read(self, layer: int, blocks: torch.Tensor, tokens: int, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the first `tokens` tokens, each `[kv_heads, padded, head_dim]`, zero beyond `tokens`.
+
+        They are a temporary copy. The masked part is zeroed, not left as the block's last tenant wrote it, because 0 * NaN is NaN.
+        """
+        gathered = torch.zeros(self.kv_heads, padded, 2 * self.head_dim, dtype=self.buffer.dtype)
+        pages = self.buffer[layer].index_select(0, blocks).transpose(0, 1)
+        gathered[:, :tokens] = pages.reshape(self.kv_heads, -1, 2 * self.head_dim)[:, :tokens]
+        return gathered[..., : self.head_dim], gathered[..., self.head_dim :]
+
+
+class _Segment(NamedTuple):
+    """Rows of one request in a step. They never cross a multiple of `CONTEXT_QUANTUM`."""
+
+    start: int
+    """The request's first row in the step."""
+    rows: int
+    context: int
+    """Tokens that the last row attends to, itself included."""
+    blocks: torch.Tensor
+    """int64: the blocks that hold the context up to the last row."""
+    mask: torch.Tensor
+    """`[query heads for each KV head * padded rows, padded context]`: 0 where a row may look and -inf elsewhere."""
 
 
 class StepPart(NamedTuple):
@@ -38,19 +98,74 @@ class StepPart(NamedTuple):
     """Whether the last of these tokens predicts a token that is wanted."""
 
 
+class _Step:
+    """What the attention of every layer needs to know about the step that is being computed."""
+
+    def __init__(self, kv: PagedKV, group: int, parts: Sequence[StepPart]) -> None:
+        """`group`: query heads that share a KV head."""
+        self._kv, self._group = kv, group
+        slots, self._segments, row = [], list[_Segment](), 0
+        for part in parts:
+            end = part.position + len(part.tokens)
+            slots.append(kv.slots(part.blocks[: _round_up(end, kv.block_size) // kv.block_size], end)[part.position :])
+            position = part.position
+            while position < end:
+                stop = min(end, _round_up(position + 1, CONTEXT_QUANTUM))
+                self._segments.append(self._segment(row, position, stop, part.blocks))
+                row += stop - position
+                position = stop
+        self._slots = torch.cat(slots)
+
+    def _segment(self, row: int, position: int, stop: int, blocks: Sequence[int]) -> _Segment:
+        kv, rows = self._kv, stop - position
+        table = torch.tensor(blocks[: _round_up(stop, kv.block_size) // kv.block_size], dtype=torch.int64)
+        padded, context = _round_up(rows, ROW_QUANTUM), _round_up(stop, CONTEXT_QUANTUM)
+        # padding rows look where the last real one does
+        positions = (position + torch.arange(padded)).clamp(max=stop - 1)
+        mask = torch.zeros(padded, context, dtype=kv.buffer.dtype)
+        mask.masked_fill_(torch.arange(context) > positions.unsqueeze(1), float("-inf"))
+        return _Segment(row, rows, stop, table, mask.repeat(self._group, 1))
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """An `Attend` over the pages, which it writes to first."""
+        kv, rows = self._kv, self._slots.numel()
+        kv.write(layer, self._slots, key[0, :, :rows].transpose(0, 1), value[0, :, :rows].transpose(0, 1))
+        out = torch.zeros(1, query.shape[2], query.shape[1], kv.head_dim, dtype=query.dtype)
+        for one in self._segments:
+            stop = one.start + one.rows
+            out[0, one.start : stop] = self._attended(one, query[0, :, one.start : stop], layer)
+        return out
+
+    def _attended(self, one: _Segment, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Returns the attention of one request's `query [heads, rows, head_dim]` to its context, as `[rows, heads, head_dim]`."""
+        kv = self._kv
+        keys, values = kv.read(layer, one.blocks, one.context, one.mask.shape[1])
+        heads, rows, head_dim = query.shape
+        padded = one.mask.shape[0] // self._group
+        # query heads that share a KV head become further rows of it: [kv_heads, group * rows, head_dim]
+        folded = functional.pad(query, (0, 0, 0, padded - rows)).reshape(kv.kv_heads, -1, head_dim)
+        attended = functional.scaled_dot_product_attention(
+            folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=one.mask
+        )
+        return attended.view(heads, padded, head_dim)[:, :rows].transpose(0, 1)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
 class PagedModel:
-    """A model whose attention reads one paged buffer. Not thread-safe: one thread computes.
+    """A model whose attention reads one paged buffer, `kv`. Not thread-safe: one thread computes."""
 
-    `load_model` makes it. `kv` is the buffer, `identity` identifies the weights for the cache's namespace.
-    """
-
-    def __init__(self, model: RandomLlama, name: str, identity: str, kv: PagedKV, max_context: int) -> None:
-        self.name = name
-        self.identity = identity
-        self.kv = kv
-        self.vocab_size = model.vocab_size
-        self._model = model
-        self._max_context = max_context
+    def __init__(self, config: ReferenceEngineConfig) -> None:
+        """Draws the model that `config.model` describes, and allocates its paged buffer."""
+        random = config.model.random
+        self.llama = RandomLlama(random, getattr(torch, config.dtype))
+        self.kv = PagedKV(config)
+        self.vocab_size = random.vocab_size
+        self._group = random.heads // random.kv_heads
+        described = json.dumps({"dtype": config.dtype, **msgspec.to_builtins(random)}, sort_keys=True)
+        self.identity = f"random-llama-2:{hashlib.sha256(described.encode()).hexdigest()[:32]}"
+        """Identifies the weights for the cache's namespace."""
 
     @torch.inference_mode()
     def step(self, parts: Sequence[StepPart]) -> torch.Tensor:
@@ -58,51 +173,23 @@ class PagedModel:
 
         Returns float32 logits `[parts that want some, vocab_size]`, in the order of the parts.
         """
-        kv = self.kv
         tokens: list[int] = []
         positions: list[int] = []
-        segments: list[ContextRows] = []
-        slots: list[torch.Tensor] = []
         wanted: list[int] = []
         for part in parts:
-            count = len(part.tokens)
-            end = part.position + count
-            blocks = part.blocks[: round_up(end, kv.block_size) // kv.block_size]
-            segments += cut_segments(len(tokens), part.position, count, blocks, kv.block_size)
-            slots.append(kv.slots(blocks, end)[part.position :])
             tokens += part.tokens
-            positions += range(part.position, end)
+            positions += range(part.position, part.position + len(part.tokens))
             if part.wants_logits:
                 wanted.append(len(tokens) - 1)
-        padding = [0] * (round_up(len(tokens), ROW_QUANTUM) - len(tokens))
-        rows = wanted + wanted[-1:] * (round_up(len(wanted), ROW_QUANTUM) - len(wanted))
-        step = PagedStep(kv, torch.cat(slots), tuple(segments), self._max_context)
-        with attending(step):
-            logits = self._model.step(
-                torch.tensor(tokens + padding), torch.tensor(positions + padding), torch.tensor(rows, dtype=torch.int64)
-            )
+        padding = [0] * (_round_up(len(tokens), ROW_QUANTUM) - len(tokens))
+        rows = wanted + wanted[-1:] * (_round_up(len(wanted), ROW_QUANTUM) - len(wanted))
+        logits = self.llama.logits(
+            torch.tensor(tokens + padding),
+            torch.tensor(positions + padding),
+            torch.tensor(rows, dtype=torch.int64),
+            _Step(self.kv, self._group, parts).attend,
+        )
         return logits[: len(wanted)].float()
-
-
-def load_model(config: ReferenceEngineConfig) -> PagedModel:
-    """Draws the model that `config.model` describes, and allocates its paged buffer."""
-    model = RandomLlama(config.model.random, getattr(torch, config.dtype))
-    kv = PagedKV(
-        layers=model.layers,
-        num_blocks=config.num_blocks,
-        kv_heads=model.kv_heads,
-        block_size=config.block_size,
-        head_dim=model.head_dim,
-        dtype=getattr(torch, config.dtype),
-    )
-    return PagedModel(
-        model, config.model.name, _random_identity(config.model.random, config.dtype), kv, config.max_model_len
-    )
-
-
-def _random_identity(random: RandomModel, dtype: str) -> str:
-    described = json.dumps({"dtype": dtype, **msgspec.to_builtins(random)}, sort_keys=True)
-    return f"random-llama-2:{hashlib.sha256(described.encode()).hexdigest()[:32]}"
 
 
 _EPSILON = 1e-6
@@ -111,56 +198,43 @@ _ROPE_BASE = 10_000.0
 _DEVIATION = 0.02
 """Standard deviation of the weights."""
 
-_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows, head_dim]` to `[1, rows, heads,
 head_dim]`."""
 
 
 class RandomLlama:
-    """A causal language model whose layers attend with `attention.paged_attention`. Called in inference mode."""
+    """A causal language model. Called in inference mode."""
 
     def __init__(self, random: RandomModel, dtype: torch.dtype) -> None:
-        self.vocab_size = random.vocab_size
-        self.layers = random.layers
-        self.kv_heads = random.kv_heads
-        self.head_dim = random.hidden_size // random.heads
-        self._heads = random.heads
+        self._layers, self._heads, self._kv_heads = random.layers, random.heads, random.kv_heads
+        self._head_dim = random.hidden_size // random.heads
         generator = torch.Generator().manual_seed(random.seed)
         # drawn in float32 whatever the dtype, so that a seed is one model
-        self.weights = {
+        self._weights = {
             name: (torch.randn(rows, columns, generator=generator) * _DEVIATION).to(dtype)
-            for name, rows, columns in _weights(random, self.head_dim)
+            for name, rows, columns in _weights(random, self._head_dim)
         }
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Computes tokens, int64 `[count]`, at their positions. Returns the logits `[len(rows), vocab_size]` of the wanted rows."""
-        return self._logits(tokens, positions, rows, self._over_pages)
-
-    def own_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `[vocab_size]` of a text's last token, computed in one go, without pages."""
-        last = torch.tensor([len(tokens) - 1])
-        return self._logits(tokens, torch.arange(len(tokens)), last, self._over_this_text)[0]
-
-    def _logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: _Attend
-    ) -> torch.Tensor:
-        hidden = self.weights["model.embed_tokens.weight"][tokens]
+        hidden = self._weights["model.embed_tokens.weight"][tokens]
         rotation = self._rotation(positions, hidden.dtype)
-        for layer in range(self.layers):
+        for layer in range(self._layers):
             hidden = hidden + self._attention(layer, _norm(hidden), rotation, attend)
             hidden = hidden + self._mlp(layer, _norm(hidden))
-        return functional.linear(_norm(hidden)[rows], self.weights["lm_head.weight"])
+        return functional.linear(_norm(hidden)[rows], self._weights["lm_head.weight"])
 
     def _attention(
-        self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: _Attend
+        self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
         def heads_of(name: str, count: int) -> torch.Tensor:
             projected = self._linear(layer, f"self_attn.{name}", hidden)
-            return projected.view(1, len(hidden), count, self.head_dim).transpose(1, 2)
+            return projected.view(1, len(hidden), count, self._head_dim).transpose(1, 2)
 
         query = _rotate(heads_of("q_proj", self._heads), rotation)
-        key = _rotate(heads_of("k_proj", self.kv_heads), rotation)
-        value = heads_of("v_proj", self.kv_heads)
+        key = _rotate(heads_of("k_proj", self._kv_heads), rotation)
+        value = heads_of("v_proj", self._kv_heads)
         return self._linear(layer, "self_attn.o_proj", attend(layer, query, key, value).reshape(len(hidden), -1))
 
     def _mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -168,24 +242,14 @@ class RandomLlama:
         return self._linear(layer, "mlp.down_proj", gate * self._linear(layer, "mlp.up_proj", hidden))
 
     def _linear(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, self.weights[f"model.layers.{layer}.{name}.weight"])
+        return functional.linear(hidden, self._weights[f"model.layers.{layer}.{name}.weight"])
 
     def _rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosines and sines, each `[rows, head_dim]`."""
-        dim = self.head_dim
+        dim = self._head_dim
         frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, dim, 2).float() / dim)
         angles = (positions[:, None].float() * frequencies).repeat(1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def _over_pages(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return paged_attention(layer, query, key, value, scaling=1 / math.sqrt(self.head_dim))
-
-    def _over_this_text(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        group = self._heads // self.kv_heads
-        attended = functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), is_causal=True
-        )
-        return attended.transpose(1, 2)
 
 
 def _weights(random: RandomModel, head_dim: int) -> Iterator[tuple[str, int, int]]:
@@ -215,47 +279,3 @@ def _rotate(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) ->
     cosines, sines = rotation
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines
-
-
-_GREEDY_BELOW = 1e-5
-"""As in vLLM. If logits are divided by much less, they become infinite, and their softmax is not a distribution."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Raises ValueError for values outside the ranges."""
-
-    temperature: float = 0.0
-    """0 to 2. 0 takes the likeliest token, and so does any value below 0.00001, because logits cannot be divided by it."""
-    top_p: float = 1.0
-    """Above 0, up to 1: tokens are drawn from the smallest set with this much probability."""
-    seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens; None draws a seed."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature must be between 0 and 2, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
-
-
-class Sampler:
-    """Draws the tokens of one request, one after the other."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._generator = torch.Generator()
-        self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
-
-    def choose(self, logits: torch.Tensor) -> int:
-        """Returns the next token's id, from float32 logits `[vocab_size]`."""
-        if self._params.temperature < _GREEDY_BELOW:
-            return int(logits.argmax())
-        probabilities = torch.softmax(logits.double() / self._params.temperature, dim=-1)
-        if self._params.top_p == 1:
-            return int(torch.multinomial(probabilities, 1, generator=self._generator))
-        ordered, ids = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered
-        kept = ordered.masked_fill(before >= self._params.top_p, 0.0)
-        return int(ids[torch.multinomial(kept, 1, generator=self._generator)])

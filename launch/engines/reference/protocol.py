@@ -6,20 +6,19 @@ Reading is strict: unsupported parameters that would change the answer are refus
 from __future__ import annotations
 
 import codecs
-import json
-import math
-from typing import Any, NoReturn
+import re
+from typing import Annotated, Any
 
 import msgspec
 
-from launch.engines.reference.model import SamplingParams
-from launch.engines.reference.requests import FinishReason, GenerationStats
+from launch.engines.reference.requests import GenerationStats
+from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.errors import PdCacheError
-from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
-
-_LONGEST_SALT = 1024
+from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 
 _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -42,23 +41,10 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Unsupported parameters, and the values (besides null) that make them change nothing."""
 
-_HARMLESS = frozenset(
-    ("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store")
-)
-_READ = frozenset(
-    (
-        "model",
-        "prompt",
-        "max_tokens",
-        "stream",
-        "temperature",
-        "top_p",
-        "seed",
-        "ignore_eos",
-        "cache_salt",
-        "kv_transfer_params",
-    )
-)
+_HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "seed", "ignore_eos"))  # fmt: skip
+"""Nothing is drawn, and the model never ends a text by itself."""
+_AT = re.compile(r" - at `\$\.([^`\[]*)")
+"""Where msgspec says which field is wrong."""
 
 
 class BadRequest(PdCacheError):
@@ -73,14 +59,23 @@ class BadRequest(PdCacheError):
         self.status = status
 
 
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields that are read."""
+
+    model: str = ""
+    prompt: Any = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    stream: bool = False
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    kv_transfer_params: dict[str, Any] = {}
+
+
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a `/v1/completions` request. Everything is checked except what needs the model."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
     stream: bool
-    sampling: SamplingParams
-    ignore_eos: bool
     cache_salt: str | None
     for_remote_decode: bool
     """Whether a proxy asks this node to compute the prompt for another node, which gives the answer."""
@@ -90,48 +85,55 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
     """Reads a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
-    fields = _object(body)
-    for name, value in fields.items():
-        if name in _READ or name in _HARMLESS or value is None:
-            continue
+    try:
+        given = decode_json(body, dict[str, Any])
+    except UndecodableError as error:
+        raise BadRequest(f"the body is no JSON object: {error}", code="invalid_json") from None
+    given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
+    for name in given.keys() - set(_Fields.__struct_fields__):
         if name not in _ONLY_NEUTRAL:
             raise BadRequest(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
-        if not any(_same(value, neutral) for neutral in _ONLY_NEUTRAL[name]):
-            raise BadRequest(
-                f"{name} is not supported by this engine; leave it out", param=name, code="unsupported_parameter"
-            )
-    wanted = _take(fields, "model", str, "")
-    if wanted != model:
-        raise BadRequest(
-            f"the model {wanted!r:.200} does not exist; this node serves {model!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-    sampling = SamplingParams()
-    for name in ("temperature", "top_p", "seed"):
-        kind = int if name == "seed" else float
-        value = _take(fields, name, kind, getattr(sampling, name))
-        try:
-            sampling = msgspec.structs.replace(sampling, **{name: value})
-        except ValueError as error:
-            raise BadRequest(str(error), param=name) from None
-    max_tokens = _take(fields, "max_tokens", int, 16)
-    if max_tokens < 1:
-        raise BadRequest(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
-    handoff = _handoff(_take(fields, "kv_transfer_params", dict, {}))
+        if not any(_same(given[name], neutral) for neutral in _ONLY_NEUTRAL[name]):
+            message = f"{name} is not supported by this engine; leave it out"
+            raise BadRequest(message, param=name, code="unsupported_parameter")
+    try:
+        fields = msgspec.convert(given, _Fields)
+    except msgspec.ValidationError as error:
+        where = _AT.search(str(error))
+        raise BadRequest(str(error), param=where and where[1], code="invalid_type") from None
+    if fields.model != model:
+        message = f"the model {fields.model!r:.200} does not exist; this node serves {model!r}"
+        raise BadRequest(message, param="model", code="model_not_found", status=404)
+    try:
+        handoff = read_params(fields.kv_transfer_params)
+    except BadParams as error:
+        raise BadRequest(str(error), param=".".join(filter(None, ("kv_transfer_params", error.path)))) from None
     announced = handoff.announced or Announcement()
     return CompletionRequest(
-        prompt=_prompt(fields.get("prompt")),
-        max_tokens=max_tokens,
-        stream=_take(fields, "stream", bool, False),
-        sampling=sampling,
-        ignore_eos=_take(fields, "ignore_eos", bool, False),
-        cache_salt=_salt(_take(fields, "cache_salt", str, None)),
+        prompt=_prompt(fields.prompt),
+        max_tokens=fields.max_tokens,
+        stream=fields.stream,
+        cache_salt=fields.cache_salt,
         for_remote_decode=handoff.announce,
         announced_prefix=announced.prefix_tokens,
         prefill=announced.prefill,
     )
+
+
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise BadRequest("one prompt a request is supported, not a batch of several", param="prompt")
+        prompt = prompt[0]
+    if prompt and isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    raise BadRequest("prompt must be a string or a list of token ids, and not empty", param="prompt")
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class AnswerBuilder:
@@ -141,21 +143,19 @@ class AnswerBuilder:
         self._request = request
         self._head = {"id": identifier, "object": "text_completion", "created": created, "model": model}
 
-    def chunk(self, text: str, tokens: list[int]) -> dict[str, Any]:
-        """Returns one piece of a stream that continues."""
-        return {**self._head, "choices": [_choice(text, tokens, None)]}
+    def chunk(self, text: str, tokens: list[int], reason: str | None = None) -> dict[str, Any]:
+        """Returns one piece of a stream that continues, if there is no reason why it ends."""
+        choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": None}
+        return {**self._head, "choices": [choice]}
 
-    def whole(
-        self, text: str, tokens: list[int], reason: FinishReason, stats: GenerationStats, produced: int
-    ) -> dict[str, Any]:
+    def whole(self, text: str, tokens: list[int], stats: GenerationStats, produced: int) -> dict[str, Any]:
         """Returns an answer, or the last chunk of a stream.
 
         It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a proxy what to hand to the
         decode node.
         """
         answer = {
-            **self._head,
-            "choices": [_choice(text, tokens, reason)],
+            **self.chunk(text, tokens, "length"),
             "usage": {
                 "prompt_tokens": stats.prompt_tokens,
                 "completion_tokens": produced,
@@ -169,7 +169,7 @@ class AnswerBuilder:
                     "ttft_ms": round(stats.ttft_ms, 3),
                 },
                 "report": msgspec.to_builtins(stats.report),
-                "prefill": None if self._request.prefill is None else msgspec.to_builtins(self._request.prefill),
+                "prefill": msgspec.to_builtins(self._request.prefill),
             },
         }
         if self._request.for_remote_decode:
@@ -178,140 +178,24 @@ class AnswerBuilder:
         return answer
 
 
-def _choice(text: str, tokens: list[int], reason: FinishReason | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": None}
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON value")
-
-    try:
-        fields = json.loads(body, parse_constant=refuse)
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply", code="invalid_json") from None
-    except ValueError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise BadRequest(f"the body must be a JSON object, got {_kind(fields)}", code="invalid_json")
-    return fields
-
-
-def _take(fields: dict[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
-    """Returns the value of `name`, of type `kind`; the default if it is missing or null."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        expected = {str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "an object"}
-        path = f"{where}{name}"
-        raise BadRequest(f"{path} must be {expected[kind]}, got {_kind(value)}", param=path, code="invalid_type")
-    return value
-
-
-def _prompt(prompt: Any) -> str | tuple[int, ...]:
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise BadRequest("one prompt a request is supported, not a batch of several", param="prompt")
-        prompt = prompt[0]
-    if isinstance(prompt, str) and prompt:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise BadRequest("the prompt is not valid Unicode", param="prompt") from None
-        return prompt
-    if isinstance(prompt, list) and prompt:
-        if all(type(token) is int for token in prompt):
-            return tuple(prompt)
-        raise BadRequest("a prompt of token ids must hold integers only", param="prompt", code="invalid_type")
-    if prompt in ("", []):
-        raise BadRequest("the prompt is empty; at least one token is needed", param="prompt")
-    raise BadRequest(
-        f"prompt must be a string or a list of token ids, got {_kind(prompt)}", param="prompt", code="invalid_type"
-    )
-
-
-def _salt(salt: str | None) -> str | None:
-    if salt is None:
-        return None
-    if not 1 <= len(salt) <= _LONGEST_SALT:
-        raise BadRequest(f"cache_salt must have 1 to {_LONGEST_SALT} characters", param="cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError:
-        raise BadRequest("cache_salt is not valid Unicode", param="cache_salt") from None
-    return salt
-
-
-def _handoff(params: dict[str, Any]) -> Handoff:
-    try:
-        return read_params(params)
-    except BadParams as error:
-        where = f"kv_transfer_params.{error.path}" if error.path else "kv_transfer_params"
-        raise BadRequest(str(error), param=where) from None
-
-
-def _same(value: object, neutral: object) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _kind(value: object) -> str:
-    names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
-_REPLACEMENT = "\ufffd"
-
-
-class ByteTokenizer:
-    """Ids from 256 on have no text and come out as U+FFFD. Thread-safe."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of `text`. Raises ValueError for text that has none."""
-        if self._vocab_size < 256:
-            raise ValueError(
-                f"this model has no tokenizer, and its vocabulary of {self._vocab_size} has no room for bytes; "
-                "send token ids"
-            )
-        try:
-            return list(text.encode())
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
-
-    def detokenizer(self) -> Detokenizer:
-        """Returns a new detokenizer, for one request."""
-        return Detokenizer()
+def encode(text: str, vocab_size: int) -> tuple[int, ...]:
+    """Returns the token ids of a text: its bytes. Raises ValueError if the vocabulary has no room for them."""
+    if vocab_size < 256:
+        raise ValueError(f"this model's vocabulary of {vocab_size} has no room for bytes; send token ids")
+    return tuple(text.encode())
 
 
 class Detokenizer:
-    """Turns one request's output into text, piece by piece; the pieces together are the whole text."""
+    """Turns one request's output into text, piece by piece; the pieces together are the whole text. Ids from 256 on have no text and come
+    out as U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        """Returns the text that is certain after `token`; may be empty in the middle of a character."""
+    def push(self, token: int, last: bool) -> str:
+        """Returns the text that is certain after `token`; may be empty in the middle of a character, unless no more tokens come."""
         if token < 256:
-            return self._decoder.decode(bytes((token,)))
-        return self.finish() + _REPLACEMENT
-
-    def finish(self) -> str:
-        """Returns the text that is left when no more tokens come."""
+            return self._decoder.decode(bytes((token,)), final=last)
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
-        return text
+        return text + "\ufffd"

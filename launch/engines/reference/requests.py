@@ -11,22 +11,16 @@ from typing import Literal
 
 import msgspec
 
-from launch.engines.reference.model import SamplingParams
 from pd_cache.errors import PdCacheError
 from pd_cache.reasons import RequestReport
 
-FinishReason = Literal["stop", "length"]
-
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue."""
+    """One prompt to continue, with the likeliest tokens."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     max_tokens: int = 16
-    sampling: SamplingParams = SamplingParams()
-    ignore_eos: bool = False
-    """Whether to go on to `max_tokens` even if the model ends its text."""
     cache_salt: str | None = None
     """Keeps this request's chunks apart from those of other salts."""
     announced_prefix: int = 0
@@ -56,8 +50,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     """One token of the answer."""
 
     token: int
-    finish_reason: FinishReason | None
-    """Set on the last token: the model's end of text, or `max_tokens` reached."""
+    last: bool
 
 
 class QueueFullError(PdCacheError):
@@ -92,13 +85,12 @@ class Generation:
         """The `time.monotonic()` at which the engine gives up the request."""
         self._stats: GenerationStats | None = None
         self._on_cancel = on_cancel
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._changed = threading.Condition()
+        self._tell: Callable[[], object] = self._changed.notify_all
+        """Wakes the consumer. Called with the lock."""
         self._events: deque[TokenEvent] = deque()
         self._failure: GenerationError | None = None
         self._ended = False
-        self._over = False
 
     @property
     def stats(self) -> GenerationStats:
@@ -112,89 +104,80 @@ class Generation:
         """Whether `stats` are known."""
         return self._stats is not None
 
-    @property
-    def ended(self) -> bool:
-        """Whether the engine has nothing more to do for this request."""
-        return self._ended
-
     def cancel(self) -> None:
         """Stops the engine's work on the request. For any thread; harmless after the end."""
         if not self._ended:
             self._on_cancel(self)
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        while not self._over:
+        last = False
+        while not last:
             with self._changed:
-                remaining = self.deadline + _GRACE_S - time.monotonic()
-                ready = self._changed.wait_for(lambda: self._events or self._ended, timeout=max(0.0, remaining))
-                event = self._take() if ready else None
-            yield event or self._hung()
+                if not self._changed.wait_for(self._has_news, timeout=self._patience()):
+                    raise self._hung()
+                event = self._take()
+            last = event.last
+            yield event
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        loop = asyncio.get_running_loop()
-        while not self._over:
-            event = None
-            with self._lock:
-                if self._events or self._ended:
-                    event = self._take()
-                else:
-                    waiter = loop.create_future()
-                    self._waiter = (loop, waiter)
-            if event is None:
-                remaining = self.deadline + _GRACE_S - time.monotonic()
-                try:
-                    await asyncio.wait_for(waiter, max(0.0, remaining))
-                except TimeoutError:
-                    self._hung()
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            try:
+                loop.call_soon_threadsafe(news.set)
+            except RuntimeError:
+                pass  # the consumer's loop is closed: nothing waits any more
+
+        with self._changed:
+            self._tell = tell
+        last = False
+        while not last:
+            with self._changed:
+                event = self._take() if self._has_news() else None
+                news.clear()
+            if event is not None:
+                last = event.last
+                yield event
                 continue
-            yield event
+            try:
+                await asyncio.wait_for(news.wait(), self._patience())
+            except TimeoutError:
+                raise self._hung() from None
+
+    def _has_news(self) -> bool:
+        return bool(self._events) or self._ended
+
+    def _patience(self) -> float:
+        return max(0.0, self.deadline + _GRACE_S - time.monotonic())
 
     def _take(self) -> TokenEvent:
         """Returns the next event, or raises the failure if that comes next. Call with the lock."""
         if self._events:
-            event = self._events.popleft()
-            self._over = event.finish_reason is not None
-            return event
-        self._over = True
+            return self._events.popleft()
         assert self._failure is not None, "a request ended without a last token and without a reason"
         raise self._failure
 
-    def _hung(self) -> TokenEvent:
-        self._over = True
+    def _hung(self) -> GenerationError:
         self.cancel()
-        raise GenerationError("timeout", "the engine has not answered in time")
+        return GenerationError("timeout", "the engine has not answered in time")
 
     # --- the engine's side ---------------------------------------------------------------------------------------
 
     def push(self, event: TokenEvent) -> None:
-        """Adds the next token; the last one has a finish reason. Called by the engine."""
-        with self._lock:
+        """Adds the next token. Called by the engine."""
+        with self._changed:
             self._events.append(event)
-            self._ended = event.finish_reason is not None
-            self._wake()
+            self._ended = event.last
+            self._tell()
 
     def fail(self, failure: GenerationError) -> None:
         """Ends the request here, unless it has ended already. Called by the engine."""
-        with self._lock:
+        with self._changed:
             if not self._ended:
                 self._failure = failure
                 self._ended = True
-                self._wake()
+                self._tell()
 
     def describe(self, stats: GenerationStats) -> None:
         """Sets the statistics, before the first token. Called by the engine."""
         self._stats = stats
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        if self._waiter is not None:
-            (loop, waiter), self._waiter = self._waiter, None
-            try:
-                loop.call_soon_threadsafe(_resolve, waiter)
-            except RuntimeError:
-                pass  # the consumer's loop is closed: nothing waits any more
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

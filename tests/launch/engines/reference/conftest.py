@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from launch.engines.reference import GenerationRequest, ReferenceEngine, load_model
-from launch.engines.reference.model import StepPart
+from launch.engines.reference import GenerationRequest, PagedModel, ReferenceEngine
 from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -34,25 +33,12 @@ def tokens_of(generation) -> list[int]:
     return [event.token for event in generation]
 
 
-def paged_greedy(paged, prompt, count: int, step: int = 16) -> tuple[list[torch.Tensor], list[int]]:
-    blocks = list(range(40, 8, -1))
-    logits, produced = [], []
-    for start in range(0, len(prompt), step):
-        end = min(start + step, len(prompt))
-        row = paged.step([StepPart(prompt[start:end], start, blocks, end == len(prompt))])
-    for position in range(len(prompt), len(prompt) + count):
-        logits.append(row[0])
-        produced.append(int(row[0].argmax()))
-        row = paged.step([StepPart(produced[-1:], position, blocks, True)])
-    return logits, produced
-
-
 class SlowModel:
     """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its step."""
 
-    def __init__(self, model, poison: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model) -> None:
         self._model = model
-        self._poison = poison
+        self.poison: set[int] = set()
         self.gate = threading.Event()
         self.steps: list[list[tuple[int, int]]] = []
 
@@ -62,23 +48,23 @@ class SlowModel:
     def step(self, parts):
         assert self.gate.wait(PATIENCE_S)
         self.steps.append([(part.position, len(part.tokens)) for part in parts])
-        if any(self._poison.intersection(part.tokens) for part in parts):
+        if any(self.poison.intersection(part.tokens) for part in parts):
             raise RuntimeError("a poisoned token")
         return self._model.step(parts)
 
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
-    """Builds engines; afterwards every block is free and every thread gone."""
+    """Builds engines, with `slow=True` of a SlowModel; afterwards every block is free and every thread gone."""
     engines: list[ReferenceEngine] = []
 
-    def make(cache=None, *, handoff=None, wrap=None, request_timeout_s=300.0, load_timeout_s=120.0, **changes):
+    def make(cache=None, *, wait_ms=0, slow=False, request_timeout_s=300.0, load_timeout_s=120.0, **changes):
         config = tiny_config(**changes)
-        model = load_model(config)
+        model = PagedModel(config)
         engine = ReferenceEngine(
-            model if wrap is None else wrap(model),
+            SlowModel(model) if slow else model,
             config,
-            handoff or HandoffConfig(),
+            HandoffConfig(wait_ms=wait_ms),
             cache,
             request_timeout_s=request_timeout_s,
             load_timeout_s=load_timeout_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,137 +24,84 @@ class FakeCache:
         self.available = True
         self.epoch = ""
         self.chunks: dict[bytes, list[torch.Tensor]] = {}
+        self.before: Callable[[str], None] = lambda call: None
+        """What each call does first, by its name: raise, hang, change this cache."""
         self.stored = threading.Condition()
         self.store_sizes: list[int] = []
         """Chunks of each store."""
         self.named = 0
         """How many prompts were named."""
-        self.ended: list[str] = []
 
     def name_chunks(self, tokens, hashes=None, extra_keys=()) -> list[bytes]:
         self.named += 1
         return ChunkNamer(self.chunk_size).hash_tokens(tokens, extra_keys)
 
-    def lookup(self, names: Sequence[bytes], *, session: str = "") -> int:
-        found = 0
-        for name in names:
-            if not self.available or name not in self.chunks:
-                break
-            found += 1
-        return found
-
-    def retrieve(self, names, blocks, *, kv_caches, session="") -> int:
-        per_chunk = self.chunk_size // self.block_size
-        assert len(blocks) == len(names) * per_chunk
-        for index, name in enumerate(names):
-            if not self.available or name not in self.chunks:
-                return index
-            place = list(blocks[index * per_chunk : (index + 1) * per_chunk])
-            for tensor, kept in zip(kv_caches.values(), self.chunks[name], strict=True):
-                tensor[place] = kept
-        return len(names)
-
     def survey(self, names, *, session="") -> Found:
-        found = self.lookup(names, session=session)
+        self.before("survey")
+        found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
 
     def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
-        loaded = self.retrieve(names, blocks, kv_caches=kv_caches, session=session)
+        self.before("restore")
+        loaded = self._found(names)
+        for index, name in enumerate(names[:loaded]):
+            for tensor, kept in zip(kv_caches.values(), self.chunks[name], strict=True):
+                tensor[self._place(blocks, index)] = kept
         return Loaded(loaded, "none" if loaded == len(names) else "evicted")
 
     def store(self, names, blocks, *, kv_caches, epoch) -> list[StoreOutcome]:
+        self.before("store")
         assert epoch == self.epoch
-        per_chunk = self.chunk_size // self.block_size
-        assert len(blocks) == len(names) * per_chunk
         outcomes = []
         with self.stored:
             for index, name in enumerate(names):
-                if self.available and name not in self.chunks:
-                    place = list(blocks[index * per_chunk : (index + 1) * per_chunk])
+                new = self.available and name not in self.chunks
+                if new:
+                    place = self._place(blocks, index)
                     self.chunks[name] = [tensor[place].clone() for tensor in kv_caches.values()]
-                    outcomes.append(StoreOutcome.NEW)
-                else:
-                    outcomes.append(StoreOutcome.BEFORE if self.available else StoreOutcome.NOT)
+                outcomes.append(StoreOutcome.NEW if new else StoreOutcome.NOT)
             self.store_sizes.append(len(names))
             self.stored.notify_all()
         return outcomes
 
     def end(self, session: str) -> None:
-        self.ended.append(session)
+        pass
 
     def wait_for_stores(self, count: int) -> None:
         """Until `count` stores have ended."""
         with self.stored:
             assert self.stored.wait_for(lambda: len(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
 
+    def _found(self, names: Sequence[bytes]) -> int:
+        there = [self.available and name in self.chunks for name in names]
+        return there.index(False) if False in there else len(there)
 
-class RaisingCache(FakeCache):
-    """Fails at the calls named in `at`."""
-
-    def __init__(self, at: Iterable[str]) -> None:
-        super().__init__()
-        self.at = set(at)
-
-    def lookup(self, *args, **kwargs):
-        return self._fail("lookup") or super().lookup(*args, **kwargs)
-
-    def retrieve(self, *args, **kwargs):
-        self._fail("retrieve")
-        return super().retrieve(*args, **kwargs)
-
-    def store(self, *args, **kwargs):
-        self._fail("store")
-        return super().store(*args, **kwargs)
-
-    def _fail(self, call: str) -> None:
-        if call in self.at:
-            raise RuntimeError(f"the cache fails at {call}")
+    def _place(self, blocks: Sequence[int], index: int) -> list[int]:
+        per_chunk = self.chunk_size // self.block_size
+        return list(blocks[index * per_chunk : (index + 1) * per_chunk])
 
 
-class HangingCache(FakeCache):
-    """Does not answer the calls named in `at` until `let_go` is set; then scribbles over what it was to load."""
+class ClaimingCache(FakeCache):
+    """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was loaded."""
 
-    def __init__(self, at: Iterable[str]) -> None:
-        super().__init__()
-        self.at = set(at)
-        self.let_go = threading.Event()
-        self.entered = threading.Event()
+    def survey(self, names, *, session="") -> Found:
+        self.before("survey")
+        return Found(len(names), len(names), "none")
 
-    def lookup(self, names, *, session=""):
-        self._hang("lookup")
-        return len(names)
-
-    def retrieve(self, names, blocks, *, kv_caches, session=""):
-        self._hang("retrieve")
-        scribble(blocks, kv_caches)
-        return len(names)
-
-    def store(self, *args, **kwargs):
-        self._hang("store")
-        return super().store(*args, **kwargs)
-
-    def _hang(self, call: str) -> None:
-        if call in self.at:
-            self.entered.set()
-            assert self.let_go.wait(2 * PATIENCE_S)
+    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
+        self.before("restore")
+        for tensor in kv_caches.values():
+            tensor[list(blocks)] = float("nan")
+        return Loaded(0, "evicted")
 
 
-class ScribblingCache(FakeCache):
-    """Claims a prefix, overwrites its blocks with garbage and says that nothing, or nonsense, was loaded."""
+class Gate:
+    """Holds up one kind of call until it is opened."""
 
-    def __init__(self, answer) -> None:
-        super().__init__()
-        self.answer = answer
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self.opened = threading.Event()
 
-    def lookup(self, names, *, session=""):
-        return len(names)
-
-    def retrieve(self, names, blocks, *, kv_caches, session=""):
-        scribble(blocks, kv_caches)
-        return self.answer(len(names))
-
-
-def scribble(blocks: Sequence[int], kv_caches: dict[str, torch.Tensor]) -> None:
-    """Fill blocks with what no model computes."""
-    for tensor in kv_caches.values():
-        tensor[list(blocks)] = float("nan")
+    def __call__(self, call: str) -> None:
+        if call == self._call:
+            assert self.opened.wait(2 * PATIENCE_S)

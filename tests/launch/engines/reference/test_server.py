@@ -1,34 +1,47 @@
-"""The engine over HTTP, asked by a real client on a real port."""
+"""The engine over HTTP, asked by a real client on a real port; and its process."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from launch.engines.reference import run_engine
+from launch.engines.reference import ReferenceServer, serve
+from launch.supervise import stop_signals
 from pd_cache.cluster import HandoffConfig
 from tests.support.waiting import wait_for
 
-from .conftest import SlowModel, prompt_of, request_of
-from .fake_cache import FakeCache, HangingCache, RaisingCache
+from .conftest import prompt_of, request_of, tiny_config
+from .fake_cache import FakeCache
+
+FOR_EVER = 600_000
+WAITS = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}}
+"""Fields of a request for which a node waits."""
 
 
 @asynccontextmanager
-async def served(engine, **settings):
+async def served(engine, registry=None, **settings):
     """A client session on a running server; both are closed afterwards."""
     stop, address = asyncio.Event(), asyncio.get_running_loop().create_future()
-    server = asyncio.create_task(run_engine(engine, "127.0.0.1", 0, address.set_result, stop, **settings))
+    running = ReferenceServer(engine, registry).run("127.0.0.1", 0, address.set_result, stop, **settings)
+    server = asyncio.create_task(running)
     try:
         await asyncio.wait([server, address], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(f"http://{address.result()}", timeout=timeout) as client:
-            client.server, client.stop = server, stop
+            client.server, client.stop, client.port = server, stop, int(address.result().rpartition(":")[2])
             yield client
     finally:
         stop.set()
@@ -40,21 +53,21 @@ async def post(client, expect: int = 200, headers: dict | None = None, **fields)
     async with client.post("/v1/completions", json=body, headers=headers) as response:
         answer = await response.json()
         assert response.status == expect, answer
+        if expect >= 400:
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
         return answer
 
 
 async def get(client, path: str, expect: int = 200) -> dict:
     async with client.get(path) as response:
-        answer = await response.json()
-        assert response.status == expect, answer
-        return answer
+        assert response.status == expect
+        return await response.json()
 
 
 async def post_stream(client, **fields) -> list:
     body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, "stream": True, **fields}
     async with client.post("/v1/completions", json=body) as response:
-        assert response.status == 200
-        assert response.content_type == "text/event-stream"
+        assert (response.status, response.content_type) == (200, "text/event-stream")
         events = (await response.text()).split("\n\n")
     assert events.pop() == ""
     assert all(event.startswith("data: ") for event in events)
@@ -65,18 +78,16 @@ async def until(condition) -> None:
     await asyncio.to_thread(wait_for, condition)
 
 
-def test_a_completion_has_the_shape_of_openais(make_engine, expected):
-    truth = expected(request_of(20))
-
+def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token_by_token(make_engine, expected):
     async def run():
         async with served(make_engine(FakeCache())) as client:
-            return await post(client)
+            return await post(client, cache_salt="a"), await post_stream(client, cache_salt="b")
 
-    answer = asyncio.run(run())
+    answer, events = asyncio.run(run())
     assert answer["id"].startswith("cmpl-")
     assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
     (choice,) = answer["choices"]
-    assert choice["token_ids"] == truth
+    assert choice["token_ids"] == expected(request_of(20))
     assert choice["finish_reason"] == "length"
     assert answer["usage"] == {
         "prompt_tokens": 20,
@@ -89,21 +100,13 @@ def test_a_completion_has_the_shape_of_openais(make_engine, expected):
     assert own["ttft_ms"] > 0
     assert answer["pd_cache"]["prefill"] is None
     assert "kv_transfer_params" not in answer
-
-
-def test_a_stream_is_the_same_answer_token_by_token(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            return await post(client), await post_stream(client)
-
-    whole, events = asyncio.run(run())
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
-    assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks] == [1] * 6
-    assert [chunk["choices"][0]["token_ids"][0] for chunk in chunks] == whole["choices"][0]["token_ids"]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["length"]
-    assert chunks[-1]["usage"] == whole["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [one["token_ids"] for one in choices] == [[token] for token in choice["token_ids"]]
+    assert "".join(one["text"] for one in choices) == choice["text"]
+    assert [one["finish_reason"] for one in choices] == [None] * 5 + ["length"]
+    assert chunks[-1]["usage"] == answer["usage"]
     assert chunks[-1]["pd_cache"]["self"]["computed_tokens"] == 20
     assert "usage" not in chunks[0]
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -115,71 +118,49 @@ def test_text_is_tokenized(make_engine):
             text = await post(client, prompt="Grüße")
             ids = await post(client, prompt=[list("Grüße".encode())])
             assert text["choices"] == ids["choices"]
-            assert text["usage"]["prompt_tokens"] == 7
+            async with client.post("/tokenize", json={"model": "tiny", "prompt": "Grüße"}) as response:
+                assert (await response.json())["tokens"] == list("Grüße".encode())
 
     asyncio.run(run())
-
-
-def test_a_subnormal_temperature_is_answered_as_zero_is(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            answers = [await post(client, temperature=temperature) for temperature in (0, 1e-320)]
-            assert answers[0]["choices"] == answers[1]["choices"]
-
-    asyncio.run(run())
-
-
-def test_a_seed_repeats_a_sampled_answer(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            answers = [await post(client, temperature=1.2, seed=seed, max_tokens=20) for seed in (1, 1, 2)]
-            return [answer["choices"][0]["token_ids"] for answer in answers]
-
-    first, again, other = asyncio.run(run())
-    assert first == again != other
 
 
 def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
     cache = FakeCache()
-    prefill, decode = make_engine(cache), make_engine(cache, handoff=HandoffConfig(wait_ms=600_000))
+    prefill, decode = make_engine(cache), make_engine(cache, wait_ms=FOR_EVER)
     prompt = list(prompt_of(40))
     work = {"cached_tokens": 0, "computed_tokens": 40, "reason": "never_stored"}
 
     async def run():
-        async with served(prefill) as first, served(decode) as second:
-            handed = await post(first, prompt=prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-            params = handed["kv_transfer_params"]
-            assert params == {
-                "do_remote_prefill": True,
-                "pd_cache": {
-                    "prefix_tokens": 32,
-                    "namespace": "",
-                    "prefill": work,
-                },
-            }
+        async with served(prefill) as first, served(decode) as second, served(make_engine()) as without_a_cache:
+            remote = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+            params = (await post(first, prompt=prompt, **remote))["kv_transfer_params"]
+            ours = {"prefix_tokens": 32, "namespace": "", "prefill": work}
+            assert params == {"do_remote_prefill": True, "pd_cache": ours}
             answer = await post(second, prompt=prompt, kv_transfer_params=params)
             assert answer["choices"][0]["token_ids"] == expected(request_of(40))
             assert answer["pd_cache"]["prefill"] == work
             assert answer["pd_cache"]["self"]["cached_tokens"] == 32
             events = await post_stream(second, prompt=prompt, kv_transfer_params=params)
             assert json.loads(events[-2])["pd_cache"]["prefill"] == work
+            nothing = (await post(without_a_cache, **remote))["kv_transfer_params"]
+            assert nothing["pd_cache"]["prefix_tokens"] == 0
 
     asyncio.run(run())
 
 
-def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
+def test_a_node_reports_what_became_of_its_last_requests_and_what_it_would_find(make_engine, caplog):
     cache = FakeCache()
-    engine = make_engine(cache)
 
     async def run():
-        async with served(engine) as client:
+        async with served(make_engine(cache)) as client:
             first = await post(client)
             cache.wait_for_stores(1)
             again = await post(client, headers={"X-Request-Id": "mine"})
-            kept = await get(client, "/requests/mine")
-            assert kept == {"reports": [again["pd_cache"]["report"]]}
+            assert await get(client, "/requests/mine") == {"reports": [again["pd_cache"]["report"]]}
             assert (await get(client, f"/requests/{first['id']}"))["reports"] == [first["pd_cache"]["report"]]
             assert (await get(client, "/requests/other", 404))["error"]["code"] == "not_found"
+            async with client.post("/survey", json={"model": "tiny", "prompt": list(prompt_of(20))}) as response:
+                assert await response.json() == {"tokens": 20, "found": 16, "reason": "none"}
             return first["pd_cache"]["report"], again["pd_cache"]["report"]
 
     with caplog.at_level("INFO", "launch.engines.reference.server"):
@@ -187,103 +168,50 @@ def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
     nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0}
     assert first == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
     assert again == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
-    assert any("request mine: 200" in line and "computed=4 reason=none" in line for line in caplog.messages)
+    assert any(
+        line.startswith("request mine: 200 in ") and "computed=4 reason=none" in line for line in caplog.messages
+    )
     counted = cache.metrics.totals()
     assert counted["requests", "never_stored"] == counted["requests", "none"] == 1
     assert counted["missed_tokens", "never_stored"] == 20
     assert counted["prompt_tokens", "loaded"] == 16
 
 
-def test_an_announced_prefix_that_did_not_come_in_time_gives_the_reason(make_engine):
-    params = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}
-
-    async def run():
-        async with served(make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=1))) as client:
-            return (await post(client, kv_transfer_params=params))["pd_cache"]["report"]["reason"]
-
-    assert asyncio.run(run()) == "deadline"
+BAD = [
+    ({"model": "other"}, 404, "model"), ({"prompt": [300]}, 400, "prompt"), ({"prompt": [2**62]}, 400, "prompt"),
+    ({"prompt": "x" * 300}, 400, "prompt"), ({"max_tokens": 0}, 400, "max_tokens"), ({"max_tokens": 237}, 400, "prompt"),
+    ({"stop": ["x"]}, 400, "stop"), ({"stream": True, "max_tokens": -5}, 400, "max_tokens"),
+    ({"kv_transfer_params": {"pd_cache": []}}, 400, "kv_transfer_params.pd_cache"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("at", "reason"), [("lookup", "error"), ("retrieve", "error")])
-def test_a_cache_that_raises_gives_the_reason(make_engine, at, reason):
-    cache = RaisingCache([at])
-
-    async def run():
-        async with served(make_engine(cache)) as client:
-            if at == "retrieve":
-                await post(client)
-                cache.wait_for_stores(1)
-            return (await post(client))["pd_cache"]["report"]["reason"]
-
-    assert asyncio.run(run()) == reason
-
-
-def test_nothing_is_announced_without_a_cache(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            answer = await post(client, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-            assert answer["kv_transfer_params"]["pd_cache"]["prefix_tokens"] == 0
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"model": "other"}, 404, "model"),
-        ({"prompt": [300]}, 400, "prompt"),
-        ({"prompt": [-1]}, 400, "prompt"),
-        ({"prompt": [2**70]}, 400, "prompt"),
-        ({"prompt": [1] * 300}, 400, "prompt"),
-        ({"prompt": "x" * 300}, 400, "prompt"),
-        ({"prompt": "\ud800"}, 400, "prompt"),
-        ({"prompt": ["a", "b"]}, 400, "prompt"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": 237}, 400, "prompt"),
-        ({"max_tokens": 10**30}, 400, "prompt"),
-        ({"temperature": 3}, 400, "temperature"),
-        ({"temperature": 10**400}, 400, "temperature"),
-        ({"stop": ["x"]}, 400, "stop"),
-        ({"kv_transfer_params": {"pd_cache": []}}, 400, "kv_transfer_params.pd_cache"),
-        ({"stream": True, "max_tokens": -5}, 400, "max_tokens"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_requests_get_openais_error_object(make_engine, fields, status, param):
+def test_bad_requests_bodies_and_paths_get_openais_error_object(make_engine):
     engine = make_engine()
 
     async def run():
         async with served(engine) as client:
-            error = (await post(client, status, **fields))["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
-            await post(client)
-
-    asyncio.run(run())
-    assert engine.metrics.registry.get_sample_value("pd_cache_reference_requests_total", {"outcome": "invalid"}) == 1
-
-
-def test_bodies_that_are_no_json_or_too_large_and_wrong_paths_are_refused(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            for body in (b"{", b"\xff", b"", b"[1]", b" " * (1100 << 10)):
+            for fields, status, param in BAD:
+                error = (await post(client, status, **fields))["error"]
+                assert (error["type"], error["param"]) == ("invalid_request_error", param), fields
+            for body in (b"{", b"", b"[1]", b" " * (1100 << 10)):
                 async with client.post("/v1/completions", data=io.BytesIO(body)) as response:
                     assert response.status == 400
                     assert (await response.json())["error"]["type"] == "invalid_request_error"
             async with client.get("/v1/completions") as response:
                 assert response.status == 405
                 assert "POST" in response.headers["Allow"]
-                assert "error" in await response.json()
             async with client.post("/v1/embeddings", json={}) as response:
                 assert response.status == 404
                 assert (await response.json())["error"]["message"] == "this node has no POST /v1/embeddings"
+            await post(client)
 
     asyncio.run(run())
+    invalid = engine.metrics.registry.get_sample_value("pd_cache_reference_requests_total", {"outcome": "invalid"})
+    assert invalid == len(BAD) + 3
 
 
 def test_beyond_the_queue_is_503_with_retry_after(make_engine):
-    models = []
-    engine = make_engine(wrap=lambda model: models.append(SlowModel(model)) or models[0], max_running=1, max_queue=1)
+    engine = make_engine(slow=True, max_running=1, max_queue=1)
 
     async def run():
         async with served(engine) as client:
@@ -294,79 +222,36 @@ def test_beyond_the_queue_is_503_with_retry_after(make_engine):
                 assert response.status == 503
                 assert int(response.headers["Retry-After"]) >= 1
                 assert (await response.json())["error"]["code"] == "queue_full"
-            models[0].gate.set()
+            engine.model.gate.set()
             await asyncio.gather(*accepted)
-            await post(client)
 
     asyncio.run(run())
 
 
-def test_the_log_tells_a_request_by_the_id_that_the_proxy_gave_it(make_engine, caplog):
-    caplog.set_level("INFO", logger="launch.engines.reference")
-
-    async def run():
-        async with served(make_engine()) as client:
-            body = {"model": "tiny", "prompt": [1], "max_tokens": 1}
-            async with client.post("/v1/completions", json=body, headers={"X-Request-Id": "it-is-me"}) as response:
-                assert response.status == 200
-
-    asyncio.run(run())
-    assert any(line.startswith("request it-is-me: 200 in ") for line in caplog.messages)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(make_engine, stream):
-    models = []
-    engine = make_engine(wrap=lambda model: models.append(SlowModel(model)) or models[0])
+@pytest.mark.parametrize("tokens", [0, 1], ids=["before the first token", "in the middle of a stream"])
+def test_a_client_that_goes_away_ends_its_request(make_engine, tokens):
+    engine = make_engine(slow=True)
 
     async def run():
         async with served(engine) as client:
-            asked = asyncio.create_task(post(client, stream=stream, max_tokens=200))
-            await until(lambda: engine.outstanding == 1)
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-            await asyncio.sleep(0.05)
-            models[0].gate.set()
-            await until(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
-            await post(client)
-
-    asyncio.run(run())
-    sample = engine.metrics.registry.get_sample_value
-    assert sample("pd_cache_reference_requests_total", {"outcome": "aborted"}) == 1
-
-
-def test_a_client_that_goes_away_in_the_middle_of_a_stream_ends_its_request(make_engine):
-    class Paced:
-        """Lets one token through each time it is told to."""
-
-        def __init__(self, model):
-            self.slow = SlowModel(model)
-
-        def __getattr__(self, name):
-            return getattr(self.slow, name)
-
-        def step(self, parts):
-            try:
-                return self.slow.step(parts)
-            finally:
-                if len(self.slow.steps) >= 3:
-                    self.slow.gate.clear()
-
-    models = []
-    engine = make_engine(wrap=lambda model: models.append(Paced(model)) or models[0])
-
-    async def run():
-        async with served(engine) as client:
-            models[0].gate.set()
             body = {"model": "tiny", "prompt": [1, 2], "stream": True, "max_tokens": 200}
-            response = await client.post("/v1/completions", json=body)
-            assert (await response.content.readline()).startswith(b"data: ")
-            response.close()
+            if tokens:
+                engine.model.gate.set()
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: engine.outstanding == 1)
+            if tokens:
+                response = await asked
+                assert (await response.content.readline()).startswith(b"data: ")
+                engine.model.gate.clear()
+                response.close()
+            else:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
             await asyncio.sleep(0.05)
-            models[0].slow.steps.clear()
-            models[0].gate.set()
+            engine.model.gate.set()
             await until(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
-            assert len(models[0].slow.steps) <= 3
+            assert len(engine.model.steps) < 200
+            await post(client)
 
     asyncio.run(run())
 
@@ -374,51 +259,20 @@ def test_a_client_that_goes_away_in_the_middle_of_a_stream_ends_its_request(make
 def test_a_failure_before_the_first_token_has_a_status_and_one_after_it_is_an_event(make_engine, expected, caplog):
     truth = expected(request_of(20))
     poison = next(token for token in truth if token not in prompt_of(20))
-    models = []
-
-    def wrap(model):
-        models.append(SlowModel(model, frozenset({poison})))
-        models[0].gate.set()
-        return models[0]
+    engine = make_engine(slow=True)
+    engine.model.poison.add(poison)
+    engine.model.gate.set()
 
     async def run():
-        async with served(make_engine(wrap=wrap)) as client:
+        async with served(engine) as client:
             events = await post_stream(client)
             assert "[DONE]" not in events
             assert set(json.loads(events[-1])["error"]) == {"message", "type", "param", "code"}
             assert len(events) == truth.index(poison) + 2
             answer = await post(client, 500, prompt=[1, poison], stream=True)
             assert answer["error"]["type"] == "server_error"
-            await post(client, prompt=[1, 2], max_tokens=1)
 
     asyncio.run(run())
-
-
-def test_a_request_that_takes_too_long_is_504(make_engine):
-    engine = make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=600_000), request_timeout_s=0.1)
-    params = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}
-
-    async def run():
-        async with served(engine) as client:
-            assert (await post(client, 504, kv_transfer_params=params))["error"]["code"] == "timeout"
-
-    asyncio.run(run())
-
-
-def test_the_prefill_answer_does_not_wait_for_the_store(make_engine):
-    cache = HangingCache(["store"])
-    cache.lookup = lambda names, session="": 0
-
-    async def run():
-        async with served(make_engine(cache)) as client:
-            answer = await post(client, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-            assert answer["kv_transfer_params"]["pd_cache"]["prefix_tokens"] == 16
-            cache.let_go.set()
-
-    try:
-        asyncio.run(run())
-    finally:
-        cache.let_go.set()
 
 
 def test_health_models_and_metrics(make_engine):
@@ -426,13 +280,11 @@ def test_health_models_and_metrics(make_engine):
     Counter("cache_things", "Of the cache", registry=others).inc(3)
 
     async def run():
-        async with served(make_engine(FakeCache()), registry=others) as client:
-            async with client.get("/health") as response:
-                assert (response.status, await response.json()) == (200, {"status": "ok"})
-            async with client.get("/v1/models") as response:
-                (model,) = (await response.json())["data"]
-                assert model["id"] == "tiny"
-                assert "testing" in model["owned_by"]
+        async with served(make_engine(FakeCache()), others) as client:
+            assert await get(client, "/health") == {"status": "ok"}
+            (model,) = (await get(client, "/v1/models"))["data"]
+            assert model["id"] == "tiny"
+            assert "testing" in model["owned_by"]
             await post(client)
             async with client.get("/metrics") as response:
                 assert response.content_type == "text/plain"
@@ -453,8 +305,7 @@ def test_health_models_and_metrics(make_engine):
 
 
 def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
-    models = []
-    engine = make_engine(wrap=lambda model: models.append(SlowModel(model)) or models[0])
+    engine = make_engine(slow=True)
 
     async def run():
         async with served(engine, grace_s=60) as client:
@@ -462,9 +313,8 @@ def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
             await until(lambda: engine.outstanding == 1)
             client.stop.set()
             await until(lambda: not engine.healthy)
-            models[0].gate.set()
-            events = await asked
-            assert events[-1] == "[DONE]"
+            engine.model.gate.set()
+            assert (await asked)[-1] == "[DONE]"
             await client.server
             with pytest.raises(aiohttp.ClientConnectionError):
                 await post(client)
@@ -472,31 +322,31 @@ def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
     asyncio.run(run())
 
 
-def test_stopping_ends_what_does_not_finish_in_the_grace(make_engine):
-    engine = make_engine(FakeCache(), handoff=HandoffConfig(wait_ms=600_000))
-    params = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 16}}
+@pytest.mark.parametrize(("status", "code"), [(504, "timeout"), (503, "closed")])
+def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(make_engine, status, code):
+    engine = make_engine(FakeCache(), wait_ms=FOR_EVER, request_timeout_s=0.1 if code == "timeout" else 300.0)
 
     async def run():
         async with served(engine, grace_s=0.05) as client:
-            asked = asyncio.create_task(post(client, 503, kv_transfer_params=params))
-            await until(lambda: engine.outstanding == 1)
-            client.stop.set()
-            assert (await asked)["error"]["code"] == "closed"
+            asked = asyncio.create_task(post(client, status, **WAITS))
+            await until(lambda: engine.outstanding == 1 or asked.done())
+            if code == "closed":
+                client.stop.set()
+            assert (await asked)["error"]["code"] == code
 
     asyncio.run(run())
 
 
 def test_an_engine_that_failed_is_unhealthy(make_engine, caplog):
-    engine = make_engine()
-    engine._scheduler.tick = lambda: 1 / 0
+    cache = FakeCache()
+    cache.metrics = None  # what counts a prompt when it is computed
+    engine = make_engine(cache)
 
     async def run():
         async with served(engine) as client:
-            error = (await post(client, expect=500 if engine.healthy else 503))["error"]
-            assert error["type"] == "server_error"
+            assert (await post(client, 500))["error"]["type"] == "server_error"
             await until(lambda: not engine.healthy)
-            async with client.get("/health") as response:
-                assert response.status == 503
+            assert await get(client, "/health", 503) == {"status": "unavailable"}
 
     asyncio.run(run())
 
@@ -504,9 +354,8 @@ def test_an_engine_that_failed_is_unhealthy(make_engine, caplog):
 def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(make_engine, caplog):
     async def run():
         async with served(make_engine(FakeCache())) as client:
-            port = client._base_url.port
             for _ in range(20):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
                 writer.write(b"POST / HTTP/1.1\r\nAuthorization: Bearer secret\r\nno header\r\n\r\n")
                 assert (await reader.read()).startswith(b"HTTP/1.0 400 Bad Request\r\n")
                 writer.close()
@@ -515,3 +364,65 @@ def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_
     (line,) = [record for record in caplog.records if record.name == "launch.http"]
     assert not line.exc_info
     assert "secret" not in caplog.text
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+from launch.engines.reference import serve
+from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
+
+model = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
+config = ReferenceEngineConfig(model=ModelConfig(name="tiny", random=model), max_model_len=256, num_blocks=64)
+
+
+def cache(metadata, layout, kv_caches):
+    print("cache", metadata.model.split(":")[0], layout.layers, flush=True)
+
+
+serve(config, HandoffConfig(), "127.0.0.1", 0, cache, lambda address: print(address, flush=True))
+print("closed", flush=True)
+"""
+
+
+def test_a_process_serves_from_its_ready_line_to_its_signal():
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "cache random-llama-2 2\n"
+        address = process.stdout.readline().strip()
+        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 3}).encode()
+        with urllib.request.urlopen(f"http://{address}/v1/completions", body, timeout=60) as response:
+            assert len(json.load(response)["choices"][0]["token_ids"]) == 3
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert output == "closed\n"
+        assert "not for production" in errors
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", stop_signals())
+def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
+    handlers = [signal.getsignal(each) for each in stop_signals()]
+    closed = []
+
+    def cache(metadata, layout, kv_caches):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            closed.append(metadata)
+
+    serve(tiny_config(), HandoffConfig(), "127.0.0.1", 0, cache, lambda address: pytest.fail("it must not be ready"))
+    assert len(closed) == 1
+    assert [signal.getsignal(each) for each in stop_signals()] == handlers
+
+
+def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="address"):
+        serve(tiny_config(), HandoffConfig(), *taken.getsockname(), None, lambda address: pytest.fail("not ready"))
