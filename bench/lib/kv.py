@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -71,18 +69,6 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
         flag = f"--{name.replace('_', '-')}"
         options = option(flag, name, default=default, type=click.IntRange(1), help=helps.get(name))(options)
     return options
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Returns the seconds that the call takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def gbps(nbytes: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """`NAME_gbps` of each, from the median of its seconds. GB are of 10^9 bytes."""
-    return {f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
 
 
 class RawPool:

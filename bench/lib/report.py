@@ -41,11 +41,21 @@ class Check(NamedTuple):
     name: str
     value: float
     limit: float
-    at_least: bool
+    from_below: bool
 
     @property
     def ok(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        return self.value >= self.limit if self.from_below else self.value <= self.limit
+
+
+def at_least(name: str, value: float, limit: float) -> Check:
+    """Returns a target that is a lower limit."""
+    return Check(name, value, limit, from_below=True)
+
+
+def at_most(name: str, value: float, limit: float) -> Check:
+    """Returns a target that is an upper limit."""
+    return Check(name, value, limit, from_below=False)
 
 
 class Table(NamedTuple):
@@ -146,7 +156,7 @@ def _tables(results: Mapping[str, Any], checks: list[Check], report: Report | No
         return
     targets = RichTable("target", "value", "limit", "")
     for check in checks:
-        relation = "≥" if check.at_least else "≤"
+        relation = "≥" if check.from_below else "≤"
         verdict = "[green]met[/]" if check.ok else "[red]missed[/]"
         targets.add_row(escape(check.name), shown(check.value), f"{relation} {shown(check.limit)}", verdict)
     console.print(targets)
@@ -170,7 +180,7 @@ def shown(value: object) -> str:
 
 def _page(report: Report, checks: Sequence[Check], results: Mapping[str, Any]) -> str:
     """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
-    targets = [(c.name, c.value, f"{'≥' if c.at_least else '≤'} {shown(c.limit)}", "met" if c.ok else "missed") for c in checks]  # fmt: skip
+    targets = [(c.name, c.value, f"{'≥' if c.from_below else '≤'} {shown(c.limit)}", "met" if c.ok else "missed") for c in checks]  # fmt: skip
     parts = [
         f"<h1>{html_escape(report.title)}</h1><p>{html_escape(report.summary)}</p>",
         _table(Table("Targets", ("target", "value", "limit", ""), targets)) if checks else "",

@@ -1,10 +1,12 @@
-"""Quantiles: of values, and of many clients' values counted in bins, so that they add up."""
+"""Times of functions in turn; quantiles of values, and of many clients' values counted in bins, so that they add up."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -45,3 +47,24 @@ class Histogram(msgspec.Struct):
     def of(cls, parts: Iterable[Histogram]) -> Histogram:
         """Returns the sum of the histograms."""
         return cls(dict(sum((Counter(part.bins) for part in parts), Counter())))
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Returns the seconds that the call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def in_turn(rounds: int, functions: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Returns the seconds of each function, called in turn, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            seconds[name].append(timed(function))
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def gbps(nbytes: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """`NAME_gbps` of each, from the median of its seconds. GB are of 10^9 bytes."""
+    return {f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}

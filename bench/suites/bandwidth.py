@@ -22,7 +22,7 @@ import msgspec
 
 from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, own_master
-from bench.lib.report import Check, Report, Table, finish, option, progress, report_options, size
+from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
 from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
@@ -238,13 +238,13 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     """Returns the checks against the raw engine, of which there is none within a node, and of the bytes."""
     everything = [*figures["results"], *figures["at_once"]]
     equal = sum(row["bytes_equal"] for row in everything)
-    found = [Check("pairs whose bytes came back as they were", equal, len(everything), at_least=True)]
+    found = [at_least("pairs whose bytes came back as they were", equal, len(everything))]
     for rows, when in ((figures["results"], ""), (figures["at_once"], ", all at once")):
         for ours, limit in (("put", "raw_write"), ("get", "raw_read")):
             ratios = [_ratio(row[f"{ours}_gbps"], row[f"{limit}_gbps"]) for row in rows]
             if values := [ratio for ratio in ratios if ratio is not None]:
                 name = f"{ours} / {limit}{when}, median of {len(values)} pairs"
-                found.append(Check(name, statistics.median(values), _RATIO, at_least=True))
+                found.append(at_least(name, statistics.median(values), _RATIO))
     return found
 
 

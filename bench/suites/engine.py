@@ -20,9 +20,10 @@ from typing import Any
 
 import click
 
-from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, gbps, shape_options, timed
+from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, shape_options
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, finish, option, output_options, progress, size
+from bench.lib.report import at_least, finish, option, output_options, progress, size
+from bench.lib.stats import gbps, timed
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
@@ -99,12 +100,12 @@ def main(shape: Shape, rounds: int, staging: ByteSize, **output: Any) -> None:
             CacheEngineBuilder.destroy("bench")
     first = results["first_store_gbps"] / results["store_gbps"]
     checks = [
-        Check("store_ratio", results["store_ratio"], 0.9, at_least=True),
-        Check("store_ratio_copied", results["store_ratio_copied"], 0.95, at_least=True),
-        Check("retrieve_ratio", results["retrieve_ratio"], 0.9, at_least=True),
-        Check("retrieve_ratio_copied", results["retrieve_ratio_copied"], 0.95, at_least=True),
-        Check("first_store_gbps / store_gbps", first, 0.7, at_least=True),
-        Check("bytes_equal", float(results["bytes_equal"]), 1.0, at_least=True),
+        at_least("store_ratio", results["store_ratio"], 0.9),
+        at_least("store_ratio_copied", results["store_ratio_copied"], 0.95),
+        at_least("retrieve_ratio", results["retrieve_ratio"], 0.9),
+        at_least("retrieve_ratio_copied", results["retrieve_ratio_copied"], 0.95),
+        at_least("first_store_gbps / store_gbps", first, 0.7),
+        at_least("bytes_equal", float(results["bytes_equal"]), 1.0),
     ]
     finish(results, checks, **output)
 

@@ -24,8 +24,8 @@ import numpy as np
 from bench.lib.about import about
 from bench.lib.plots import LinePlot
 from bench.lib.pool import bench_transfer, own_master, raw_client
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
-from bench.lib.stats import Histogram
+from bench.lib.report import Check, Figure, Report, Table, at_least, at_most, finish, option, progress, report_options
+from bench.lib.stats import Histogram, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
 from pd_cache.config import CacheConfig, NodeSettings
@@ -44,17 +44,6 @@ _WARM_UP = 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
 _FIGURES = ("per_s", "p50_ms", "p99_ms")
 _KINDS: dict[Literal["raw", "lookup"], str] = {"raw": "raw batch_is_exist", "lookup": "lookups"}
-
-
-def interleaved(rounds: int, **functions: Callable[[], object]) -> dict[str, float]:
-    """Median milliseconds of each function, called in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
 def measure(
@@ -88,7 +77,8 @@ def measure(
         if (code := raw.put_batch(theirs, [b"x"] * len(theirs))) or peer.lookup(tokens) != len(tokens):
             raise TransferError(f"LMCache does not find what was put under its own keys (put_batch answered {code})")
         functions["lmcache_ms"] = lambda: peer.lookup(tokens)
-    return {"tokens": len(tokens), **interleaved(rounds, **functions)}
+    seconds = in_turn(rounds, functions)
+    return {"tokens": len(tokens), **{name: 1e3 * statistics.median(values) for name, values in seconds.items()}}
 
 
 def metadata_of(model: str) -> CacheMetadata:
@@ -332,29 +322,24 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     """Returns the checks of one client's lookups, against their parts and LMCache's, and of many clients' against raw requests."""
     rows = figures["results"]
     checks = [
-        Check(f"first_ms, {row['tokens']} tokens", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"], False)
+        at_most(f"first_ms, {row['tokens']} tokens", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"])
         for row in rows
     ]
     checks += [
-        Check(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"], False)
+        at_most(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"])
         for row in rows
         if "lmcache_ms" in row
         for time in ("first_ms", "again_ms")
     ]
     checks += [
-        Check(
-            f"lookups / raw requests, {row['tokens']} tokens, {_CLIENTS} clients",
-            row["ratio"],
-            _RATES[row["tokens"]],
-            at_least=True,
+        at_least(
+            f"lookups / raw requests, {row['tokens']} tokens, {_CLIENTS} clients", row["ratio"], _RATES[row["tokens"]]
         )
         for row in figures["clients"]
         if row["clients"] == _CLIENTS and row["tokens"] in _RATES
     ]
     longest = rows[-1]
-    checks.append(
-        Check("hash_ms, 131072 tokens", longest["hash_ms"], _HASH_LIMIT_RATIO * longest["numpy_ms"], at_least=False)
-    )
+    checks.append(at_most("hash_ms, 131072 tokens", longest["hash_ms"], _HASH_LIMIT_RATIO * longest["numpy_ms"]))
     return checks
 
 

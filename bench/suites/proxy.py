@@ -27,7 +27,7 @@ import aiohttp
 import click
 import yaml
 
-from bench.lib.report import Check, finish, option, output_options, progress
+from bench.lib.report import at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
@@ -228,10 +228,10 @@ def main(
         **decision(prompt, nodes, 200),
     }
     checks = [
-        Check("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0, at_least=False),
-        Check("proxy_adds_first_ms", results["proxy_adds_first_ms"], 3.0, at_least=False),
-        Check("open_streams", float(results["open_streams"]), float(most), at_least=True),
-        Check("decision_ms", results["decision_ms"], 1.0, at_least=False),
+        at_most("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0),
+        at_most("proxy_adds_first_ms", results["proxy_adds_first_ms"], 3.0),
+        at_least("open_streams", float(results["open_streams"]), float(most)),
+        at_most("decision_ms", results["decision_ms"], 1.0),
     ]
     finish(results, checks, **output)
 

@@ -27,7 +27,7 @@ import msgspec
 from bench.lib.about import about
 from bench.lib.plots import LinePlot
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, at_most, finish, option, progress, report_options
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
@@ -370,12 +370,12 @@ class Leader:
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
     """Returns the targets that the rows allow to judge."""
     checks = [
-        Check("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1, at_least=False)
+        at_most("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1)
         for row in rows
         if row["capacity_chunks"] == "unbounded"
     ]
     damaged = sum(row["damaged"] for row in rows)
-    return [*checks, Check("damaged chunks", float(damaged), 0.0, at_least=False)]
+    return [*checks, at_most("damaged chunks", float(damaged), 0.0)]
 
 
 def _capacities(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[float, ...]:

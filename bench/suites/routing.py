@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.report import Check, Report, Table, finish, option, output_options, progress
+from bench.lib.report import Report, Table, at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.events import BlockBudget, KnownCache, leading
@@ -246,20 +246,14 @@ def agent_trace(sessions: int, span_s: float = 3600.0, seed: int = 0) -> list[Re
     return sorted(requests, key=lambda request: request.timestamp)
 
 
+_CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
+
+
 @click.command()
 @option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
-@option(
-    "--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace in its hour; 0 for none."
-)
+@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for none.")
 @option("--nodes", default=4, type=click.IntRange(1))
-@option(
-    "--cache",
-    "caches",
-    multiple=True,
-    default=(500_000, 1_000_000, 2_000_000, 8_000_000),
-    type=click.IntRange(512),
-    help="Tokens that a node's own cache holds; may be given several times.",
-)
+@option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
 @option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
 @option("--lag", default=_LAG_S, type=click.FloatRange(0.0), help="Seconds until an event is with the router.")
 @output_options
@@ -288,14 +282,9 @@ def main(
             known, at = by_router["events"], f"{name} at {cache}"
             oracle, robin = by_router["oracle"], by_router["round_robin"]
             checks += [
-                Check(
-                    f"hits of the oracle's, {at}",
-                    known["hit_rate"] / max(1e-9, oracle["hit_rate"]),
-                    0.95,
-                    at_least=True,
-                ),
-                Check(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"], at_least=True),
-                Check(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"], at_least=False),
+                at_least(f"hits of the oracle's, {at}", known["hit_rate"] / max(1e-9, oracle["hit_rate"]), 0.95),
+                at_least(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"]),
+                at_most(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"]),
             ]
     results: dict[str, Any] = {
         "requests": {name: len(requests) for name, requests in workloads.items()},

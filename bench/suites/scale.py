@@ -25,8 +25,8 @@ from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
+from launch.proxy.routing import Policy
 from pd_cache.cluster import ProxyConfig
-from transfer.settings import ByteSize
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHOWN = 1.25
@@ -39,17 +39,18 @@ _TRIAL_REQUESTS = 100
 
 
 class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a cluster grows."""
+    """How a cluster grows, as given by the options."""
 
     prefill_share: float = 0.5
     """Of all nodes; at least one decodes."""
     proxies: int = 1
-    node_memory: int = 32 << 30
+    max_requests: int = ProxyConfig().max_requests
+    policy: Policy = ProxyConfig().policy
+    memory: int = 32 << 30
     """Bytes that each node gives to the pool."""
     requests_per_node: int = 8
     warm: int = 1000
     """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
-    proxy: ProxyConfig = ProxyConfig()
     seed: int = 0
 
     def prefill(self, nodes: int) -> int:
@@ -104,8 +105,8 @@ def grow(
             prefill,
             nodes - prefill,
             plan.proxies,
-            pool_chunks=max(1, nodes * plan.node_memory // costs.chunk_bytes),
-            proxy=plan.proxy,
+            pool_chunks=max(1, nodes * plan.memory // costs.chunk_bytes),
+            proxy=ProxyConfig(max_requests=plan.max_requests, policy=plan.policy),
             seed=plan.seed,
         ),
         costs,
@@ -128,7 +129,7 @@ def grow(
         hit_rate=sum(one.cached or 0 for one in answered) / max(1, sum(one.prompt_tokens for one in answered)),
         ttft_p50_ms=quantile(firsts, 0.5) * 1e3,
         ttft_p99_ms=quantile(firsts, 0.99) * 1e3,
-        asked={use.name: use.asked for use in uses},
+        asked=uses,
     )
 
 
@@ -184,33 +185,12 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @option("--seed", default=0)
 @report_options
 def main(
-    trace: Path,
-    counts: tuple[int, ...],
-    prefill_share: float,
-    proxies: int,
-    max_requests: int,
-    policy: Any,
-    memory: ByteSize,
-    rate: float | None,
-    busy: float,
-    requests_per_node: int,
-    warm: int,
-    file: Path | None,
-    seed: int,
-    **output: Any,
-) -> None:  # fmt: skip
+    trace: Path, counts: tuple[int, ...], rate: float | None, busy: float, file: Path | None, **others: Any
+) -> None:
     """A cluster of 1 to 1,000 nodes, in simulation."""
-    requests = read_trace(trace)
+    output = {name: others.pop(name) for name in ("as_json", "html", "strict")}
+    requests, plan = read_trace(trace), GrowthPlan(**others)
     costs = UnitCosts() if file is None else read_costs(file)
-    plan = GrowthPlan(
-        warm=warm,
-        prefill_share=prefill_share,
-        proxies=proxies,
-        node_memory=int(memory),
-        requests_per_node=requests_per_node,
-        proxy=ProxyConfig(max_requests=max_requests, policy=policy),
-        seed=seed,
-    )
     per_node = rate or usual_rate(requests, costs, plan, busy)
     with progress() as bar:
         steps = []
@@ -223,17 +203,11 @@ def main(
         "results": [msgspec.to_builtins(step) for step in steps],
         "limits": [msgspec.to_builtins(one) for one in found],
     }
-    report = report_of(steps, found, costs, per_node, about())
+    report = report_of(steps, found, per_node, about())
     finish(results, [], report=report, **output)
 
 
-def report_of(
-    steps: Sequence[GrowthStep],
-    found: Sequence[Limit],
-    costs: UnitCosts,
-    rate: float,
-    facts: Mapping[str, str],
-) -> Report:
+def report_of(steps: Sequence[GrowthStep], found: Sequence[Limit], rate: float, facts: Mapping[str, str]) -> Report:
     """Returns what is full first, the tables, and the plots."""
     names = list(steps[0].asked)
     parts: list[Table | Figure] = [
@@ -267,8 +241,6 @@ def report_of(
             Figure(LinePlot("How full each resource is", "nodes", "share asked for; 1 is full", shares, y_most=_SHOWN), "Lines end at the top where more is asked for than can ever be done."),
             Figure(LinePlot("Time to first token", "nodes", "milliseconds", times)),
         ]  # fmt: skip
-    flat = [[f"{section}.{key}", value] for section, values in msgspec.to_builtins(costs).items() for key, value in values.items()]  # fmt: skip
-    parts.append(Table("Unit costs", ["cost", "value"], [[name, f"{value:.4g}"] for name, value in flat], "Seconds of one core, unless the name says otherwise."))  # fmt: skip
     return Report(
         "A cluster as it grows, in simulation",
         f"{_first(found, steps)} Requests of a trace come at {rate:.3g} a second and node.",

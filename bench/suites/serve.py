@@ -29,7 +29,7 @@ from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
 from bench.lib.plots import LinePlot
-from bench.lib.report import Check, Figure, Report, Table, finish, option, progress, report_options
+from bench.lib.report import Check, Figure, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import quantile
 from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace
@@ -138,74 +138,37 @@ def share_found(before: tuple[float, float] | None, after: tuple[float, float] |
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
     """Everything answered, and sooner with reuse than without."""
     by_pass = {row["pass"]: row for row in rows}
-    checks = [Check(f"{row['pass']}: answered", row["answered"], row["requests"], at_least=True) for row in rows]
+    checks = [at_least(f"{row['pass']}: answered", row["answered"], row["requests"]) for row in rows]
     reuse, recompute = (by_pass.get(name, {}).get("ttft_p50_ms") for name in ("reuse", "recompute"))
     if reuse is not None and recompute is not None:
         ratio = reuse / recompute
-        checks.append(Check("ttft_p50_ms: reuse / recompute", ratio, 1.0, at_least=False))
+        checks.append(at_most("ttft_p50_ms: reuse / recompute", ratio, 1.0))
     return checks
+
+
+_ABOVE_0 = click.FloatRange(0, min_open=True)
 
 
 @click.command()
 @machine_options
-@option(
-    "--url",
-    help="A server to send requests to, instead of the cluster's proxy or a small cluster of this machine's own.",
-)
+@option("--url", help="A server to put under load, in place of the cluster's proxy or a small cluster of this machine.")
 @option("--model", help="With --url: what requests say in `model`; by default the first that the server lists.")
-@option(
-    "--vocabulary",
-    type=click.IntRange(16),
-    help="Prompts are made of token ids below this; by default the model's, where the file tells it.",
-)
+@option("--vocabulary", type=click.IntRange(16), help="Prompts have token ids below this; by default the model's.")
 @option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the machine that leads.")
-@option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="Requests a second, of both machines together, at random times (Poisson).",
-)
-@option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="Prompts, and times where no --rate is given, of a trace; read at the machine that leads.",
-)
-@option("--speed", default=1.0, type=click.FloatRange(0, min_open=True), help="Times a trace's own.")
-@option(
-    "--scale",
-    default=16.0,
-    type=click.FloatRange(1),
-    help="A trace's prompts and outputs are made so many times shorter.",
-)
+@option("--rate", type=_ABOVE_0, help="Requests a second, of both machines together, at random times (Poisson).")
+@option("--trace", type=click.Path(path_type=Path), help="Prompts, and times where no --rate is given, of a trace.")
+@option("--speed", default=1.0, type=_ABOVE_0, help="Times a trace's own.")
+@option("--scale", default=16.0, type=click.FloatRange(1), help="How many times shorter than a trace's prompts are.")
 @option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
 @option("--seed", default=0)
 @option("--prompt-tokens", default=1024, type=click.IntRange(1), help="Without a trace: of a prompt.")
-@option(
-    "--shared",
-    default=0.75,
-    type=click.FloatRange(0, 1),
-    help="Without a trace: the part of a prompt that others have, too.",
-)
+@option("--shared", default=0.75, type=click.FloatRange(0, 1), help="Without a trace: the part that others have, too.")
 @option("--prefixes", default=8, type=click.IntRange(1), help="Without a trace: how many such parts there are.")
 @option("--output-tokens", default=16, type=click.IntRange(1), help="Without a trace: of an answer.")
-@option(
-    "--longest",
-    type=click.IntRange(2),
-    help="Tokens of a prompt and its answer; what is longer is cut. By default what the model takes.",
-)
-@option(
-    "--deadline", "deadline_s", default=60.0, type=click.FloatRange(0, min_open=True), help="Seconds of each request."
-)
-@option(
-    "--in-flight",
-    default=512,
-    type=click.IntRange(1),
-    help="Requests at the same time from one machine; what is more is dropped, and counted.",
-)
-@option(
-    "--ttft-limit",
-    type=click.FloatRange(0, min_open=True),
-    help="Milliseconds: also count what was answered as soon as this.",
-)
+@option("--longest", type=click.IntRange(2), help="Tokens of a prompt and its answer; by default what the model takes.")
+@option("--deadline", "deadline_s", default=60.0, type=_ABOVE_0, help="Seconds of each request.")
+@option("--in-flight", default=512, type=click.IntRange(1), help="Requests of a machine at a time; more are dropped.")
+@option("--ttft-limit", type=_ABOVE_0, help="Milliseconds: also count what was answered as soon as this.")
 @option("--only-reuse", is_flag=True, help="Leave out the pass that computes everything anew.")
 @report_options
 def main(

@@ -25,10 +25,10 @@ import psutil
 import torch
 import zmq
 
-from bench.lib.kv import PagedPrompt, Shape, gbps, shape_options, timed
+from bench.lib.kv import PagedPrompt, Shape, shape_options
 from bench.lib.pool import cluster_here
-from bench.lib.report import Check, finish, option, output_options, progress, size
-from bench.lib.stats import quantile
+from bench.lib.report import at_least, at_most, finish, option, output_options, progress, size
+from bench.lib.stats import gbps, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
@@ -342,13 +342,13 @@ def main(
             with small_prompt(url, chunk, block) as model:
                 results |= memory_growth(url, model, pid, requests)
     checks = [
-        Check("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150, at_least=False),
-        Check("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000, at_least=False),
-        Check(f"lookup_p99_ms at {RATE}/s", results["lookup_p99_ms"], 5, at_least=False),
-        Check("store_ratio", results["store_ratio"], 0.95, at_least=True),
-        Check("retrieve_ratio", results["retrieve_ratio"], 0.95, at_least=True),
-        Check("memory_ratio", results["memory_ratio"], 0.7, at_least=True),
-        Check("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2, at_least=False),
+        at_most("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150),
+        at_most("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000),
+        at_most(f"lookup_p99_ms at {RATE}/s", results["lookup_p99_ms"], 5),
+        at_least("store_ratio", results["store_ratio"], 0.95),
+        at_least("retrieve_ratio", results["retrieve_ratio"], 0.95),
+        at_least("memory_ratio", results["memory_ratio"], 0.7),
+        at_most("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2),
     ]
     finish(results, checks, **output)
 

@@ -22,9 +22,10 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.kv import PagedPrompt, Shape, gbps, timed
+from bench.lib.kv import PagedPrompt, Shape
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, finish, option, output_options, progress, size
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress, size
+from bench.lib.stats import gbps, in_turn, timed
 from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
@@ -120,15 +121,6 @@ def ratios(seconds: Seconds, measured: str, limit: str) -> list[float]:
     return [raw / ours for raw, ours in zip(seconds[limit], seconds[measured], strict=True)]
 
 
-def interleave(rounds: int, **functions: Callable[[], object]) -> Seconds:
-    """Returns the seconds of each function, called in turn, after one round that does not count."""
-    seconds: Seconds = {name: [] for name in functions}
-    for _ in range(rounds + 1):
-        for name, function in functions.items():
-            seconds[name].append(timed(function))
-    return {name: values[1:] for name, values in seconds.items()}
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,13 +147,13 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
         tier = first_tier(backend)
         fill(tier)
         put(tier, keys)
-        seconds = interleave(
-            3 * rounds,  # short ones
-            memcpy=memcpy,
-            local_get=lambda: get(tier, keys),
-            local_get_copied=lambda: copied(tier),
-            hybrid_get=lambda: get(backend, keys),
-        )
+        ways: dict[str, Callable[[], object]] = {
+            "memcpy": memcpy,
+            "local_get": lambda: get(tier, keys),
+            "local_get_copied": lambda: copied(tier),
+            "hybrid_get": lambda: get(backend, keys),
+        }
+        seconds = in_turn(3 * rounds, ways)  # short ones
     nbytes = objects * payload
     figures: dict[str, Any] = {**gbps(nbytes, seconds)}
     for name, limit in (("local_get", "memcpy"), ("local_get_copied", "memcpy"), ("hybrid_get", "local_get")):
@@ -186,8 +178,8 @@ def measure_contains(rounds: int, folder: Path, asked: int = 512, entries: int =
                 put(first_tier(backend), keys[start : start + 128])
             tier_backend = first_tier(backend)
             assert tier_backend.batched_contains(asked_keys).count(Status.OK) == asked // 2
-            seconds = interleave(20 * rounds, contains=partial(tier_backend.batched_contains, asked_keys))
-            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds["contains"])
+            seconds = in_turn(20 * rounds, {name: partial(tier_backend.batched_contains, asked_keys)})
+            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds[name])
     return figures
 
 
@@ -353,19 +345,22 @@ def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int
 def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
     """Returns the targets."""
     checks = [
-        Check("local_get / memcpy", figures["local_get_ratio"], 0.8, at_least=True),
-        Check("disk_get / raw read", figures["disk_get_ratio"], 0.8, at_least=True),
-        Check("disk_put / raw write", figures["disk_put_ratio"], 0.8, at_least=True),
-        Check("pipelined / plain retrieve", figures["pipelined_ratio"], 1.0, at_least=True),
-        Check("hybrid_get / local_get", figures["hybrid_get_ratio"], 0.95, at_least=True),
-        Check("local_contains_us, 512 keys", figures["local_contains_us"], 200.0, at_least=False),
-        Check("disk_contains_us, 512 keys", figures["disk_contains_us"], 1000.0, at_least=False),
+        at_least("local_get / memcpy", figures["local_get_ratio"], 0.8),
+        at_least("disk_get / raw read", figures["disk_get_ratio"], 0.8),
+        at_least("disk_put / raw write", figures["disk_put_ratio"], 0.8),
+        at_least("pipelined / plain retrieve", figures["pipelined_ratio"], 1.0),
+        at_least("hybrid_get / local_get", figures["hybrid_get_ratio"], 0.95),
+        at_most("local_contains_us, 512 keys", figures["local_contains_us"], 200.0),
+        at_most("disk_contains_us, 512 keys", figures["disk_contains_us"], 1000.0),
     ]
     for policy in POLICIES:
         growth = figures[f"evict_us_{policy}_{most}"] / figures[f"evict_us_{policy}_1000"]
         # a thousand entries lie in the processor's cache, a million do not: more than that would be more than O(1)
-        checks.append(Check(f"eviction {policy}, {most} / 1000 entries", growth, 3.0, at_least=False))
+        checks.append(at_most(f"eviction {policy}, {most} / 1000 entries", growth, 3.0))
     return checks
+
+
+_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 @click.command()
@@ -374,13 +369,7 @@ def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
 @option("--rounds", default=9, type=click.IntRange(3))
 @option("--threads", default=4, type=click.IntRange(1, 64), help="Of the disk, each way.")
 @option("--tokens", default=2048, type=click.IntRange(512), help="Of the prompt in the pool.")
-@option(
-    "--path",
-    default=tempfile.gettempdir,
-    show_default="the folder for temporary files",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Where the disk tier is measured.",
-)
+@option("--path", default=tempfile.gettempdir, show_default="temporary files", type=_FOLDER, help="Of the disk tier.")
 @option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
 @output_options
 def main(

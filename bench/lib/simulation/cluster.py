@@ -39,15 +39,6 @@ class ClusterPlan(NamedTuple):
     seed: int = 0
 
 
-class ResourceUse(NamedTuple):
-    """What all resources of one kind were asked for while requests came, as a share of what they can do; above 1, it can never be done."""
-
-    name: str
-    asked: float
-    busiest: float
-    """The same of the one that was asked for most."""
-
-
 class SimulatedPool:
     """Chunks by name, with the number of the node in whose memory each is.
 
@@ -177,9 +168,9 @@ class SimulatedCluster:
         for name in self.pool.missing(names):
             self.pool.put(name, self._rng.randrange(len(self._every)))
 
-    def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], list[ResourceUse]]:
-        """Sends every request when it is due. Returns what became of each, and what was asked of each kind of resource until the last
-        one came."""
+    def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
+        """Sends every request when it is due. Returns what became of each, and what all resources of each kind were asked for until the
+        last one came, as a share of what they can do; above 1, it can never be done."""
         outcomes = []
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
@@ -187,8 +178,8 @@ class SimulatedCluster:
             way = self._serve(self._proxies[index % len(self._proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
         last_due = requests[-1].due
-        uses: list[ResourceUse] = []
-        self.time.call_at(last_due, lambda: uses.extend(self._uses(max(last_due, 1e-9))))
+        uses: dict[str, float] = {}
+        self.time.call_at(last_due, lambda: uses.update(self._uses(max(last_due, 1e-9))))
         self.time.run()
         assert all(node.engine.idle for node in self._every), "an engine has work left"
         pools = [pool for proxy in self._proxies for pool in proxy.pools.values()]
@@ -324,21 +315,19 @@ class SimulatedCluster:
 
     # --- what was used -----------------------------------------------------------------------------------------------
 
-    def _uses(self, seconds: float) -> list[ResourceUse]:
+    def _uses(self, seconds: float) -> dict[str, float]:
         machines = [node.machine for node in self._every]
         cores = seconds * self.costs.machine.cores
-        return [
-            _use("master", [self.master.cores.asked], cores),
-            _use("proxy", [proxy.loop.asked for proxy in self._proxies], seconds),
-            _use("proxy's places", [proxy.most_admitted for proxy in self._proxies], self.plan.proxy.max_requests),
-            _use("prefill", [node.engine.asked for node in self.nodes["prefill"]], seconds),
-            _use("decode", [node.engine.asked for node in self.nodes["decode"]], seconds),
-            _use("links", [max(one.outgoing.asked, one.incoming.asked) for one in machines], seconds),
-            _use("nodes' cores", [one.cores.asked for one in machines], cores),
-        ]
+        return {
+            "master": self.master.cores.asked / cores,
+            "proxy": _mean([proxy.loop.asked for proxy in self._proxies]) / seconds,
+            "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies]) / self.plan.proxy.max_requests,
+            "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
+            "decode": _mean([node.engine.asked for node in self.nodes["decode"]]) / seconds,
+            "links": _mean([max(one.outgoing.asked, one.incoming.asked) for one in machines]) / seconds,
+            "nodes' cores": _mean([one.cores.asked for one in machines]) / cores,
+        }
 
 
-def _use(name: str, asked: Sequence[float], capacity: float) -> ResourceUse:
-    if not asked:
-        return ResourceUse(name, 0.0, 0.0)
-    return ResourceUse(name, math.fsum(asked) / len(asked) / capacity, max(asked) / capacity)
+def _mean(asked: Sequence[float]) -> float:
+    return math.fsum(asked) / len(asked) if asked else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,23 +20,13 @@ from bench.lib.stats import Histogram
 from tests.support.traces import conversations
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-PROMPT = (Part(1, 8),)
 TOKEN = b'data: {"choices": [{"text": "x", "token_ids": [5]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def at(*times: float) -> list[Arrival]:
-    return [Arrival(due, PROMPT, 2) for due in times]
-
-
 def load_on(
-    handler: Handler,
-    arrivals: list[Arrival],
-    *,
-    late: float = 0.0,
-    done: Callable[[], None] = lambda: None,
-    **changes: Any,
+    handler: Handler, count: int = 1, *, late: float = 0.0, done: Callable[[], None] = lambda: None, **changes: Any
 ) -> Load:
     """What the generator sees of a server with this handler; the load began `late` seconds ago."""
 
@@ -50,6 +39,7 @@ def load_on(
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             target = Destination(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
+            arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
             return await generate(target, arrivals, time.monotonic() - late, done)
         finally:
             await runner.cleanup()
@@ -57,46 +47,24 @@ def load_on(
     return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-async def stream(request: web.Request, *parts: bytes) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for part in parts:
-        await response.write(part)
-    return response
-
-
 def says(*parts: bytes) -> Handler:
     """A server that streams just this."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        return await stream(request, *parts)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+        return response
 
     return handler
 
 
-async def well(request: web.Request) -> web.StreamResponse:
-    return await stream(request, TOKEN, TOKEN, USAGE, DONE)
+well = says(TOKEN, TOKEN[:9], TOKEN[9:], USAGE, DONE)
 
 
-def test_a_server_that_answers_nobody_yet_does_not_hold_up_the_next_requests() -> None:
-    came = 0
-    everybody = asyncio.Event()
-
-    async def when_all_are_here(request: web.Request) -> web.StreamResponse:
-        nonlocal came
-        came += 1
-        if came == 5:
-            everybody.set()
-        await everybody.wait()
-        return await well(request)
-
-    load = load_on(when_all_are_here, at(0, 0.01, 0.02, 0.03, 0.04))
-    assert [(one.error, one.tokens, one.cached) for one in load.outcomes] == [("", 2, 4)] * 5
-
-
-def test_what_is_due_while_too_many_are_in_flight_is_dropped_and_counted() -> None:
-    dropped = asyncio.Event()
-    over = 0
+def test_requests_are_sent_while_others_wait_and_dropped_where_too_many_do() -> None:
+    dropped, over = asyncio.Event(), 0
 
     def done() -> None:
         nonlocal over
@@ -108,14 +76,14 @@ def test_what_is_due_while_too_many_are_in_flight_is_dropped_and_counted() -> No
         await dropped.wait()
         return await well(request)
 
-    load = load_on(when_three_are_dropped, at(0, 0, 0, 0, 0), most=2, done=done)
+    load = load_on(when_three_are_dropped, 5, most=2, done=done)
     assert [one.error for one in load.outcomes] == ["", "", "dropped", "dropped", "dropped"]
+    assert [(one.tokens, one.cached) for one in load.outcomes[:2]] == [(2, 4)] * 2
     assert summarize(load)["errors"] == {"dropped": 3}
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
-    load = load_on(well, at(0), late=5)
-    (one,) = load.outcomes
+    (one,) = load_on(well, late=5).outcomes
     assert one.first is not None
     assert 5 <= one.sent <= one.first <= one.last
 
@@ -134,6 +102,7 @@ async def never(request: web.Request) -> web.StreamResponse:
     [
         (refuse, "http 503"),
         (never, "deadline"),
+        (well, "no connection"),
         (says(TOKEN), "stream cut off"),
         (says(TOKEN, b'data: {"error": {"message": "no"}}\n\n'), "error in the stream"),
         (says(b"data: {nonsense\n\n"), "broken answer: DecodeError"),
@@ -141,27 +110,18 @@ async def never(request: web.Request) -> web.StreamResponse:
     ],
 )
 def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
-    load = load_on(handler, at(0, 0), deadline_s=0.5 if kind == "deadline" else 60)
+    changes: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
+    load = load_on(handler, 2, **changes.get(kind, {}))
     assert [one.error for one in load.outcomes] == [kind, kind]
-    summary = summarize(load)
-    assert summary["errors"] == {kind: 2}
-    assert summary["answered"] == 0
+    assert summarize(load)["errors"] == {kind: 2}
+    assert summarize(load)["answered"] == 0
 
 
-def test_a_server_that_is_not_there_is_an_error_of_each_request() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        target = Destination(f"http://127.0.0.1:{holder.getsockname()[1]}", "m", 100, deadline_s=10, most=10)
-        load = asyncio.run(generate(target, at(0, 0), time.monotonic()))
-    assert [one.error for one in load.outcomes] == ["no connection"] * 2
-
-
-def test_what_the_prefill_node_found_counts_where_there_was_one() -> None:
-    nodes = b'data: {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": {"cached_tokens": 3}}}\n\n'
-    alone = b'data: {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": null}}\n\n'
-    for event, cached in ((nodes, 3), (alone, 7)):
-        load = load_on(says(TOKEN, USAGE, event, DONE), at(0))
-        assert summarize(load)["hit_rate"] == cached / 8
+@pytest.mark.parametrize(("prefill", "cached"), [({"cached_tokens": 3}, 3), (None, 7)])
+def test_what_the_prefill_node_found_counts_where_there_was_one(prefill: object, cached: int) -> None:
+    event = {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": prefill}}
+    load = load_on(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE))
+    assert summarize(load)["hit_rate"] == cached / 8
 
 
 def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
@@ -171,10 +131,10 @@ def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> No
         bodies.append(json.loads(await request.read()))
         return await well(request)
 
-    load_on(note, at(0, 0, 0), salted="x")
+    load_on(note, 3, salted="x")
     assert len({body["cache_salt"] for body in bodies}) == 3
     bodies.clear()
-    load_on(note, at(0, 0, 0))
+    load_on(note, 3)
     assert len({json.dumps(body) for body in bodies}) == 1
     assert "cache_salt" not in bodies[0]
 
@@ -195,16 +155,12 @@ def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: 
         assert arrival.prompt_tokens + arrival.output <= longest
 
 
-def test_synthetic_prompts_share_their_beginning_with_those_of_the_same_prefix_only() -> None:
+def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_before() -> None:
     arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4, seed=1)
     prompts = [prompt_ids(arrival.prompt, 50_000) for arrival in arrivals]
     assert all(len(prompt) == 100 for prompt in prompts)
     assert len({tuple(prompt[:60]) for prompt in prompts}) == 3
     assert len({tuple(prompt[60:]) for prompt in prompts}) == 40
-
-
-def test_the_ideal_is_what_came_before_at_the_beginning_of_a_prompt() -> None:
-    arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4, seed=1)
     assert ideal_hit_rate(arrivals) == pytest.approx(0.6 * 37 / 40)
     requests = conversations(3, 3)
     assert ideal_hit_rate(from_trace(requests, [0.0] * 9, 16, 10_000)) == hit_rate(requests, Infinite())
@@ -219,10 +175,8 @@ def test_figures_are_those_of_what_was_answered() -> None:
         for due in range(4)
     ]
     lost = RequestOutcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
-    summary = summarize(
-        join([Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]),
-        ttft_limit_s=0.25,
-    )
+    parts = [Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]
+    summary = summarize(join(parts), ttft_limit_s=0.25)
     assert (summary["requests"], summary["answered"]) == (5, 4)
     assert summary["seconds"] == 4.0
     assert summary["output_tokens_per_s"] == 5.0
@@ -234,8 +188,6 @@ def test_figures_are_those_of_what_was_answered() -> None:
 
 def test_a_load_that_nobody_answered_has_figures_too() -> None:
     summary = summarize(Load([RequestOutcome(due=0.0, prompt_tokens=1, error="deadline")]))
-    assert summary["answered"] == 0
-    assert summary["output_tokens_per_s"] == 0
-    assert summary["hit_rate"] is None
-    assert summary["ttft_p50_ms"] is None
+    assert (summary["answered"], summary["output_tokens_per_s"]) == (0, 0)
+    assert summary["hit_rate"] is summary["ttft_p50_ms"] is None
     json.dumps(summary, allow_nan=False)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from bench.lib.about import about
 from bench.lib.plots import LinePlot
-from bench.lib.report import Check, Figure, Report, Table, finish, report_options
+from bench.lib.report import Figure, Report, Table, at_least, finish, report_options
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.config import CacheConfig
 from transfer.settings import TransferSettings
@@ -29,7 +29,7 @@ PLOTS = (
 def bench(**options: object) -> None:
     table = Table(NASTY, (NASTY, "n"), ((NASTY, 1.5), ("x", None)))
     report = Report(NASTY, NASTY, [table, *(Figure(plot, NASTY) for plot in PLOTS)], {NASTY: NASTY})
-    finish({"results": [{"a": NASTY}]}, [Check(NASTY, 1.0, 2.0, at_least=True)], report=report, **options)  # type: ignore[arg-type]
+    finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], report=report, **options)  # type: ignore[arg-type]
 
 
 def test_the_page_loads_nothing_and_shows_text_as_it_is(tmp_path: Path) -> None:

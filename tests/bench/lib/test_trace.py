@@ -17,77 +17,56 @@ from tests.support.traces import conversations, write_trace
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
 
 
-def test_a_trace_is_read_gzipped_or_not(tmp_path: Path) -> None:
+def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path: Path) -> None:
     requests = conversations(8, 4)
     for name in ("trace.jsonl", "trace.jsonl.gz"):
         assert read_trace(write_trace(tmp_path / name, requests)) == requests
         assert read_trace(tmp_path / name, 5) == requests[:5]
-
-
-def test_requests_come_in_the_order_of_their_times(tmp_path: Path) -> None:
-    requests = conversations(3, 2)
     assert read_trace(write_trace(tmp_path / "trace.jsonl", requests[::-1])) == requests
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"input_length": 0}, "input_length"),
         ({"input_length": "1200"}, "Expected `int`"),
         ({"timestamp": -1}, "timestamp"),
         ({"hash_ids": [46, -47, 2366]}, "hash_ids"),
         ({"hash_ids": [46, 47]}, "2 hash_ids, but an input_length of 1200 makes 3 blocks"),
-        ({"hash_ids": [46, 47, 48, 49]}, "4 hash_ids"),
         ({"hash_ids": [46, 47, 46]}, "stands twice"),
     ],
 )
 def test_a_line_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, object], told: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in (GOOD, {**GOOD, **changes})))
-    with pytest.raises(TraceError) as error:
+    with pytest.raises(TraceError, match="line 2") as error:
         read_trace(file)
-    assert "line 2" in error.value.message
     assert told in error.value.message
 
 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text("timestamp,input_length\n1,2\n")
-    with pytest.raises(TraceError, match="line 1"):
-        read_trace(file)
-    file.write_text("\n\n")
-    with pytest.raises(TraceError, match="holds no requests"):
-        read_trace(file)
-    packed = write_trace(tmp_path / "trace.jsonl.gz", conversations(20, 5))
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(TraceError, match="cannot be read on"):
-        read_trace(packed)
+    packed = write_trace(tmp_path / "trace.jsonl.gz", conversations(20, 5)).read_bytes()[:-20]
+    for content, told in ((b"timestamp\n1\n", "line 1"), (b"\n\n", "holds no requests"), (packed, "cannot be read on")):
+        (tmp_path / "trace").write_bytes(content)
+        with pytest.raises(TraceError, match=told):
+            read_trace(tmp_path / "trace")
 
 
 def test_each_conversation_goes_to_one_client_in_order_and_clients_have_equal_work() -> None:
     requests = conversations(12, 4)
     dealt = deal(requests, 3)
     assert sorted(index for share in dealt for index in share) == list(range(len(requests)))
-    for share in dealt:
-        assert share == sorted(share)
-        assert len(share) == len(requests) / 3
+    assert all(share == sorted(share) and len(share) == len(requests) / 3 for share in dealt)
     client_of = {index: client for client, share in enumerate(dealt) for index in share}
     assert all(client_of[index] == client_of[index % 12] for index in range(len(requests)))
-
-
-def test_what_all_prompts_begin_with_keeps_no_conversations_together() -> None:
-    requests = [Request(one, 2 * BLOCK_TOKENS, [0, one + 1]) for one in range(10)]
-    assert [len(share) for share in deal(requests, 2)] == [5, 5]
+    one_block_in_common = [Request(one, 2 * BLOCK_TOKENS, [0, one + 1]) for one in range(10)]
+    assert [len(share) for share in deal(one_block_in_common, 2)] == [5, 5]
 
 
 # --- simulated caches ------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_never_forgets_finds_every_repetition() -> None:
+def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks() -> None:
     assert hit_rate(conversations(5, 4), Infinite()) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
-
-
-def test_tokens_of_a_block_that_is_not_full_are_never_found() -> None:
     twice = [Request(time, BLOCK_TOKENS + 100, [1, 2]) for time in (0, 1)]
     assert hit_rate(twice, Infinite()) == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
 
@@ -100,21 +79,12 @@ def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first() -
     assert cache.use([7, 8]) == 1
 
 
-@st.composite
-def traces(draw: st.DrawFn) -> list[Request]:
-    """Prompts of a few conversations, each a prefix of the conversation's blocks, some with a tail of their own."""
-    rng = random.Random(draw(st.integers(0, 10_000)))
-    requests = []
-    for number in range(draw(st.integers(1, 40))):
+@given(st.integers(0, 10_000), st.integers(1, 60))
+def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed: int, capacity: int) -> None:
+    rng, requests = random.Random(seed), []
+    for number in range(rng.randint(1, 40)):
         blocks = [100 * rng.randrange(5) + block for block in range(rng.randint(1, 8))]
         blocks += [10_000 + 10 * number + own for own in range(rng.randint(0, 2))]
         requests.append(Request(number, len(blocks) * BLOCK_TOKENS - rng.choice((0, 100)), blocks))
-    return requests
-
-
-@given(traces(), st.integers(1, 60))
-def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(requests: list[Request], capacity: int) -> None:
-    ideal = hit_rate(requests, Infinite())
-    some, more = (hit_rate(requests, SimulatedLru(blocks)) for blocks in (capacity, capacity + 1))
-    assert some <= more <= ideal
-    assert hit_rate(requests, SimulatedLru(60_000)) == ideal
+    some, more, all_of_them = (hit_rate(requests, SimulatedLru(room)) for room in (capacity, capacity + 1, 60_000))
+    assert some <= more <= all_of_them == hit_rate(requests, Infinite())

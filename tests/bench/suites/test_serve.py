@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.lib.load import RequestOutcome
 from bench.lib.targets import looked_up, past_prefill
-from bench.suites.serve import distribution, in_slices, main
+from bench.suites.serve import main
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +100,6 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
     ("arguments", "told"),
     [
         ((), "say how fast requests come"),
-        (("--rate", "0"), "0.0 is not in the range"),
         (("--rate", "1", "--url", "http://127.0.0.1:9"), "--url needs --vocabulary"),
         (("--rate", "1", "--url", "http://127.0.0.1:9", "--vocabulary", "100"), "does not list its models"),
         (("--rate", "1", "--key-file", "no-such-key"), "No such file"),
@@ -109,7 +107,6 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
             ("--trace", "no-such-trace", "--url", "http://127.0.0.1:9", "--model", "m", "--vocabulary", "99"),
             "no-such-trace",
         ),
-        (("--rate", "1", "--shared", "2"), "2.0 is not in the range"),
         (("--rate", "1", "-c", "no-such.yaml"), "no-such.yaml"),
     ],
 )
@@ -117,16 +114,3 @@ def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], told: str) -> N
     result = bench(*arguments)
     assert result.exit_code in (1, 2), result.output
     assert told in " ".join(result.output.split())
-
-
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-
-def test_plots_show_how_times_are_spread_and_how_they_went() -> None:
-    outcomes = [RequestOutcome(due=float(due), prompt_tokens=1, first=0.001 * (due + 1)) for due in range(100)]
-    assert distribution([one.first or 0 for one in outcomes]) == [
-        (pytest.approx(part), part / 100) for part in range(1, 101)
-    ]
-    slices = in_slices(outcomes, 3)
-    assert [x for x, _ in slices] == pytest.approx([16.5, 49.5, 82.5])
-    assert [y for _, y in slices] == pytest.approx([17, 50, 83.5], abs=1)

@@ -1,43 +1,86 @@
-"""Each bench that has no file of its own here runs, at sizes that say nothing, and has the figures that others read from its JSON."""
+"""Each bench of one machine runs, at sizes that say nothing, and has the figures that others read from its JSON."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.suites.bandwidth import checks_of
 from tests.support.pool import ROOT
 
 SMALL = ("--tokens", "512", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--staging", "64MiB")
+RUNS = {
+    "engine": (
+        (*SMALL, "--rounds", "5"),
+        "store_gbps retrieve_gbps raw_put_gbps raw_get_gbps store_ratio retrieve_ratio bytes_equal",
+    ),
+    "server": (
+        (*SMALL, "--rounds", "3", "--questions", "100", "--seconds", "1", "--requests", "1000"),
+        "empty_lookup_p50_us zmq_echo_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio mib_after",
+    ),
+    "proxy": (
+        ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10", "--prompt", "512"),
+        "proxy_adds_first_ms proxy_adds_total_ms decision_ms body_ms",
+    ),
+    "tiers": (
+        ("--chunk", "64KiB", "--objects", "4", "--rounds", "3", "--threads", "2", "--tokens", "512", "--entries", "2000"),
+        "local_get_ratio disk_get_ratio disk_put_ratio pipelined_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
+    ),
+    "bandwidth": (("--size", "64KiB", "--objects", "3", "--rounds", "1", "--at-once"), "about nodes results at_once"),
+    "lookup": (
+        ("--rounds", "5", "--clients", "2,1", "--tokens", "512,4096", "--seconds", "0.2"),
+        "about nodes results clients",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.slow(seconds=60)
-@pytest.mark.parametrize(
-    ("bench", "arguments", "figures"),
-    [
-        (
-            "engine",
-            (*SMALL, "--rounds", "5"),
-            "store_gbps retrieve_gbps raw_put_gbps raw_get_gbps store_ratio retrieve_ratio bytes_equal",
-        ),
-        (
-            "server",
-            (*SMALL, "--rounds", "3", "--questions", "100", "--seconds", "1", "--requests", "1000"),
-            "empty_lookup_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio mib_after",
-        ),
-        (
-            "proxy",
-            ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10", "--prompt", "512"),
-            "proxy_adds_first_ms proxy_adds_total_ms decision_ms body_ms",
-        ),
-    ],
-)
-def test_a_bench_runs_and_has_its_figures(bench: str, arguments: tuple[str, ...], figures: str) -> None:
-    command = [sys.executable, "-m", "launch", "bench", bench, *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+def run(bench: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", "bench", bench, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+
+
+@pytest.mark.slow(seconds=90)
+@pytest.mark.parametrize("bench", RUNS)
+def test_a_bench_runs_and_has_its_figures(bench: str, tmp_path: Path) -> None:
+    arguments, figures = RUNS[bench]
+    page, folder = tmp_path / "report.html", tmp_path / "measured"
+    folder.mkdir()
+    more = {"lookup": ("--html", str(page)), "tiers": ("--path", str(folder))}.get(bench, ())
+    done = run(bench, *arguments, *more, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report) >= {*figures.split(), "checks", "ok"}
     assert all(check["name"] for check in report["checks"])
+    assert not list(folder.iterdir()), "what was measured is gone"
+    if bench == "bandwidth":
+        nodes = [(row["from"], row["to"]) for row in report["results"]]
+        assert nodes == [(begin, end) for begin in ("node-0", "node-1") for end in ("node-0", "node-1")]
+        assert all(row["bytes_equal"] and row["put_gbps"] > 0 for row in report["results"] + report["at_once"])
+    if bench == "lookup":
+        asked = [(row["clients"], row["tokens"]) for row in report["clients"]]
+        assert asked == [(1, 512), (1, 4096), (2, 512), (2, 4096)]
+        assert "<svg" in page.read_text()
+
+
+def test_a_batch_that_no_machine_can_hold_is_refused() -> None:
+    done = run("bandwidth", "--size", "1GiB", "--objects", "512")
+    assert done.returncode == 1
+    assert "make --size or --objects smaller" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_put_and_get_are_checked_against_raw_and_bytes_against_what_was_put() -> None:
+    def row(begin: str, end: str, equal: bool) -> dict[str, Any]:
+        raw = None if begin == end else 5.0
+        return {"from": begin, "to": end, "put_gbps": 4.0, "get_gbps": 5.0, "raw_write_gbps": raw, "raw_read_gbps": raw, "bytes_equal": equal}  # fmt: skip
+
+    for equal in (True, False):
+        rows = [row(begin, end, equal) for begin in "ab" for end in "ab"]
+        checks = checks_of({"results": rows, "at_once": rows[1:3]})
+        met = [(6 * equal, equal), (0.8, False), (1.0, True), (0.8, False), (1.0, True)]
+        assert [(check.value, check.ok) for check in checks] == met
