@@ -20,8 +20,9 @@ from pd_cache.cluster import ClusterConfig
 _MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
 
 
-def about(config: ClusterConfig | None = None, **more: str) -> dict[str, str]:
-    """Returns the command, when and where it ran, versions, and those of the file's settings that bear on speed; then `more`."""
+def about(config: ClusterConfig | None = None) -> dict[str, str]:
+    """Returns the command, when and where it ran, versions, and those of the file's settings that bear on speed, unless they are the
+    defaults."""
     facts = {
         "command": command(),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
@@ -29,8 +30,9 @@ def about(config: ClusterConfig | None = None, **more: str) -> dict[str, str]:
         "versions": versions(),
     }
     if config is not None:
-        facts |= settings(config)
-    return {**facts, **more}
+        facts["cluster"] = config.name
+        facts |= {"transfer": _changed(config.transfer), "cache": _changed(config.cache)}
+    return facts
 
 
 def command() -> str:
@@ -56,16 +58,6 @@ def versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ", ".join([*found, f"Python {platform.python_version()}"])
-
-
-def settings(config: ClusterConfig) -> dict[str, str]:
-    """Returns the file's `transfer` and `cache` sections as far as they differ from the defaults, and how nodes find one another."""
-    return {
-        "cluster": config.name,
-        "discovery": str(config.discovery.__struct_config__.tag),
-        "transfer": _changed(config.transfer),
-        "cache": _changed(config.cache),
-    }
 
 
 def _changed(section: msgspec.Struct) -> str:

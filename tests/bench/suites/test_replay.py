@@ -11,9 +11,8 @@ from click.testing import CliRunner, Result
 
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.shrunken import ShrunkenCache, allotted_bytes
-from bench.lib.trace import BLOCK_TOKENS
 from bench.lib.two_machines import Location
-from bench.suites.replay import Open, Remove, Replay, ReplaySite, Tally, main
+from bench.suites.replay import Open, Remove, Replay, ReplaySite, main
 from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
@@ -80,17 +79,6 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
     result = bench("--trace", write_trace(tmp_path / "trace.jsonl", conversations(1, 1)), *arguments)
     assert result.exit_code == 2
     assert told in " ".join(result.output.split())
-
-
-def test_tallies_of_clients_add_up() -> None:
-    together = Tally.together(
-        [
-            Tally(prompt_tokens=BLOCK_TOKENS, loaded=1, troubles={"store.no_space": 2}, seconds=3),
-            Tally(prompt_tokens=3 * BLOCK_TOKENS, troubles={"store.no_space": 1, "x": 1}, seconds=2),
-        ]
-    )
-    assert (together.seconds, together.hit_rate) == (3, 0.25)
-    assert together.troubles == {"store.no_space": 3, "x": 1}
 
 
 # --- on real pools ---------------------------------------------------------------------------------------------------

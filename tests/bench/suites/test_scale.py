@@ -109,7 +109,6 @@ def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path: Path) -> None:
     [
         ("prefil: {token_s: 1}", "prefil"),
         ("prefill: {token_s: -1}", "prefill.token_s"),
-        ("machine: {link_bytes_per_s: .inf}", "machine.link_bytes_per_s"),
         ("- 1", "Expected `object`"),
         ("a: [", "not valid YAML"),
     ],

@@ -112,18 +112,6 @@ def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token_by_to
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_text_is_tokenized(make_engine):
-    async def run():
-        async with served(make_engine()) as client:
-            text = await post(client, prompt="Grüße")
-            ids = await post(client, prompt=[list("Grüße".encode())])
-            assert text["choices"] == ids["choices"]
-            async with client.post("/tokenize", json={"model": "tiny", "prompt": "Grüße"}) as response:
-                assert (await response.json())["tokens"] == list("Grüße".encode())
-
-    asyncio.run(run())
-
-
 def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
     cache = FakeCache()
     prefill, decode = make_engine(cache), make_engine(cache, wait_ms=FOR_EVER)
@@ -275,7 +263,7 @@ def test_a_failure_before_the_first_token_has_a_status_and_one_after_it_is_an_ev
     asyncio.run(run())
 
 
-def test_health_models_and_metrics(make_engine):
+def test_health_models_metrics_and_tokens_of_a_text(make_engine):
     others = CollectorRegistry()
     Counter("cache_things", "Of the cache", registry=others).inc(3)
 
@@ -285,23 +273,17 @@ def test_health_models_and_metrics(make_engine):
             (model,) = (await get(client, "/v1/models"))["data"]
             assert model["id"] == "tiny"
             assert "testing" in model["owned_by"]
-            await post(client)
+            async with client.post("/tokenize", json={"model": "tiny", "prompt": "Grüße"}) as response:
+                assert (await response.json())["tokens"] == list("Grüße".encode())
+            await post(client, prompt="Grüße")
             async with client.get("/metrics") as response:
                 assert response.content_type == "text/plain"
                 return await response.text()
 
     lines = asyncio.run(run()).splitlines()
     assert "cache_things_total 3.0" in lines
-    for line in (
-        "pd_cache_reference_queue_length 0.0",
-        'pd_cache_reference_requests_total{outcome="length"} 1.0',
-        "pd_cache_reference_prompt_tokens_total 20.0",
-        "pd_cache_reference_computed_tokens_total 20.0",
-        "pd_cache_reference_cached_tokens_total 0.0",
-        "pd_cache_reference_ttft_seconds_count 1.0",
-        "pd_cache_reference_output_length_tokens_sum 6.0",
-    ):
-        assert line in lines
+    for figure in ('requests_total{outcome="length"} 1.0', "prompt_tokens_total 7.0", "output_length_tokens_sum 6.0"):
+        assert f"pd_cache_reference_{figure}" in lines
 
 
 def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
@@ -333,20 +315,6 @@ def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(make_e
             if code == "closed":
                 client.stop.set()
             assert (await asked)["error"]["code"] == code
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_failed_is_unhealthy(make_engine, caplog):
-    cache = FakeCache()
-    cache.metrics = None  # what counts a prompt when it is computed
-    engine = make_engine(cache)
-
-    async def run():
-        async with served(engine) as client:
-            assert (await post(client, 500))["error"]["type"] == "server_error"
-            await until(lambda: not engine.healthy)
-            assert await get(client, "/health", 503) == {"status": "unavailable"}
 
     asyncio.run(run())
 
