@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _KEEPALIVE_S = 75.0
 """How long a client's connection may stay open without a request."""
-_LINGER_S = 2.0
-"""How long the rest of an unwanted body is read. A client may not read its answer before it has sent the body."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _VIA = web.AppKey("via", str)
 """Marks what this proxy sends to nodes, so that it knows its own requests if a record leads back to it."""
@@ -97,7 +95,6 @@ class Proxy:
             logger=ServerLog(),
             keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=2.0,
-            lingering_time=_LINGER_S,
         )
         await self._runner.setup()
 
@@ -117,13 +114,13 @@ class Proxy:
         session = new_session(config.max_requests + 128, config.connect_timeout_s, app[_VIA])
         self.requests.session = session
         checks = HealthChecks(self._pools, config.health_interval_s, config.health_timeout_s)
-        beside = {asyncio.create_task(checks.run(session)), asyncio.create_task(self._files.follow())}
+        checking, stop_following = asyncio.create_task(checks.run(session)), self._files.follow()
         try:
             yield
         finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.wait(beside)
+            stop_following.set()
+            checking.cancel()
+            await asyncio.wait({checking})
             await session.close()
             await asyncio.to_thread(self._direct.close)
             await asyncio.to_thread(self._pools.caches.close)

@@ -63,18 +63,11 @@ class ClientGone(Exception):
 
 
 class BodyMemory:
-    """How much of the memory for bodies is taken. Large bodies together get three quarters; the rest is kept for small ones. Pure."""
+    """How much of the memory for bodies is taken, in bytes."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.used = 0
-        """In bytes."""
-
-    def take(self, count: int, large: bool) -> bool:
-        """Takes `count` bytes if there is room for them. Returns whether there was."""
-        fits = self.used + count <= (self._limit * 3 // 4 if large else self._limit)
-        self.used += count if fits else 0
-        return fits
 
 
 class BodyShare:
@@ -82,21 +75,25 @@ class BodyShare:
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
-        self._bytes = 0
         self._taken = 0
 
     def grow(self, count: int) -> bool:
-        """Takes room for `count` more bytes of the body. Returns False, and takes nothing, if there is none."""
-        if not self._memory.take(count * _COPIES, self._bytes + count > _SMALL):
+        """Takes room for `count` more bytes of the body. Returns False, and takes nothing, if there is none.
+
+        Large bodies together get three quarters of the memory; the rest is kept for small ones.
+        """
+        memory, count = self._memory, count * _COPIES
+        large = self._taken + count > _SMALL * _COPIES
+        if memory.used + count > (memory.limit * 3 // 4 if large else memory.limit):
             return False
-        self._bytes += count
-        self._taken += count * _COPIES
+        memory.used += count
+        self._taken += count
         return True
 
     def give_back(self) -> None:
         """Gives back everything: the body is not needed any more."""
         self._memory.used -= self._taken
-        self._bytes = self._taken = 0
+        self._taken = 0
 
 
 async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: float) -> bytes:

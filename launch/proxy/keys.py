@@ -5,7 +5,6 @@ Files of keys and certificates are read again when they change.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import os
@@ -15,8 +14,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from launch.proxy.bodies import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
@@ -26,11 +26,10 @@ log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MAX_KEYS = 100_000
 
 
-def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
-    """Returns the names of clients, each with a digest of its key. A line is `NAME KEY`; `#` begins a comment.
+def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, str]:
+    """Returns the digest of each client's key, with the client's name. A line is `NAME KEY`; `#` begins a comment.
 
     The keys themselves are not kept. Raises ConfigError, which names the line, if the file cannot be used.
     """
@@ -38,8 +37,8 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"proxy.{field}: {file}: cannot be read: {error}") from None
-    keys: dict[str, bytes] = {}
-    digests: set[bytes] = set()
+    keys: dict[bytes, str] = {}
+    names: set[str] = set()
     for number, line in enumerate(lines, start=1):
         fields = line.partition("#")[0].split()
         if not fields:
@@ -50,12 +49,13 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[str, bytes]:
                 f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
                 "ASCII characters"
             )
-        if fields[0] in keys or _digest(fields[1]) in digests:
-            raise ConfigError(f"{where}: the name {fields[0]} or its key is already on another line")
-        keys[fields[0]] = _digest(fields[1])
-        digests.add(keys[fields[0]])
-    if not 1 <= len(keys) <= _MAX_KEYS:
-        raise ConfigError(f"proxy.{field}: {file}: holds {len(keys)} keys; 1 to {_MAX_KEYS} are allowed")
+        name, digest = fields[0], _digest(fields[1])
+        if name in names or digest in keys:
+            raise ConfigError(f"{where}: the name {name} or its key is already on another line")
+        names.add(name)
+        keys[digest] = name
+    if not keys:
+        raise ConfigError(f"proxy.{field}: {file}: holds no keys")
     return keys
 
 
@@ -82,29 +82,21 @@ class Keys:
 
         Raises ConfigError if a file cannot be used.
         """
-        self._config = config
         self._clients: Mapping[bytes, str] | None = None
         self._monitors: Mapping[bytes, str] | None = None
         self.node_key: str | None = None
         """The nodes' own key."""
-        for field, load in (
-            ("api_keys_file", self._read_clients),
-            ("monitor_keys_file", self._read_monitors),
-            ("node_key_file", self._read_node_key),
-        ):
-            file = getattr(config, field)
-            if file is not None:
-                files.add(f"proxy.{field}", [file], load)
+        for field in ("api_keys_file", "monitor_keys_file", "node_key_file"):
+            if (file := getattr(config, field)) is not None:
+                files.add(f"proxy.{field}", [file], partial(self._read, field, file))
 
-    def _read_clients(self) -> None:
-        self._clients = _by_digest(self._config.api_keys_file, "api_keys_file")
-
-    def _read_monitors(self) -> None:
-        self._monitors = _by_digest(self._config.monitor_keys_file, "monitor_keys_file")
-
-    def _read_node_key(self) -> None:
-        assert self._config.node_key_file is not None
-        self.node_key = read_node_key(self._config.node_key_file)
+    def _read(self, field: str, file: str) -> None:
+        if field == "api_keys_file":
+            self._clients = read_keys(file, field)
+        elif field == "monitor_keys_file":
+            self._monitors = read_keys(file, field)
+        else:
+            self.node_key = read_node_key(file)
 
     @property
     def guarded(self) -> bool:
@@ -140,11 +132,6 @@ class Keys:
         """Raises ApiError 401 if the client may not see answers that name nodes."""
         if not self.may_watch(authorization):
             raise _refused()
-
-
-def _by_digest(file: str | None, field: str) -> dict[bytes, str]:
-    assert file is not None
-    return {digest: name for name, digest in read_keys(file, field).items()}
 
 
 def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
@@ -204,67 +191,63 @@ _LOOK_S = 2.0
 _Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 
-class _WatchedFile(NamedTuple):
-    what: str
-    files: Sequence[str]
-    load: Callable[[], None]
+class _WatchedFile:
+    """Files that are loaded together."""
+
+    def __init__(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
+        self.what, self._files, self._load = what, files, load
+        self._seen = _signature(files)  # first, so that a file that changes while it is read is read again
+        self._said = ""
+        """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
+        load()
+
+    def look(self) -> None:
+        signature = _signature(self._files)
+        if signature == self._seen:
+            return
+        try:
+            self._load()
+        except ConfigError as error:
+            if self._said != str(error):
+                log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
+            self._said = str(error)
+        else:
+            self._seen, self._said = signature, ""
+            log.info("%s changed and was read again", self.what)
 
 
 class WatchedFiles:
     """Loads files, and loads them again when they change. If a file cannot be used, logs that and keeps what was loaded before."""
 
     def __init__(self) -> None:
-        self._watches: list[_WatchedFile] = []
-        self._seen: dict[str, _Signature] = {}
-        self._said: dict[str, str] = {}
-        """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
+        self._watched: list[_WatchedFile] = []
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         """Calls `load` now, and on another thread whenever one of `files` changes.
 
         `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
         """
-        self._seen[what] = _signature(files)  # first, so that a file that changes while it is read is read again
-        load()
-        self._watches.append(_WatchedFile(what, files, load))
+        self._watched.append(_WatchedFile(what, files, load))
 
     def look(self) -> None:
         """Loads the files that changed since the last look."""
-        for watch in self._watches:
-            self._look_at(watch)
+        for watched in self._watched:
+            watched.look()
 
-    def _look_at(self, watch: _WatchedFile) -> None:
-        signature = _signature(watch.files)
-        if signature == self._seen[watch.what]:
-            return
-        try:
-            watch.load()
-        except ConfigError as error:
-            if self._said.get(watch.what) != str(error):
-                log.error("%s changed and cannot be used; the previous contents stay in force: %s", watch.what, error)
-            self._said[watch.what] = str(error)
-        else:
-            self._seen[watch.what] = signature
-            self._said.pop(watch.what, None)
-            log.info("%s changed and was read again", watch.what)
-
-    async def follow(self) -> None:
-        """Looks every two seconds, until it is cancelled.
+    def follow(self) -> threading.Event:
+        """Looks every two seconds, until the returned event is set.
 
         Each entry has a thread of its own, for which nothing waits: a file may be on a server that does not answer.
         """
         stop = threading.Event()
 
-        def watch_one(watch: _WatchedFile) -> None:
+        def follow_one(watched: _WatchedFile) -> None:
             while not stop.wait(_LOOK_S):
-                self._look_at(watch)
+                watched.look()
 
-        for watch in self._watches:
-            threading.Thread(target=watch_one, args=(watch,), name=watch.what, daemon=True).start()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stop.set()
+        for watched in self._watched:
+            threading.Thread(target=follow_one, args=(watched,), name=watched.what, daemon=True).start()
+        return stop
 
 
 def _signature(files: Sequence[str]) -> _Signature:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,64 +40,47 @@ class ProxyMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, registry=self.registry, buckets=_SECONDS)
+        self.requests = counter(
             "pd_cache_proxy_requests",
             "Requests, by the status that the client was sent (499: it went away)",
             ["status"],
-            registry=self.registry,
         )
-        self.cut = Counter(
-            "pd_cache_proxy_answers_cut",
-            "Answers that ended after their first byte with an error",
-            ["code"],
-            registry=self.registry,
+        self.cut = counter(
+            "pd_cache_proxy_answers_cut", "Answers that ended after their first byte with an error", ["code"]
         )
-        self.hop_failures = Counter(
-            "pd_cache_proxy_hop_failures",
-            "Requests that a node failed, by how",
-            ["hop", "reason"],
-            registry=self.registry,
+        self.hop_failures = counter(
+            "pd_cache_proxy_hop_failures", "Requests that a node failed, by how", ["hop", "reason"]
         )
-        self.retries_refused = Counter(
+        self.retries_refused = counter(
             "pd_cache_proxy_retries_refused",
             "Requests that failed on one node and were not sent to another, because too many others had been",
-            registry=self.registry,
         )
-        self.handoffs = Counter(
+        self.handoffs = counter(
             "pd_cache_proxy_handoffs",
             "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes; or why "
             "it was asked directly: short, in_pool",
             ["result"],
-            registry=self.registry,
         )
-        self.running = Gauge("pd_cache_proxy_requests_running", "Requests in flight", registry=self.registry)
-        self.node_up = Gauge(
-            "pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"], registry=self.registry
-        )
-        self.node_load = Gauge(
+        self.running = gauge("pd_cache_proxy_requests_running", "Requests in flight")
+        self.node_up = gauge("pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"])
+        self.node_load = gauge(
             "pd_cache_proxy_node_load",
             "Work given to a node and not done: prompt tokens for prefill, requests for decode",
             ["hop", "node"],
-            registry=self.registry,
         )
-        self.view_stale = Gauge(
-            "pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered", registry=self.registry
+        self.view_stale = gauge("pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered")
+        self.prefill_seconds = seconds(
+            "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )
-        self.prefill_seconds = Histogram(
-            "pd_cache_proxy_prefill_seconds",
-            "From a request's arrival to the end of its prefill hop",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.first_byte_seconds = Histogram(
-            "pd_cache_proxy_first_byte_seconds",
-            "From a completion's arrival to its first byte from the decode node",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.first_byte_seconds = seconds(
+            "pd_cache_proxy_first_byte_seconds", "From a completion's arrival to its first byte from the decode node"
         )
 
 
-_TAIL = 1 << 14
+REPORT_BYTES = 1 << 14
+"""A report lies within so many bytes of an answer's end."""
 _MARK = f'"{KEY}"'.encode()
 
 
@@ -122,37 +106,16 @@ class RecentTrips:
     """The last requests. Clients may use the same ids: each sees its own request. Thread-safe."""
 
     def __init__(self) -> None:
-        self._trips: RecentReports[Trip] = RecentReports()
-        self._clients: RecentReports[str] = RecentReports()
-        """Who used an id last."""
+        self._trips: RecentReports[Trip] = RecentReports(2000)
 
     def note(self, request_id: str, trip: Trip) -> None:
         """Remembers a request. One of the same client and id is replaced."""
-        self._trips.note(f"{trip.client} {request_id}", trip)
-        self._clients.note(request_id, trip.client)
+        for key in (request_id, f"{trip.client} {request_id}"):
+            self._trips.note(key, trip)
 
     def get(self, request_id: str, client: str | None) -> Trip | None:
         """Returns a client's request; None if it is not among the last ones. If `client` is None, returns the last request of that id."""
-        if client is None:
-            client = self._clients.get(request_id)
-        return self._trips.get(f"{client} {request_id}")
-
-
-class AnswerEnd:
-    """The end of an answer that is passed on in pieces: at most 32 KiB."""
-
-    def __init__(self) -> None:
-        self._kept = bytearray()
-
-    def add(self, piece: bytes) -> None:
-        """Takes in the next piece."""
-        self._kept += piece[-_TAIL:]
-        if len(self._kept) > 2 * _TAIL:
-            del self._kept[:-_TAIL]
-
-    def report(self) -> RequestReport | None:
-        """Returns the report in the answer; None if there is none."""
-        return read_report(bytes(self._kept))
+        return self._trips.get(request_id if client is None else f"{client} {request_id}")
 
 
 def read_report(answer: bytes) -> RequestReport | None:
@@ -161,7 +124,7 @@ def read_report(answer: bytes) -> RequestReport | None:
     A report is a flat object, so it ends at the first closing brace. Inside a JSON string, such as a generated text, the quotes around the
     key would be escaped.
     """
-    _, mark, rest = answer[-2 * _TAIL :].rpartition(_MARK)
+    _, mark, rest = answer[-REPORT_BYTES:].rpartition(_MARK)
     value = rest.lstrip()
     end = value.find(b"}")
     if not mark or value[:1] != b":" or end < 0:

@@ -28,7 +28,7 @@ from launch.proxy.bodies import (
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.keys import Admission, Keys
-from launch.proxy.metrics import AnswerEnd, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
+from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
     HopError,
     NodePools,
@@ -232,6 +232,7 @@ class Requests:
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
             if exchange.nodes and request.method == "POST":
+                self.trips.note(exchange.id, exchange.trip())
                 self._recent.note(exchange.id, took, exchange.first_byte_s, status, exchange.trip())
         return response
 
@@ -311,16 +312,12 @@ class Requests:
 
     async def _over_nodes(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
-        try:
-            prepared = await self._prepare(exchange, body)
-            if isinstance(prepared, Refusal):
-                return passed_on(prepared)
-            decoding = self._decode(exchange, prepared)
-            del body, prepared  # so that they take memory only until a decode node has them
-            return await decoding
-        finally:
-            if exchange.nodes:
-                self.trips.note(exchange.id, exchange.trip())
+        prepared = await self._prepare(exchange, body)
+        if isinstance(prepared, Refusal):
+            return passed_on(prepared)
+        decoding = self._decode(exchange, prepared)
+        del body, prepared  # so that they take memory only until a decode node has them
+        return await decoding
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
@@ -529,12 +526,11 @@ class Requests:
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         exchange.response = response
-        ending = AnswerEnd()
         try:
             await response.prepare(exchange.request)
-            data = first
+            data, ending = first, b""
             while data:
-                ending.add(data)
+                ending = (ending + data)[-REPORT_BYTES:]
                 if answer.content.at_eof():
                     self._note(exchange, ending)  # before the client can know that this is all
                 await exchange.write(data)
@@ -548,9 +544,9 @@ class Requests:
             raise ClientGone from error
         return response
 
-    def _note(self, exchange: Exchange, ending: AnswerEnd) -> None:
+    def _note(self, exchange: Exchange, ending: bytes) -> None:
         """Remembers a request whose answer is complete."""
-        exchange.note_report("decode", ending.report())
+        exchange.note_report("decode", read_report(ending))
         self.trips.note(exchange.id, exchange.trip())
 
     # --- the list of models --------------------------------------------------------------------------------------

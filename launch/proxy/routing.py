@@ -192,10 +192,7 @@ class NodePool:
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
         """Counts the request as work of the node while the block runs."""
-        node = self._nodes.get(url)
-        if node is None:  # it left since it was picked
-            yield
-            return
+        node = self._node(url)
         work = 1.0 if self._hop == "decode" else max(1.0, self._prefix_work(node, prompt))
         if self._learns:
             node.prefixes.add(prompt)
@@ -209,43 +206,40 @@ class NodePool:
             if begun and cache is not None:
                 cache.end(begun)
 
+    def _node(self, url: str) -> _RoutedNode:
+        """Returns the node, or if it has left since it was picked, one that nobody knows."""
+        return self._nodes.get(url) or _RoutedNode(Target(url), self._failures, 0.0)
+
     def failed(self, url: str, reason: Reason, now: float) -> None:
         """Counts a failure against the node."""
-        node = self._nodes.get(url)
-        if node is not None:
-            node.breaker.failed(reason, now)
+        self._node(url).breaker.failed(reason, now)
 
     def suspect(self, url: str) -> bool:
         """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then.
 
         A node is trustworthy if it has failed fewer requests in a row than open its breaker.
         """
-        node = self._nodes.get(url)
-        if node is None:
-            return False
+        node = self._node(url)
         node.suspicions += 1
         return node.suspicions <= self._failures
 
     def succeeded(self, url: str) -> None:
         """Notes that the node answered a request well."""
-        node = self._nodes.get(url)
-        if node is not None:
-            node.suspicions = 0
-            node.breaker.succeeded()
+        node = self._node(url)
+        node.suspicions = 0
+        node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
         """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good request."""
-        node = self._nodes.get(url)
-        if node is not None and node.breaker.unreachable:
-            node.breaker.succeeded()
+        breaker = self._node(url).breaker
+        if breaker.unreachable:
+            breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> None:
         """Notes the result of a health check. If the node was skipped because no connection could be made, a good check ends that."""
-        node = self._nodes.get(url)
-        if node is not None:
-            node.alive = alive
-            if alive and node.breaker.unreachable:
-                node.breaker.succeeded()
+        self._node(url).alive = alive
+        if alive:
+            self.reached(url)
 
     def retry_after(self, now: float, model: str | None = None) -> int:
         """Returns the whole seconds, at least 1, until a node that takes `model` would be tried again."""

@@ -191,7 +191,7 @@ function table(columns, rows, cards) {
 
 function drawFlows(state) {
   const rows = state.flows.slice(0, 30);
-  if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through both in the last minute."));
+  if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through both in the last two minutes."));
   const columns = [
     { name: "decode node", cell: (flow) => flow.to, as: "break" },
     { name: "from", cell: (flow) => flow.from, as: "break" },

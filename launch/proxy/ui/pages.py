@@ -42,24 +42,16 @@ _HEADERS = {
 }
 _INTERVAL_S = 2.0
 """How often each node is asked, and an event is sent."""
-_HEARTBEAT_S = 10.0
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
-_RETRY_MS = 3000
-_MOST_ASKED, _MOST_SHOWN = 500, 200
-"""The most nodes that are asked; the most nodes, segments and flows in one event."""
+_MOST_SHOWN = 200
+"""The most nodes, segments and flows in one event."""
 
 
 class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
-    def __init__(
-        self,
-        most: int,
-        keys: Keys,
-        recent: RecentRequests,
-        metrics: ProxyMetrics,
-    ) -> None:
+    def __init__(self, most: int, keys: Keys, recent: RecentRequests, metrics: ProxyMetrics) -> None:
         """`most`: the most followers at a time."""
         self._most = most
         self._keys = keys
@@ -79,9 +71,8 @@ class UiPages:
         """Adds the pages; none if there may be no followers."""
         if not self._most:
             return
-        app.router.add_get("/ui", self._page("page.html"))
-        app.router.add_get("/ui/page.css", self._page("page.css"))
-        app.router.add_get("/ui/page.js", self._page("page.js"))
+        for path, name in (("/ui", "page.html"), ("/ui/page.css", "page.css"), ("/ui/page.js", "page.js")):
+            app.router.add_get(path, self._page(name))
         app.router.add_get("/ui/events", self._follow, allow_head=False)
         app.on_shutdown.append(self._close)
 
@@ -115,15 +106,11 @@ class UiPages:
         )
         with contextlib.suppress(ConnectionError, TimeoutError):
             await response.prepare(request)
-            await _write(response, f"retry: {_RETRY_MS}\n\n".encode())
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
-                await _write(response, self._event(self._keys.visible_client(authorization)))
-                while not published.is_set() and not self._closing:
-                    try:
-                        await asyncio.wait_for(published.wait(), _HEARTBEAT_S)
-                    except TimeoutError:
-                        await _write(response, b": still here\n\n")
+                event = self._event(self._keys.visible_client(authorization))
+                await asyncio.wait_for(response.write(event), _WRITE_S)
+                await published.wait()
             await response.write_eof()
             return response
         response.force_close()
@@ -156,7 +143,7 @@ class UiPages:
             while True:
                 ends = time.monotonic() + _INTERVAL_S
                 while (now := time.monotonic()) < ends:
-                    self._nodes.update(self._view.nodes[:_MOST_ASKED])
+                    self._nodes.update(self._view.nodes)
                     self._nodes.take(asker.poll(self._nodes.asked, now))
                     await asyncio.sleep(_INTERVAL_S / 8)
                 self._events.clear()
@@ -178,19 +165,19 @@ class UiPages:
 
     def state(self, client: str | None) -> dict[str, Any]:
         """Returns what one event says. `client`: whose requests it may name; None for all."""
-        self._nodes.update(self._view.nodes[:_MOST_ASKED])
+        self._nodes.update(self._view.nodes)
         now = time.monotonic()
         rows = self._nodes.rows(now)
         names = {row.record.address: row.name for row in rows}
         owners = {one.segment_name: row.name for row in rows if row.role != "master" for one in row.segments}
-        flows = sorted(self._recent.flows().items(), key=lambda item: (-item[1].tokens, -item[1].requests))
+        requests_s, recent_flows = self._recent.lately()
+        flows = sorted(recent_flows.items(), key=lambda item: (-item[1].tokens, -item[1].requests))
         segments = sorted(self._nodes.segments, key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
             "version": pd_cache.__version__,
             "proxy": {
                 "running": self._metrics.running._value.get(),
-                "followers": self.followers,
-                "requests_s": self._recent.requests_s(),
+                "requests_s": requests_s,
                 "asked": len(rows),
             },
             "left_out": max(0, len(self._view.nodes) - _MOST_SHOWN),
@@ -205,15 +192,13 @@ class UiPages:
                 for one in segments[:_MOST_SHOWN]
             ],
             "flows": [
-                {
-                    "from": names.get(a, a),
-                    "to": names.get(b, b),
-                    "requests": flow.requests / 60,
-                    "tokens": flow.tokens / 60,
-                }
+                {"from": names.get(a, a), "to": names.get(b, b), "requests": flow.requests, "tokens": flow.tokens}
                 for (a, b), flow in flows[:_MOST_SHOWN]
             ],
-            "minutes": [None if one is None else msgspec.to_builtins(one) for one in self._recent.minutes()],
+            "minutes": [
+                one and {"requests": one.requests, "untold": one.untold, **one.sources}
+                for one in self._recent.minutes()
+            ],
             "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
         }
 
@@ -253,7 +238,7 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
             "hop": hop.hop,
             "node": names.get(hop.node, hop.node),
             "asked": None if hop.report is None else hop.report.asked,
-            "sources": None if hop.report is None else prompt_sources(hop.report)._asdict(),
+            "sources": None if hop.report is None else prompt_sources(hop.report),
             "reason": "" if hop.report is None else hop.report.reason,
             "meaning": "" if hop.report is None else MEANINGS[hop.report.reason],
         }
@@ -268,10 +253,6 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
         "client": one.trip.client,
         "hops": hops,
     }
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    await asyncio.wait_for(response.write(data), _WRITE_S)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -297,5 +278,4 @@ def _key_needed() -> web.Response:
     response.headers["WWW-Authenticate"] = (
         'Basic realm="pd-cache: any name, and a key as the password", charset="UTF-8"'
     )
-    response.headers["Cache-Control"] = "no-store"
     return response

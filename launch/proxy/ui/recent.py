@@ -1,6 +1,6 @@
 """What the proxy keeps of the last hour's requests. Pure.
 
-Everything is bounded: for each minute of an hour, where prompts were found; for each ten minutes, some slow requests; for the last minute,
+Everything is bounded: for each minute of an hour, where prompts were found, and some slow requests; for the present minute and the last,
 which decode node took over from which prefill node, for so many pairs of nodes.
 """
 
@@ -17,57 +17,27 @@ from pd_cache.reasons import RequestReport
 
 MINUTES = 60
 SLOWEST = 12
-"""How many slow requests are kept of each ten minutes, and shown of the hour."""
+"""How many slow requests are kept of each minute, and shown of the hour."""
 _MINUTE_S = 60.0
-_SLOW_SPAN_S = 600.0
-_SPAN_S = 5.0
-_SPANS = 12
 _MOST_PAIRS = 1024
+_SOURCES = ("engine", "memory", "disk", "pool", "computed")
 
 
-class PromptSources(NamedTuple):
-    """Where the tokens of one prompt came from, in tokens. Their sum is the prompt."""
-
-    engine: float
-    memory: float
-    disk: float
-    pool: float
-    computed: float
-
-
-def prompt_sources(report: RequestReport) -> PromptSources:
+def prompt_sources(report: RequestReport) -> dict[str, float]:
     """Returns where the tokens of a prompt came from. Loaded ones are split in proportion to what was read from each tier. That can be more
     than what was loaded, because the last token of a prompt is always computed, even if its chunk was read."""
     read = report.memory + report.disk + report.pool
     scale = report.loaded / read if read else 0.0
-    pool = report.pool * scale if read else float(report.loaded)
-    return PromptSources(report.at_hand, report.memory * scale, report.disk * scale, pool, report.computed)
+    return {
+        "engine": report.at_hand,
+        "memory": report.memory * scale,
+        "disk": report.disk * scale,
+        "pool": report.pool * scale if read else report.loaded,
+        "computed": report.computed,
+    }
 
 
-class PromptMinute(msgspec.Struct):
-    """The prompts of one minute."""
-
-    number: int
-    """Minutes since the clock's zero."""
-    requests: int = 0
-    untold: int = 0
-    """How many of them came back without a report, such as streams of vLLM."""
-    engine: float = 0.0
-    memory: float = 0.0
-    disk: float = 0.0
-    pool: float = 0.0
-    computed: float = 0.0
-
-    def add(self, report: RequestReport | None) -> None:
-        self.requests += 1
-        if report is None:
-            self.untold += 1
-            return
-        for source, tokens in prompt_sources(report)._asdict().items():
-            setattr(self, source, getattr(self, source) + tokens)
-
-
-class SlowRequest(msgspec.Struct, frozen=True):
+class SlowRequest(NamedTuple):
     """A request that took long."""
 
     request_id: str
@@ -86,23 +56,24 @@ class SlowRequest(msgspec.Struct, frozen=True):
         return self.seconds if self.first_byte_s is None else self.first_byte_s
 
 
-class Flow(msgspec.Struct):
+class Flow(NamedTuple):
     """What one decode node took over from one prefill node."""
 
-    requests: int = 0
+    requests: float = 0
     tokens: float = 0.0
     """Tokens whose KV the decode node loaded from the pool. What its own memory and disk had came from no other node."""
 
-    def add(self, requests: int, tokens: float) -> None:
-        self.requests += requests
-        self.tokens += tokens
 
-
-class _FewSeconds(msgspec.Struct):
-    """A few seconds."""
+class Minute(msgspec.Struct):
+    """The requests of one minute."""
 
     number: int
+    """Minutes since the clock's zero."""
     requests: int = 0
+    untold: int = 0
+    """How many of them came back without a report, such as streams of vLLM."""
+    sources: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(_SOURCES, 0.0))
+    slow: list[SlowRequest] = []
     flows: dict[tuple[str, str], Flow] = {}
 
 
@@ -112,28 +83,38 @@ class RecentRequests:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds that never go back."""
         self._clock = clock
-        self._minutes: deque[PromptMinute] = deque(maxlen=MINUTES)
-        self._slow: deque[tuple[int, list[SlowRequest]]] = deque(maxlen=int(MINUTES * _MINUTE_S / _SLOW_SPAN_S) + 1)
-        self._last: deque[_FewSeconds] = deque(maxlen=_SPANS)
+        self._minutes: deque[Minute] = deque(maxlen=MINUTES)
 
     def note(self, request_id: str, seconds: float, first_byte_s: float | None, status: int, trip: Trip) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
         now = self._clock()
-        number = int(now // _MINUTE_S)
-        if not self._minutes or self._minutes[-1].number != number:
-            self._minutes.append(PromptMinute(number))
-        self._minutes[-1].add(next((hop.report for hop in trip.hops), None))
-        self._note_slow(SlowRequest(request_id, now, seconds, first_byte_s, status, trip), now)
-        span = self._span(now)
-        span.requests += 1
+        minute = self._minute(now)
+        minute.requests += 1
+        if (report := next((hop.report for hop in trip.hops), None)) is None:
+            minute.untold += 1
+        else:
+            for source, tokens in prompt_sources(report).items():
+                minute.sources[source] += tokens
+        minute.slow.append(SlowRequest(request_id, now, seconds, first_byte_s, status, trip))
+        if len(minute.slow) > SLOWEST:
+            minute.slow.remove(min(minute.slow, key=lambda one: one.waited))
         nodes = {hop.hop: hop for hop in trip.hops}
         if "prefill" in nodes and "decode" in nodes:
-            report = nodes["decode"].report
-            pair = nodes["prefill"].node, nodes["decode"].node
-            if pair in span.flows or len(span.flows) < _MOST_PAIRS:
-                span.flows.setdefault(pair, Flow()).add(1, 0.0 if report is None else prompt_sources(report).pool)
+            pair, report = (nodes["prefill"].node, nodes["decode"].node), nodes["decode"].report
+            if pair in minute.flows or len(minute.flows) < _MOST_PAIRS:
+                flow = minute.flows.get(pair, Flow())
+                loaded = 0.0 if report is None else prompt_sources(report)["pool"]
+                minute.flows[pair] = Flow(flow.requests + 1, flow.tokens + loaded)
 
-    def minutes(self) -> list[PromptMinute | None]:
+    def _minute(self, now: float) -> Minute:
+        number = int(now // _MINUTE_S)
+        if not self._minutes or self._minutes[-1].number != number:
+            for minute in list(self._minutes)[:-1]:
+                minute.flows = {}
+            self._minutes.append(Minute(number))
+        return self._minutes[-1]
+
+    def minutes(self) -> list[Minute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""
         last = int(self._clock() // _MINUTE_S)
         known = {minute.number: minute for minute in self._minutes}
@@ -141,42 +122,17 @@ class RecentRequests:
 
     def slowest(self, client: str | None = None) -> list[SlowRequest]:
         """Returns the requests of the last hour that waited longest for their first byte. `client`: only that client's."""
-        oldest = self._clock() - MINUTES * _MINUTE_S
-        found = [
-            one
-            for _, kept in self._slow
-            for one in kept
-            if one.at >= oldest and (client is None or one.trip.client == client)
-        ]
-        return sorted(found, key=lambda one: -one.waited)[:SLOWEST]
+        slow = [one for minute in self.minutes() if minute is not None for one in minute.slow]
+        return sorted((one for one in slow if client in (None, one.trip.client)), key=lambda one: -one.waited)[:SLOWEST]
 
-    def flows(self) -> dict[tuple[str, str], Flow]:
-        """Returns the flows of the last minute, by the URLs of prefill and decode node."""
-        found: dict[tuple[str, str], Flow] = {}
-        for span in self._last_minute():
-            for pair, flow in span.flows.items():
-                found.setdefault(pair, Flow()).add(flow.requests, flow.tokens)
-        return found
-
-    def requests_s(self) -> float:
-        """Returns how many requests ended a second, over the last minute."""
-        return sum(span.requests for span in self._last_minute()) / (_SPANS * _SPAN_S)
-
-    def _last_minute(self) -> list[_FewSeconds]:
-        oldest = int(self._clock() // _SPAN_S) - _SPANS
-        return [span for span in self._last if span.number > oldest]
-
-    def _span(self, now: float) -> _FewSeconds:
-        number = int(now // _SPAN_S)
-        if not self._last or self._last[-1].number != number:
-            self._last.append(_FewSeconds(number))
-        return self._last[-1]
-
-    def _note_slow(self, request: SlowRequest, now: float) -> None:
-        number = int(now // _SLOW_SPAN_S)
-        if not self._slow or self._slow[-1][0] != number:
-            self._slow.append((number, []))
-        kept = self._slow[-1][1]
-        kept.append(request)
-        if len(kept) > SLOWEST:
-            kept.remove(min(kept, key=lambda one: one.waited))
+    def lately(self) -> tuple[float, dict[tuple[str, str], Flow]]:
+        """Returns how many requests ended a second, and the flows a second, by the URLs of prefill and decode node: both over the present minute
+        and the last."""
+        seconds = _MINUTE_S + self._clock() % _MINUTE_S
+        minutes = [minute for minute in self.minutes()[-2:] if minute is not None]
+        flows: dict[tuple[str, str], Flow] = {}
+        for minute in minutes:
+            for pair, flow in minute.flows.items():
+                before = flows.get(pair, Flow())
+                flows[pair] = Flow(before.requests + flow.requests / seconds, before.tokens + flow.tokens / seconds)
+        return sum(minute.requests for minute in minutes) / seconds, flows

@@ -46,7 +46,7 @@ def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(re
         ),
     )
     (minute,) = [one for one in recent.minutes() if one is not None]
-    assert (minute.engine, minute.memory, minute.disk, minute.pool, minute.computed) == (100, 100, 0, 200, 50)
+    assert minute.sources == {"engine": 100, "memory": 100, "disk": 0, "pool": 200, "computed": 50}
 
 
 def test_chunks_that_were_read_for_a_token_that_is_computed_do_not_count_as_more_than_was_loaded(
@@ -54,13 +54,13 @@ def test_chunks_that_were_read_for_a_token_that_is_computed_do_not_count_as_more
 ) -> None:
     recent.note("a", 1.0, 0.5, 200, Trip("", (HopReport("decode", "d", report(loaded=255, pool=256, computed=1)),)))
     (minute,) = [one for one in recent.minutes() if one is not None]
-    assert (minute.pool, minute.computed) == (255, 1)
+    assert (minute.sources["pool"], minute.sources["computed"]) == (255, 1)
 
 
 def test_a_request_without_a_report_is_said_to_be_one(recent: RecentRequests) -> None:
     recent.note("a", 1.0, 0.5, 200, trip(None, report(loaded=100)))
     (minute,) = [one for one in recent.minutes() if one is not None]
-    assert (minute.requests, minute.untold, minute.pool) == (1, 1, 0)
+    assert (minute.requests, minute.untold, minute.sources["pool"]) == (1, 1, 0)
 
 
 def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent: RecentRequests, clock: Clock) -> None:
@@ -98,20 +98,23 @@ def test_a_client_sees_its_own_slow_requests_only(recent: RecentRequests) -> Non
     assert len(recent.slowest()) == 2
 
 
-def test_flows_are_of_the_last_minute(recent: RecentRequests, clock: Clock) -> None:
-    for _ in range(10):
+def test_flows_are_of_the_last_two_minutes(recent: RecentRequests, clock: Clock) -> None:
+    clock.now = 6000.0
+    for _ in range(18):
         recent.note("a", 1.0, 0.5, 200, trip(report(computed=1), report(loaded=60, memory=40, pool=40)))
         clock.now += 10
-    flow = recent.flows()["p", "d"]
-    assert (flow.requests, flow.tokens) == (5, 150), "what the decode node's own memory had came from no other node"
-    clock.now += 60
-    assert recent.flows() == {}
+    clock.now -= 30  # half of the third minute is over
+    requests_s, flows = recent.lately()
+    assert requests_s == pytest.approx(12 / 90)
+    assert flows["p", "d"] == pytest.approx((12 / 90, 12 * 30 / 90)), "what it had in memory came from no other node"
+    clock.now += 180
+    assert recent.lately() == (0, {})
 
 
 def test_what_is_kept_has_a_bound(recent: RecentRequests, clock: Clock) -> None:
     for number in range(20_000):
         recent.note(f"{number}", float(number), float(number), 200, trip(None, report(loaded=1), to=f"d{number}"))
-        clock.now += 0.01 if number % 1000 else 700
-    assert len(recent.flows()) <= 1024 * 12
-    assert sum(len(kept) for _, kept in recent._slow) <= 7 * SLOWEST
-    assert len(recent._last) <= 12
+        clock.now += 0.01 if number % 300 else 60
+    kept = [minute for minute in recent.minutes() if minute is not None]
+    assert sum(len(minute.flows) for minute in kept) <= 2 * 300
+    assert sum(len(minute.slow) for minute in kept) <= MINUTES * SLOWEST
