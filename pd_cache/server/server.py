@@ -300,23 +300,16 @@ class CacheServer:
     # --- the threads that work -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups. It takes all lookups that came during its last step together."""
+        """The thread that answers lookups. It takes all lookups that came during its last request together."""
         while items := self._lookups.take(_MOST_QUESTIONS):
-            wanted = [item for item in items if not item.work.client.gone]
-            goes_on: set[int] = set()
-            for index, answer in self._answerer.step([item.work.question for item in wanted]):
-                incoming, client, _ = wanted[index].work
-                if answer is None:
-                    goes_on.add(id(wanted[index]))
-                    continue
+            wanted = [item.work for item in items if not item.work.client.gone]
+            answers = self._answerer.answer([one.question for one in wanted])
+            for (incoming, client, _), answer in zip(wanted, answers, strict=True):
                 if client.gone:  # it went during the lookup: nothing else would end its session
                     self.sessions.end_client(client.hello.client)
                 self._link.answer(incoming, answer)
             for item in items:
-                if id(item) not in goes_on:
-                    self._lookups.finished(item)
-                elif not self._lookups.put_back(item):
-                    self._link.answer(item.work.incoming, _CLOSING)
+                self._lookups.finished(item)
 
     def _move(self) -> None:
         """A thread that stores and retrieves."""

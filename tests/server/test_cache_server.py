@@ -343,12 +343,10 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
             assert torch.equal(now.view(torch.int16)[list(into)], then)
 
 
-@pytest.mark.parametrize("step_keys", [2, 4096])
 def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins_what_a_load_needs(
-    pool: Pool, tmp_path: Path, step_keys: int, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path
 ) -> None:
-    """Whether all is asked for at once or chunk by chunk: nothing lies under the first name, and that is no hole."""
-    monkeypatch.setattr("pd_cache.server.lookups.STEP_KEYS", step_keys)
+    """Nothing lies under the first name, and that is no hole."""
     drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
     caches = [make_cache(blocks=BLOCKS, block_size=BLOCK), make_cache(layers=1, blocks=BLOCKS, block_size=BLOCK)]
     own = EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)

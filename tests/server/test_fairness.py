@@ -63,8 +63,8 @@ def test_a_client_has_one_name(server: CacheServer) -> None:
 # --- lookups, stores and retrieves -----------------------------------------------------------------------------------
 
 
-def test_a_lookup_in_many_steps_finds_what_one_step_finds(server: CacheServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lookups, "STEP_KEYS", 2)
+def test_a_lookup_in_many_requests_finds_what_one_request_finds(server: CacheServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lookups, "REQUEST_KEYS", 2)
     with Engine(server.url) as engine:
         store_surely(engine, TOKENS)
         before = [server.metrics.registry.get_sample_value("pd_cache_tokens_total", tags) or 0 for tags in COUNTED]
