@@ -43,7 +43,6 @@ _REMEMBERED = 65_536
 """How many finished requests are remembered so that they are not reported again, and how many failed stores that were not asked for yet."""
 _THREADS = 4
 _IN_FLIGHT = 64
-_CLIENTS = 256
 _CLOSE_S = 5.0
 
 
@@ -355,7 +354,6 @@ class RpcLookupServer:
         self._engine = engine
         self._name = uuid.uuid4().hex
         self._link = ServerLink(url, self._handle, metrics or CacheMetrics(), "lookup")
-        self._known: OrderedDict[bytes, None] = OrderedDict()
         self._places = threading.BoundedSemaphore(_IN_FLIGHT)
         self._threads = ThreadPoolExecutor(_THREADS, "pd-cache-rpc-lookup")
         self._closed = False
@@ -378,23 +376,18 @@ class RpcLookupServer:
     def _handle(self, incoming: Incoming) -> Answer | None:
         request = incoming.request
         if isinstance(request, Hello):
-            return self._hello(incoming.client, request)
+            return self._hello(request)
         if not isinstance(request, Lookup):
             raise RefusalError("invalid", f"this server answers lookups, not {type(request).__name__}")
-        if incoming.client not in self._known:
-            raise RefusalError("unknown_client", "say hello first")
         if not self._places.acquire(blocking=False):
             raise RefusalError("busy", f"the server runs at most {_IN_FLIGHT} lookups at a time")
         self._threads.submit(self._answer, incoming, request)
         return None
 
-    def _hello(self, client: bytes, hello: Hello) -> Answer:
+    def _hello(self, hello: Hello) -> Answer:
         namespace = self._engine.database.namespace
         if hello.namespace != namespace.fingerprint():
             raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
-        self._known[client] = None
-        while len(self._known) > _CLIENTS:
-            self._known.popitem(last=False)
         return Welcome(
             server=self._name,
             software=pd_cache.__version__,

@@ -33,7 +33,6 @@ from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, Serve
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.protocol import (
     MAX_FRAME,
-    REFUSALS,
     Answer,
     FrameError,
     Message,
@@ -62,7 +61,6 @@ _ROUND_BYTES = 1 << 20
 _WAIT_SLICE_S = 0.5
 _MAX_DESCRIPTORS = 250
 """The kernel accepts up to 253 in a message."""
-_NAME_BYTES = 32
 _BESIDE_BYTES = 1 << 20
 """The largest message over the Unix socket, more than the kernel usually sends at once."""
 _AWAKE_S = 0.0002
@@ -164,9 +162,7 @@ class Future:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
         if not self.done:
             self._link.wait(self)
-        if isinstance(self._outcome, Refused | RefusedError):  # another version's server may give reasons of its own
-            return self._outcome.reason if self._outcome.reason in REFUSALS else "refused"
-        if isinstance(self._outcome, CacheServerError):
+        if isinstance(self._outcome, Refused | CacheServerError):
             return self._outcome.reason
         assert self._outcome is not None
         return self._outcome
@@ -636,16 +632,13 @@ class ServerLink:
         try:
             while not self._stopping:
                 try:
-                    data, descriptors, flags, _ = socket.recv_fds(
+                    data, descriptors, _, _ = socket.recv_fds(
                         connection, _BESIDE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                     )
                 except OSError:
                     return
                 try:
                     if not data:
-                        return
-                    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or (not client and len(data) != _NAME_BYTES):
-                        self._metrics.trouble(self._op, "strange_message")
                         return
                     if client:
                         self._serve(Incoming(client, *decode_request(data), True, tuple(descriptors)))

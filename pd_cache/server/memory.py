@@ -227,13 +227,7 @@ class MappedTensors:
         self.fence.close()
 
 
-_REFERENCE_COUNTERS = 10_000
-"""How many counters a file of torch has (CUDA_IPC_REF_COUNTER_FILE_SIZE). Torch does not check the number before it writes there."""
-
-
 def _import_cuda(storage: CudaStorage) -> torch.Tensor:
-    if storage.ref_counter_offset >= _REFERENCE_COUNTERS or storage.ref_counter.count(b"/") > 1:
-        raise SharingError(f"{storage.ref_counter!r} has no reference counter {storage.ref_counter_offset}")
     if storage.device >= torch.cuda.device_count():
         raise SharingError(
             f"the tensor is on GPU {storage.device}, but this process has {torch.cuda.device_count()} GPUs"
@@ -255,20 +249,12 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
     dtype = getattr(torch, view.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise SharingError(f"{view.dtype!r} is not a torch dtype")
-    if view.storage >= len(bases) or len(view.shape) != len(view.stride):
-        raise SharingError(
-            f"a tensor needs an existing storage and a stride for each dimension; got storage {view.storage} of {len(bases)}, "
-            f"shape {view.shape} with strides {view.stride}"
-        )
-    base = bases[view.storage]
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-    if (last + 1) * dtype.itemsize > base.numel():
-        raise SharingError(
-            f"a tensor of {list(view.shape)} {view.dtype} with strides {list(view.stride)} and offset {view.offset} ends "
-            f"beyond its storage of {base.numel()} bytes"
-        )
-    typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return torch.as_strided(typed, view.shape, view.stride, view.offset)
+    try:
+        base = bases[view.storage]
+        typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return torch.as_strided(typed, view.shape, view.stride, view.offset)
+    except (IndexError, RuntimeError) as error:  # torch checks that the tensor ends within its storage
+        raise SharingError(f"{view} does not lie in the {len(bases)} storages that were lent: {error}") from None
 
 
 class FencedCopier(PagedCopier):

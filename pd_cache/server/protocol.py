@@ -381,23 +381,6 @@ class Refused(Message, frozen=True, tag="refused"):
     message: str
 
 
-REFUSALS = frozenset(
-    (
-        "abandoned",
-        "busy",
-        "closing",
-        "failed",
-        "invalid",
-        "late",
-        "malformed",
-        "mismatch",
-        "unknown_client",
-        "version",
-    )
-)
-"""The reasons that this version gives."""
-
-
 class RefusalError(Exception):
     """Raised to refuse a request. `refused` is the answer to its sender."""
 
@@ -481,11 +464,6 @@ def split_names(joined: bytes) -> list[bytes]:
         return []
     width = joined[0]
     return [joined[start : start + width] for start in range(1, len(joined), width)]
-
-
-def count_names(joined: bytes) -> int:
-    """Returns how many names `split_names` would return."""
-    return (len(joined) - 1) // joined[0] if joined else 0
 
 
 def _header(frame: bytes) -> _Header:

@@ -247,8 +247,6 @@ class CacheServer:
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
-        if identity != hello.client.encode():
-            raise RefusalError("invalid", "a client's name must be the same on its connection and in its hello")
         cache = self.settings.cache
         groups = self.models.groups(hello)
         group = groups[0]
@@ -260,13 +258,6 @@ class CacheServer:
                         f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
                         f"{one.block_size}",
                     )
-            model = self.models.get(group)
-            known = "" if model is None else model.database.namespace.fingerprint()
-            if hello.namespace and known and hello.namespace != known:
-                assert model is not None
-                raise RefusalError(
-                    "mismatch", f"this server serves {model.database.namespace}, the client uses another namespace"
-                )
         with self._lock:
             if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
                 raise RefusalError("busy", f"the server serves at most {_MAX_CLIENTS} clients at a time")

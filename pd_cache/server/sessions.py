@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from pd_cache.tiers import StorageBackend
 
-MAX_SESSIONS = 4096
-"""The most sessions of all clients. One more ends the oldest."""
 MAX_KEYS = 1 << 20
 """The most keys of all sessions. More keys end the oldest sessions."""
 
@@ -103,11 +101,8 @@ class Session:
 class Sessions:
     """All sessions of a server. Thread-safe."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS, most_keys: int = MAX_KEYS
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most_keys: int = MAX_KEYS) -> None:
         self._clock = clock
-        self._most = most
         self._most_keys = most_keys
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
@@ -133,7 +128,7 @@ class Sessions:
             for model in session.pins:
                 self._by_request.setdefault((model, name), []).append(session)
             self._keys += session.size
-            while len(self._sessions) > self._most or self._keys > self._most_keys:
+            while self._keys > self._most_keys:
                 self._end(*next(iter(self._sessions)))
 
     def loaded(self, name: str, model: Hashable, rank: int, names: Sequence[bytes]) -> None:

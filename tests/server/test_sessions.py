@@ -50,7 +50,7 @@ class SessionsModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.sessions = Sessions(self.clock, most=5)
+        self.sessions = Sessions(self.clock, most_keys=30)
         have = [key for keys in shards(NAMES, 2) for key in keys]
         self.tier: Any = CountingTier(have[::2])
 
@@ -86,7 +86,7 @@ class SessionsModel(RuleBasedStateMachine):
         assert +self.tier.pins == pinned
         leased = {key for _, keys in self.sessions.leases() for key in keys}
         assert leased == set(held) - self.tier.have
-        assert len(self.sessions) <= 5
+        assert sum(session.size for session in self.sessions._sessions.values()) <= 30
         listed = sum(map(len, self.sessions._by_request.values()))
         assert listed == sum(len(session.pins) for session in self.sessions._sessions.values())
         assert self.sessions._keys == sum(session.size for session in self.sessions._sessions.values())
@@ -106,14 +106,6 @@ def test_a_session_outlives_its_deadline_by_nothing() -> None:
     clock.now = 10.0
     assert sessions.expire() == 1
     assert not +tier.pins
-
-
-def test_one_session_too_many_ends_the_oldest() -> None:
-    sessions = Sessions(Clock(), most=3)
-    tier: Any = CountingTier([])
-    for index in range(5):
-        sessions.open("xy"[index % 2], str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
-    assert [name for _, name in sessions._sessions] == ["2", "3", "4"]
 
 
 def test_too_many_keys_end_the_oldest_sessions() -> None:

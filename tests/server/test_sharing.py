@@ -84,12 +84,12 @@ def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem) -> None
 def test_what_is_said_about_tensors_is_checked_against_the_memory(map_them: MapThem) -> None:
     shared = share_tensors(make_cache())
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"offset": 10**6}, "ends beyond its storage"),
-        ({"shape": (10**6, 3, 4, 16)}, "ends beyond its storage"),
-        ({"storage": 1}, "storage 1 of 1"),
+        ({"offset": 10**6}, "does not lie in .* out of bounds"),
+        ({"shape": (10**6, 3, 4, 16)}, "does not lie in .* out of bounds"),
+        ({"storage": 1}, "does not lie in the 1 storages"),
         ({"dtype": "nonsense"}, "is not a torch dtype"),
         ({"dtype": "nn"}, "is not a torch dtype"),
-        ({"stride": (1, 1)}, "with strides"),
+        ({"stride": (1, 1)}, "does not lie in"),
         ({"stride": (192, 64, 1, 4)}, "contiguous"),
     ]
     for change, message in wrong:
@@ -175,8 +175,6 @@ def test_what_is_said_about_a_gpu_s_memory_is_checked_before_torch_believes_it(m
     shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
     (storage,) = shared.storages
     for change, message in [
-        ({"ref_counter_offset": 1 << 40}, "no reference counter"),
-        ({"ref_counter": b"/../../etc/passwd"}, "no reference counter"),
         ({"device": 1000}, "tensor is on GPU 1000"),
     ]:
         with pytest.raises(SharingError, match=message):
