@@ -72,7 +72,7 @@ HOMES = {
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
-        "pd_cache/server/sealed.py",
+        "pd_cache/server/memory.py",
         "launch/_tethered.py",
     ),
 }

@@ -23,7 +23,7 @@ from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, Serve
 from pd_cache.layout import PageKind
 from pd_cache.server.fence import Fence
 from pd_cache.server.link import ClientLink, Context
-from pd_cache.server.memory import Shared, SharingError, share_tensors
+from pd_cache.server.memory import Shared, SharingError, close_all, share_tensors
 from pd_cache.server.protocol import (
     Answer,
     Done,
@@ -35,7 +35,6 @@ from pd_cache.server.protocol import (
     Unregister,
     Welcome,
 )
-from pd_cache.server.sealed import close_all
 from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.server.sealed import SealError, check_sealed, sealed_memory
+from pd_cache.server.memory import SealError, check_sealed, sealed_memory
 
 SLOTS = 1024
 """The most moves of one worker at a time."""

@@ -31,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, ServerLostError
 from pd_cache.metrics import CacheMetrics
+from pd_cache.server.memory import close_all
 from pd_cache.server.protocol import (
     MAX_FRAME,
     Answer,
@@ -44,7 +45,6 @@ from pd_cache.server.protocol import (
     encode,
     failed,
 )
-from pd_cache.server.sealed import close_all
 
 log = logging.getLogger(__name__)
 

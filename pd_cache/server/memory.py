@@ -2,30 +2,145 @@
 
 On the CPU, a torch storage moves to sealed shared memory in place, so that every view of it stays valid. The engine passes it as a file
 descriptor. On a GPU, the engine passes a CUDA IPC handle. Either way the server sees the engine's own pages.
+
+Sealed memory is a memfd whose size can no longer change, not even by its owner's hand. SIGBUS kills a process that touches a mapped page
+beyond the end of its file. So an engine that shrank the memory it has lent would kill the cache server of its host, and with it the cache
+of every other engine. The client seals what it lends, and the server maps nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import ctypes
+import fcntl
 import mmap
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from pd_cache.errors import LayoutError, PdCacheError
-from pd_cache.layout import KVLayout, PageKind, layer_tensors, shard_tensors
-from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, open_copier
-from pd_cache.paged.base import CopyDone
-from pd_cache.server.fence import AbandonedError, FenceView
-from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, Storage, TensorView
-from pd_cache.server.sealed import check_sealed, close_all, is_sealed, reseat
-from transfer.staging import prefault
+from pd_cache.errors import PdCacheError
+from pd_cache.layout import layer_tensors
+from pd_cache.server.protocol import CpuStorage, CudaStorage, Storage, TensorView
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEAL_FUTURE_WRITE = 0x10
+"""F_SEAL_FUTURE_WRITE, which the module fcntl does not name."""
+_READ_ONLY = fcntl.F_SEAL_WRITE | _SEAL_FUTURE_WRITE
+_PIECE = 64 << 20
+_BLOCK = 512
+"""Bytes of a block in `st_blocks`."""
+
+
+class SealError(ValueError):
+    """A file descriptor that is not sealed memory, or has less memory than announced."""
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes file descriptors."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def sealed_memory(name: str, nbytes: int) -> int:
+    """Returns a descriptor of `nbytes` of new shared memory, all zero, whose size cannot change. The caller closes it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Returns whether the size of the file can never change."""
+    return _seals(descriptor) & _SEALS == _SEALS
+
+
+def check_sealed(descriptor: int, nbytes: int) -> None:
+    """Raises SealError, with the reason, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
+
+    Safe means that no access can kill this process, block it, or allocate memory. That takes a memfd of ordinary pages, sealed against
+    changes of its size, and allocated to the last page.
+    """
+    seals = _seals(descriptor)
+    if seals < 0:
+        raise SealError("expected sealed memory of memfd_create(), got another kind of file descriptor")
+    if seals & _SEALS != _SEALS:
+        raise SealError(
+            "the shared memory is not sealed; it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL, so that it cannot "
+            "shrink while the server uses it"
+        )
+    if seals & _READ_ONLY or fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise SealError("the shared memory cannot be written; the server must be able to load chunks into it")
+    page = os.fstatvfs(descriptor).f_bsize
+    if page != mmap.PAGESIZE:
+        raise SealError(f"the shared memory has pages of {page} bytes; expected pages of {mmap.PAGESIZE} bytes")
+    status = os.fstat(descriptor)
+    if status.st_size < nbytes:
+        raise SealError(f"expected a storage of {nbytes} bytes, the file has {status.st_size}")
+    if status.st_blocks * _BLOCK < nbytes:
+        raise SealError(
+            f"of {nbytes} bytes of shared memory only {status.st_blocks * _BLOCK} are allocated; write all of it before "
+            "lending it, so that the engine is charged for it and not the server"
+        )
+
+
+def reseat(source: int, address: int, nbytes: int) -> None:
+    """Moves the memory at `address` into sealed memory, in place. It must be a shared mapping of the whole file `source`.
+
+    Afterwards the same addresses map sealed memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
+    write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
+    """
+    descriptor = sealed_memory("pd-cache-tensors", nbytes)
+    try:
+        done = 0
+        while done < nbytes:
+            sent = os.sendfile(descriptor, source, done, min(_PIECE, nbytes - done))
+            if not sent:
+                raise OSError(f"the file of {nbytes} bytes ended after {done}")
+            done += sent
+        _map_over(descriptor, address, nbytes)
+        os.dup2(descriptor, source, inheritable=False)
+    finally:
+        os.close(descriptor)
+
+
+def _seals(descriptor: int) -> int:
+    """Returns the seals of a file, or -1 if it cannot have any."""
+    try:
+        return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS))
+    except OSError:
+        return -1
+
+
+_MAP_FIXED = 0x10
+
+
+def _map_over(descriptor: int, address: int, nbytes: int) -> None:
+    """Replaces the mapping at `address` with a mapping of the file."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,
+    )
+    library.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    got = library.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if got != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+# --- an engine lends its tensors ---------------------------------------------------------------------------------------
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -98,6 +213,12 @@ def event_handle(event: Any) -> bytes:
     return b"" if event is None else bytes(event.ipc_handle())
 
 
+def wait_for_event(device: torch.device, handle: bytes) -> None:
+    """Makes all later work on this thread's stream wait for an engine's event."""
+    event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(device).wait_event(event)
+
+
 def _share_cpu(storage: torch.UntypedStorage) -> int:
     if not storage.is_shared():
         room = os.statvfs(_SHARED_MEMORY)
@@ -126,108 +247,8 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
     return CudaStorage(nbytes, device, handle, offset, ref_counter, ref_counter_offset, event, event_sync)
 
 
-# --- the server's side -----------------------------------------------------------------------------------------------
-
-
-class MappedTensors:
-    """Maps an engine's KV tensors. `unmap` gives the memory back as soon as nothing uses it."""
-
-    def __init__(
-        self,
-        request: Register,
-        descriptors: Sequence[int],
-        fence: FenceView,
-        shards_per_rank: int = 1,
-        block_size: int = 0,
-    ) -> None:
-        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
-
-        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show. Takes over `fence`, which copies must pass. Raises
-        SharingError, SealError or LayoutError, with nothing left open, if the parts do not fit together.
-        """
-        self.fence = fence
-        self._maps: list[mmap.mmap] = []
-        self._lock = threading.Condition()
-        self._users = 0
-        self._closed = False
-        self._copiers: list[PagedCopier] = []
-        """One for each shard."""
-        try:
-            tensors = self._map(request, list(descriptors))
-            kind = PageKind(request.layout_kind) if request.layout_kind else None
-            self.layout = KVLayout.from_tensors(tensors, kind, block_size=block_size)
-            self.device = tensors[0].device
-            self.shard_layout = self.layout.shard(shards_per_rank)
-            for views in shard_tensors(tensors, shards_per_rank):
-                self._copiers.append(open_copier(views, self.shard_layout))
-        except BaseException as error:
-            tensors = views = []
-            self._release()
-            if isinstance(error, ValueError) and not isinstance(error, LayoutError):
-                raise SharingError(str(error)) from None
-            raise
-
-    @contextlib.contextmanager
-    def using(self, shard: int) -> Iterator[PagedCopier]:
-        """Yields the copier of a shard, and keeps the memory mapped for as long as the block runs. Raises AbandonedError after `unmap`."""
-        with self._lock:
-            if self._closed:
-                raise AbandonedError
-            self._users += 1
-            copier = self._copiers[shard]
-        try:
-            yield copier
-        finally:
-            del copier
-            with self._lock:
-                self._users -= 1
-                if self._closed and not self._users:
-                    self._release()
-                    self._lock.notify_all()
-
-    def unmap(self, timeout: float) -> bool:
-        """Lets no more copies begin, and waits up to `timeout` seconds for running ones. Returns True if the memory is then unmapped.
-
-        If it returns False, a thread that still copies will unmap the memory.
-        """
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                if not self._users:
-                    self._release()
-            return self._lock.wait_for(lambda: not self._users, timeout)
-
-    def _map(self, request: Register, descriptors: list[int]) -> list[torch.Tensor]:
-        bases: list[torch.Tensor] = []
-        for storage in request.storages:
-            if isinstance(storage, CudaStorage):
-                bases.append(_import_cuda(storage))
-                continue
-            if not descriptors:
-                raise SharingError("expected one file descriptor for each CPU storage, got fewer")
-            descriptor = descriptors.pop(0)
-            check_sealed(descriptor, storage.nbytes)
-            self._maps.append(mmap.mmap(descriptor, storage.nbytes))
-            base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
-            prefault(base.data_ptr(), storage.nbytes)
-            bases.append(base)
-        if descriptors:
-            raise SharingError("expected one file descriptor for each CPU storage, got more")
-        return [_view(view, bases) for view in request.tensors]
-
-    def _release(self) -> None:
-        while self._copiers:
-            self._copiers.pop().close()
-        maps, self._maps = self._maps, []
-        for memory in maps:
-            with contextlib.suppress(
-                BufferError
-            ):  # a traceback may still hold a view; the memory then goes with the traceback
-                memory.close()
-        self.fence.close()
-
-
-def _import_cuda(storage: CudaStorage) -> torch.Tensor:
+def import_cuda(storage: CudaStorage) -> torch.Tensor:
+    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU."""
     if storage.device >= torch.cuda.device_count():
         raise SharingError(
             f"the tensor is on GPU {storage.device}, but this process has {torch.cuda.device_count()} GPUs"
@@ -243,58 +264,3 @@ def _import_cuda(storage: CudaStorage) -> torch.Tensor:
         storage.event_sync,
     )
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", storage.device)).set_(untyped)
-
-
-def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
-    dtype = getattr(torch, view.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SharingError(f"{view.dtype!r} is not a torch dtype")
-    try:
-        base = bases[view.storage]
-        typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return torch.as_strided(typed, view.shape, view.stride, view.offset)
-    except (IndexError, RuntimeError) as error:  # torch checks that the tensor ends within its storage
-        raise SharingError(f"{view} does not lie in the {len(bases)} storages that were lent: {error}") from None
-
-
-class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only if the engine has not given up the move. For one thread at a time.
-
-    Copies raise AbandonedError if the ticket is gone or the engine's deadline has passed.
-    """
-
-    def __init__(
-        self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
-    ) -> None:
-        """`shard` counts from 0 among those that the tensors hold. `until` is when the engine gives up, by `time.monotonic()`."""
-        super().__init__(tensors.shard_layout)
-        self._tensors = tensors
-        self._shard = shard
-        self._slot = slot
-        self._ticket = ticket
-        self._event = event
-        self._until = until
-
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        with self._inside(self._tensors.fence.reading) as copier:
-            return CopyDone(copier.gather(chunk, out).wait())
-
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        with self._inside(self._tensors.fence.writing) as copier:
-            return CopyDone(copier.scatter(chunk, source).wait())
-
-    @contextlib.contextmanager
-    def _inside(self, passing: Callable[[int, int], AbstractContextManager[None]]) -> Iterator[PagedCopier]:
-        if time.monotonic() > self._until:
-            raise AbandonedError
-        with self._tensors.using(self._shard) as copier, passing(self._slot, self._ticket):
-            if self._event:
-                _wait_on_stream(self._tensors.device, self._event)
-                self._event = b""
-            yield copier
-
-
-def _wait_on_stream(device: torch.device, handle: bytes) -> None:
-    """Makes all later work on this thread's stream wait for an engine's event."""
-    event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
-    torch.cuda.current_stream(device).wait_event(event)

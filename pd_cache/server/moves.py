@@ -1,22 +1,34 @@
-"""What a client has lent the server, and the stores and retrieves that it asks for."""
+"""What a client has lent the server, and the stores and retrieves that it asks for.
+
+The server maps a worker's KV tensors (`MappedTensors`) when it registers, and touches them as the fence allows (`FencedCopier`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import torch
+
 from pd_cache.errors import LayoutError
+from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.mover import ChunkRun
-from pd_cache.paged import leaving_out, plan
+from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, leaving_out, open_copier, plan
+from pd_cache.paged.base import CopyDone
 from pd_cache.reasons import Loaded, TierChunks
-from pd_cache.server.fence import FenceView
-from pd_cache.server.memory import FencedCopier, MappedTensors, SharingError
+from pd_cache.server.fence import AbandonedError, FenceView
+from pd_cache.server.memory import SealError, SharingError, check_sealed, import_cuda, wait_for_event
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
     Answer,
+    CudaStorage,
     Done,
     Hello,
     Move,
@@ -24,15 +36,163 @@ from pd_cache.server.protocol import (
     Register,
     Retrieve,
     Stored,
+    TensorView,
     split_names,
 )
-from pd_cache.server.sealed import SealError
+from transfer.staging import prefault
 
 log = logging.getLogger(__name__)
 
 _UNMAP_S = 5.0
 TURN_BYTES = 1 << 30
 """The bytes that one store or retrieve moves before others have their turn: about a second's work."""
+
+
+class MappedTensors:
+    """Maps an engine's KV tensors. `unmap` gives the memory back as soon as nothing uses it."""
+
+    def __init__(
+        self,
+        request: Register,
+        descriptors: Sequence[int],
+        fence: FenceView,
+        shards_per_rank: int = 1,
+        block_size: int = 0,
+    ) -> None:
+        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
+
+        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show. Takes over `fence`, which copies must pass. Raises
+        SharingError, SealError or LayoutError, with nothing left open, if the parts do not fit together.
+        """
+        self.fence = fence
+        self._maps: list[mmap.mmap] = []
+        self._lock = threading.Condition()
+        self._users = 0
+        self._closed = False
+        self._copiers: list[PagedCopier] = []
+        """One for each shard."""
+        try:
+            tensors = self._map(request, list(descriptors))
+            kind = PageKind(request.layout_kind) if request.layout_kind else None
+            self.layout = KVLayout.from_tensors(tensors, kind, block_size=block_size)
+            self.device = tensors[0].device
+            self.shard_layout = self.layout.shard(shards_per_rank)
+            for views in shard_tensors(tensors, shards_per_rank):
+                self._copiers.append(open_copier(views, self.shard_layout))
+        except BaseException as error:
+            tensors = views = []
+            self._release()
+            if isinstance(error, ValueError) and not isinstance(error, LayoutError):
+                raise SharingError(str(error)) from None
+            raise
+
+    @contextlib.contextmanager
+    def using(self, shard: int) -> Iterator[PagedCopier]:
+        """Yields the copier of a shard, and keeps the memory mapped for as long as the block runs. Raises AbandonedError after `unmap`."""
+        with self._lock:
+            if self._closed:
+                raise AbandonedError
+            self._users += 1
+            copier = self._copiers[shard]
+        try:
+            yield copier
+        finally:
+            del copier
+            with self._lock:
+                self._users -= 1
+                if self._closed and not self._users:
+                    self._release()
+                    self._lock.notify_all()
+
+    def unmap(self, timeout: float) -> bool:
+        """Lets no more copies begin, and waits up to `timeout` seconds for running ones. Returns True if the memory is then unmapped.
+
+        If it returns False, a thread that still copies will unmap the memory.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if not self._users:
+                    self._release()
+            return self._lock.wait_for(lambda: not self._users, timeout)
+
+    def _map(self, request: Register, descriptors: list[int]) -> list[torch.Tensor]:
+        bases: list[torch.Tensor] = []
+        for storage in request.storages:
+            if isinstance(storage, CudaStorage):
+                bases.append(import_cuda(storage))
+                continue
+            if not descriptors:
+                raise SharingError("expected one file descriptor for each CPU storage, got fewer")
+            descriptor = descriptors.pop(0)
+            check_sealed(descriptor, storage.nbytes)
+            self._maps.append(mmap.mmap(descriptor, storage.nbytes))
+            base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
+            prefault(base.data_ptr(), storage.nbytes)
+            bases.append(base)
+        if descriptors:
+            raise SharingError("expected one file descriptor for each CPU storage, got more")
+        return [_view(view, bases) for view in request.tensors]
+
+    def _release(self) -> None:
+        while self._copiers:
+            self._copiers.pop().close()
+        maps, self._maps = self._maps, []
+        for memory in maps:
+            with contextlib.suppress(
+                BufferError
+            ):  # a traceback may still hold a view; the memory then goes with the traceback
+                memory.close()
+        self.fence.close()
+
+
+def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
+    dtype = getattr(torch, view.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SharingError(f"{view.dtype!r} is not a torch dtype")
+    try:
+        base = bases[view.storage]
+        typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return torch.as_strided(typed, view.shape, view.stride, view.offset)
+    except (IndexError, RuntimeError) as error:  # torch checks that the tensor ends within its storage
+        raise SharingError(f"{view} does not lie in the {len(bases)} storages that were lent: {error}") from None
+
+
+class FencedCopier(PagedCopier):
+    """Copies chunks of one move, each only if the engine has not given up the move. For one thread at a time.
+
+    Copies raise AbandonedError if the ticket is gone or the engine's deadline has passed.
+    """
+
+    def __init__(
+        self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
+    ) -> None:
+        """`shard` counts from 0 among those that the tensors hold. `until` is when the engine gives up, by `time.monotonic()`."""
+        super().__init__(tensors.shard_layout)
+        self._tensors = tensors
+        self._shard = shard
+        self._slot = slot
+        self._ticket = ticket
+        self._event = event
+        self._until = until
+
+    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
+        with self._inside(self._tensors.fence.reading) as copier:
+            return CopyDone(copier.gather(chunk, out).wait())
+
+    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
+        with self._inside(self._tensors.fence.writing) as copier:
+            return CopyDone(copier.scatter(chunk, source).wait())
+
+    @contextlib.contextmanager
+    def _inside(self, passing: Callable[[int, int], AbstractContextManager[None]]) -> Iterator[PagedCopier]:
+        if time.monotonic() > self._until:
+            raise AbandonedError
+        with self._tensors.using(self._shard) as copier, passing(self._slot, self._ticket):
+            if self._event:
+                wait_for_event(self._tensors.device, self._event)
+                self._event = b""
+            yield copier
 
 
 class Worker(NamedTuple):

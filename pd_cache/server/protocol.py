@@ -141,7 +141,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     hash_seed: str = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     namespace: str = ""
-    """Fingerprint of the namespace that the server must serve; empty for any."""
+    """Fingerprint of the namespace that an `RpcLookupServer` must serve; empty for any."""
     layers: LayerGroup | None = None
     """Which of the model's layers; None if all are kept alike."""
     further: tuple[FurtherLayers, ...] = ()

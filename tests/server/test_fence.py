@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
-from pd_cache.server.sealed import sealed_memory
+from pd_cache.server.memory import sealed_memory
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 

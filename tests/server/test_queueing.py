@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pd_cache.server.queueing import Item, WorkQueue
+from pd_cache.server.server import Item, WorkQueue
 from tests.support.waiting import wait_for
 
 LIMIT = 8

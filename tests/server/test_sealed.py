@@ -14,8 +14,15 @@ import pytest
 import torch
 
 from pd_cache.server.fence import FenceView
-from pd_cache.server.memory import SharingError, share_tensors
-from pd_cache.server.sealed import SealError, check_sealed, close_all, is_sealed, sealed_memory
+from pd_cache.server.memory import (
+    SealError,
+    SharingError,
+    check_sealed,
+    close_all,
+    is_sealed,
+    sealed_memory,
+    share_tensors,
+)
 from tests.support.kv import make_cache
 
 SIZE = 1 << 20

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pd_cache.server.sessions import FoundChunks, Sessions
+from pd_cache.server.lookups import FoundChunks, Sessions
 
 MODELS = ["first", "second"]
 NAMES = [bytes([index]) * 16 for index in range(4)]
