@@ -386,7 +386,7 @@ class RpcLookupServer:
 
     def _hello(self, hello: Hello) -> Answer:
         namespace = self._engine.database.namespace
-        if hello.namespace != namespace.fingerprint():
+        if hello.engine.namespace != namespace.fingerprint():
             raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
         return Welcome(
             server=self._name,

@@ -89,7 +89,7 @@ class ServerCache:
 
     @property
     def block_size(self) -> int:
-        return self.connection.hello.block_size
+        return self.connection.hello.engine.block_size
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -107,7 +107,7 @@ class ServerCache:
         if self._version is None and (welcome := self.connection.welcome) is not None:
             with self._making:
                 if self._version is None and not self._closed:
-                    model = self.connection.hello.model
+                    model = self.connection.hello.engine.model
                     self._version = WeightsVersion(welcome.versions, model, alone=not welcome.pooled)
         return self._version
 
@@ -289,7 +289,7 @@ class ServerCache:
         timeout: float | None,
     ) -> None:
         seconds = self._move_timeout_s if timeout is None else timeout
-        layers = self.connection.hello.layers
+        layers = self.connection.hello.engine.layers
         may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
         ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
         if not self.connection.ready:
@@ -334,7 +334,7 @@ class ServerCache:
 
     def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
         """Counts chunks that arrived; for the pending operations."""
-        layers = self.connection.hello.layers
+        layers = self.connection.hello.engine.layers
         self.metrics.moved(op, chunks * self._chunk_bytes, "" if layers is None else layers.layers)
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-import pd_cache
 from pd_cache.chunks import ChunkNamer, ExtraKey, Tokens, stride_hashes
 from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, ServerLostError
 from pd_cache.layout import PageKind
@@ -25,10 +24,10 @@ from pd_cache.server.fence import Fence
 from pd_cache.server.link import ClientLink, Context
 from pd_cache.server.memory import Shared, SharingError, close_all, share_tensors
 from pd_cache.server.protocol import (
+    NOBODY,
     Answer,
     Done,
     EngineIdentity,
-    Hello,
     Register,
     StatusQuery,
     StatusReport,
@@ -68,10 +67,7 @@ class ServerConnection:
         NoAnswerError if it does not answer, ValueError for a bad address.
         """
         self.client = uuid.uuid4().hex
-        if identity is None or kind == "observer":
-            self.hello = Hello(self.client, "observer", pd_cache.__version__)
-        else:
-            self.hello = identity.hello(self.client, kind)
+        self.hello = (identity or NOBODY).hello(self.client, kind)
         self.fence = Fence()
         self.lost = 0
         """How often the server was lost."""
@@ -129,7 +125,7 @@ class ServerConnection:
     @property
     def blocks_per_chunk(self) -> int:
         """The number of the engine's blocks in a chunk. It is a whole number, or the server would have refused the engine."""
-        return self.chunk_size // self.hello.block_size
+        return self.chunk_size // self.hello.engine.block_size
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()

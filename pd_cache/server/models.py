@@ -16,7 +16,7 @@ from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
-from pd_cache.server.protocol import FurtherLayers, Hello, RefusalError
+from pd_cache.server.protocol import EngineIdentity, FurtherLayers, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
@@ -122,24 +122,24 @@ class ServedModels:
         self._segment_of: int | None = None
         """The size whose backend has given the segment to the pool. Only one backend gives it."""
 
-    def groups(self, hello: Hello) -> list[EngineGroup]:
+    def groups(self, engine: EngineIdentity) -> list[EngineGroup]:
         """Returns an engine group for each of an engine's layer groups. The engine may choose the hash mode if the file says `auto`.
 
         Raises RefusalError if the hash modes differ.
         """
         cache = self._settings.cache
-        mode = hello.hash_mode or cache.named_by
+        mode = engine.hash_mode or cache.named_by
         if cache.hash_mode not in ("auto", mode):
             raise RefusalError(
                 "mismatch",
                 f"this server's cache.hash_mode is {cache.hash_mode}, the engine's is {mode}; set the same one for both",
             )
-        seed = hello.hash_seed or cache.hash_seed
-        chunk_size = (hello.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
-        layer_groups: list[Hello | FurtherLayers] = [hello, *hello.further]
+        seed = engine.hash_seed or cache.hash_seed
+        chunk_size = (engine.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
+        layer_groups: list[EngineIdentity | FurtherLayers] = [engine, *engine.further]
         return [
             EngineGroup(
-                hello.model, one.world_size, one.shards_per_rank, one.block_size, mode, seed, chunk_size, one.layers
+                engine.model, one.world_size, one.shards_per_rank, one.block_size, mode, seed, chunk_size, one.layers
             )
             for one in layer_groups
         ]

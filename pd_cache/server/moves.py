@@ -286,16 +286,16 @@ class Client:
 
     def _map(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> None:
         """Call with `registering` held."""
-        hello = self.hello
+        engine = self.hello.engine
         fence = FenceView(descriptors[0])
-        tensors = MappedTensors(request, descriptors[1:], fence, hello.shards_per_rank, hello.block_size)
+        tensors = MappedTensors(request, descriptors[1:], fence, engine.shards_per_rank, engine.block_size)
         try:
-            model = models.serve(self.groups[0], tensors.layout, hello.client, hello.object_sizes)
-            self.worker = Worker(model, hello.rank, tensors)
+            model = models.serve(self.groups[0], tensors.layout, self.hello.client, engine.object_sizes)
+            self.worker = Worker(model, engine.rank, tensors)
         except BaseException:
             tensors.unmap(0.0)
             raise
-        log.info("worker of %s registered: %s", self.hello.model, tensors.layout)
+        log.info("worker of %s registered: %s", engine.model, tensors.layout)
 
     def _unmap(self, timeout: float) -> bool:
         """Ends the registration. Returns False if a copy outlives the wait for it. Call with `registering` held."""

@@ -61,97 +61,62 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
 ObjectSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
 
 
+Shards = Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
 class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
     """A group of layers besides the first, of an engine with several."""
 
     layers: LayerGroup
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
-    """The fields of `Hello`, for these layers: all ranks hold the same latents, for example, and each a part of the states beside them."""
-    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
-
-
-class Hello(Message, frozen=True, tag="hello"):
-    """Introduces the client: the first message of a connection. Answered with `Welcome`."""
-
-    client: Token
-    """The name of this process's connection, also on its Unix socket."""
-    kind: Literal["scheduler", "worker", "observer"]
-    software: Text
-    model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """Identifies the weights. Engines of one model name, world size and block size share chunks."""
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SHARDS)] = 0
-    block_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """How many tokens a block of the engine's paged cache has."""
-    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """The fingerprint of the chunks' namespace; empty if the client does not know it."""
-    hash_mode: Literal["", "tokens", "blocks"] = ""
-    """What this engine names chunks by; empty if the server's file decides."""
-    hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    """What the names of chunks depend on besides tokens; empty if the server's file decides."""
-    shards_per_rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)] = 1
-    """How many shards of each chunk every rank holds. Each shard is an object."""
-    chunk_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
-    """Tokens per chunk; 0 if the server's file decides."""
-    layers: LayerGroup | None = None
-    """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
-    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()
-    """For a scheduler: the groups that its lookups ask for, besides `layers`."""
-    object_sizes: Annotated[tuple[ObjectSize, ...], msgspec.Meta(max_length=256)] = ()
-    """For a worker: the payload bytes of a chunk's object in each of its groups of layers, which may share the server's memory."""
-
-    def __post_init__(self) -> None:
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
-        sizes = [(self.world_size, self.shards_per_rank)]
-        sizes += [(one.world_size, one.shards_per_rank) for one in self.further]
-        for world_size, shards_per_rank in sizes:
-            if world_size * shards_per_rank > MAX_SHARDS:
-                raise ValueError(
-                    f"{world_size} ranks with {shards_per_rank} shards each have more than {MAX_SHARDS} shards"
-                )
-        objects = sum(world_size * shards_per_rank for world_size, shards_per_rank in sizes)
-        if objects > MAX_OBJECTS:
-            raise ValueError(
-                f"a chunk has at most {MAX_OBJECTS} objects in all groups of layers together, got {objects}"
-            )
-        layers = [self.layers, *(one.layers for one in self.further)]
-        if len(set(layers)) < len(layers):
-            raise ValueError("a group of layers is named twice")
-        if self.kind != "observer" and not (self.model and self.block_size):
-            raise ValueError(f"a {self.kind} must state its model and block_size")
+    block_size: BlockSize
+    world_size: Shards
+    """The fields of `EngineIdentity`, for these layers: all ranks hold the same latents, for example, and each a part of the states beside them."""
+    shards_per_rank: Shards
 
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Engines with equal identities share chunks, if their tensors agree, too."""
 
-    model: str
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
     """Identifies the weights."""
-    block_size: int
+    block_size: BlockSize
     """Tokens per block of the engine's paged cache."""
-    world_size: int = 1
+    world_size: Shards = 1
     """Ranks that hold a part of each chunk."""
-    rank: int = 0
-    shards_per_rank: int = 1
-    chunk_size: int | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    shards_per_rank: Shards = 1
+    """How many shards of each chunk every rank holds. Each shard is an object."""
+    chunk_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)] | None = None
     """Tokens per chunk; None to use the server's."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
     """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
-    hash_seed: str = ""
+    hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
-    namespace: str = ""
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Fingerprint of the namespace that an `RpcLookupServer` must serve; empty for any."""
     layers: LayerGroup | None = None
-    """Which of the model's layers; None if all are kept alike."""
-    further: tuple[FurtherLayers, ...] = ()
+    """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
+    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()
     """The other groups of layers that lookups ask for."""
-    object_sizes: tuple[int, ...] = ()
+    object_sizes: Annotated[tuple[ObjectSize, ...], msgspec.Meta(max_length=256)] = ()
     """The payload bytes of a chunk's object in each group of layers of this worker; those of similar size share the server's memory."""
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size % self.block_size:
             raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {self.block_size}")
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
+        groups: list[EngineIdentity | FurtherLayers] = [self, *self.further]
+        objects = [one.world_size * one.shards_per_rank for one in groups]
+        if max(objects) > MAX_SHARDS:
+            raise ValueError(f"ranks and their shards make {max(objects)} shards of a chunk; {MAX_SHARDS} are the most")
+        if sum(objects) > MAX_OBJECTS:
+            raise ValueError(
+                f"a chunk has at most {MAX_OBJECTS} objects in all groups of layers together, got {sum(objects)}"
+            )
+        if len({one.layers for one in groups}) < len(groups):
+            raise ValueError("a group of layers is named twice")
 
     @classmethod
     def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:
@@ -174,25 +139,23 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
-    def hello(self, client: str, kind: Literal["scheduler", "worker"]) -> Hello:
+    def hello(self, client: str, kind: Literal["scheduler", "worker", "observer"]) -> Hello:
         """Returns the first message of a connection whose name is `client`."""
-        return Hello(
-            client,
-            kind,
-            pd_cache.__version__,
-            self.model,
-            self.world_size,
-            self.rank,
-            self.block_size,
-            self.namespace,
-            self.hash_mode,
-            self.hash_seed,
-            self.shards_per_rank,
-            self.chunk_size or 0,
-            self.layers,
-            self.further,
-            self.object_sizes,
-        )
+        return Hello(client, kind, pd_cache.__version__, self)
+
+
+NOBODY = EngineIdentity(model="", block_size=1)
+"""What an observer says about itself."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Introduces the client: the first message of a connection. Answered with `Welcome`."""
+
+    client: Token
+    """The name of this process's connection, also on its Unix socket."""
+    kind: Literal["scheduler", "worker", "observer"]
+    software: Text
+    engine: EngineIdentity = NOBODY
 
 
 class CpuStorage(Message, frozen=True, tag="cpu"):

@@ -341,16 +341,15 @@ class CacheServer:
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
         cache = self.settings.cache
-        groups = self.models.groups(hello)
+        groups = self.models.groups(hello.engine)
         group = groups[0]
-        if hello.kind != "observer":
-            for one in groups:
-                if one.chunk_size % one.block_size:
-                    raise RefusalError(
-                        "mismatch",
-                        f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
-                        f"{one.block_size}",
-                    )
+        for one in groups:
+            if one.chunk_size % one.block_size:
+                raise RefusalError(
+                    "mismatch",
+                    f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
+                    f"{one.block_size}",
+                )
         with self._lock:
             if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
                 raise RefusalError("busy", f"the server serves at most {_MAX_CLIENTS} clients at a time")
@@ -428,7 +427,7 @@ class CacheServer:
         with self._lock:
             client = self._clients.pop(name, None)
         if client is not None:
-            log.info("a %s of %s is gone", client.hello.kind, client.hello.model or "no model")
+            log.info("a %s of %s is gone", client.hello.kind, client.hello.engine.model or "no model")
             self._forget(client)
 
     def _forget(self, client: Client) -> None:

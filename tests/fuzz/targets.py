@@ -112,7 +112,16 @@ def _read_json(text: bytes) -> Any:
 _NAMES = protocol.join_names([b"a" * 16, b"b" * 16])
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
 _REQUESTS: tuple[protocol.Message, ...] = (
-    protocol.Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16, "f" * 16, "blocks", "sha256:0:", 2),
+    protocol.EngineIdentity(
+        model="m",
+        block_size=16,
+        world_size=2,
+        rank=1,
+        namespace="f" * 16,
+        hash_mode="blocks",
+        hash_seed="sha256:0:",
+        shards_per_rank=2,
+    ).hello(TOKEN, "worker"),
     protocol.Register(
         (protocol.CpuStorage(4096), protocol.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
         (protocol.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
@@ -139,8 +148,8 @@ def _server_request(data: bytes) -> None:
     number, request = protocol.decode_request(data)
     assert protocol.decode_request(protocol.encode(number, request)) == (number, request)
     if isinstance(request, protocol.Hello):
-        assert request.rank < request.world_size
-        assert request.world_size * request.shards_per_rank <= MAX_SHARDS
+        assert request.engine.rank < request.engine.world_size
+        assert request.engine.world_size * request.engine.shards_per_rank <= MAX_SHARDS
         assert len(request.client) == 32
     if isinstance(request, (protocol.Lookup, protocol.Store, protocol.Retrieve)):
         names = protocol.split_names(request.names)

@@ -105,7 +105,7 @@ def test_other_blocks_that_are_none_are_refused(worker: Worker, kind: Any, block
 
 
 def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server: CacheServer, worker: Worker) -> None:
-    model = worker.client.hello.model
+    model = worker.client.hello.engine.model
     hashes = [bytes([index]) * 32 for index in range(len(WHOLE))]
     with ExitStack() as stack:
         ways: list[dict[str, Any]] = [
@@ -137,7 +137,7 @@ def test_an_engine_that_names_chunks_in_another_way_than_the_file_says_is_refuse
 def test_a_lookup_of_a_scheduler_pins_what_it_found_until_its_request_ends(
     server: CacheServer, worker: Worker, pool: Pool
 ) -> None:
-    metadata = CacheMetadata.of(worker.client.hello.model, worker.layout)
+    metadata = CacheMetadata.of(worker.client.hello.engine.model, worker.layout)
     settings = pool.settings(CacheConfig(chunk_size=CHUNK))
     metrics = CacheMetrics()
     client = ServerLookupClient(settings, metadata, server.url, LATE_S, metrics=metrics)

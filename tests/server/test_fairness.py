@@ -21,7 +21,16 @@ from pd_cache.server import link, lookups, moves
 from pd_cache.server import server as cache_server
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.models import ServedModels, memory_size
-from pd_cache.server.protocol import MAX_FRAME, Hello, Lookup, RefusalError, Refused, StatusQuery, Welcome, encode
+from pd_cache.server.protocol import (
+    MAX_FRAME,
+    EngineIdentity,
+    Lookup,
+    RefusalError,
+    Refused,
+    StatusQuery,
+    Welcome,
+    encode,
+)
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
@@ -45,11 +54,11 @@ def test_one_client_more_than_the_server_takes_is_refused_and_the_others_stay(
     monkeypatch.setattr(cache_server, "_MAX_CLIENTS", 3)
     with Engine(server.url) as engine, StrangePeer(server.url) as one, StrangePeer(server.url) as too_many:
         store_surely(engine, TOKENS)
-        assert isinstance(one.hello("observer"), Welcome)
-        answer = too_many.hello("observer")
+        assert isinstance(one.hello(), Welcome)
+        answer = too_many.hello()
         assert isinstance(answer, Refused)
         assert answer.reason == "busy"
-        assert isinstance(one.hello("observer"), Welcome), "one that is known may say hello again"
+        assert isinstance(one.hello(), Welcome), "one that is known may say hello again"
         assert engine.lookup("still there", TOKENS) == len(TOKENS)
 
 
@@ -80,9 +89,9 @@ def test_what_one_lookup_asks_for_is_bounded(server: CacheServer, monkeypatch: A
 
 def test_more_ranks_than_there_are_heads_anywhere_are_refused(server: CacheServer) -> None:
     with StrangePeer(server.url) as one:
-        with pytest.raises(ValueError, match="more than 1024 shards"):
-            Hello(one.name, "worker", "strange", "strange", 1024, 0, CHUNK, shards_per_rank=2)
-        frame = encode(1, Hello(one.name, "worker", "strange", "strange", 1024, 0, CHUNK))
+        with pytest.raises(ValueError, match="1024 are the most"):
+            EngineIdentity(model="m", world_size=1024, block_size=CHUNK, shards_per_rank=2)
+        frame = encode(1, EngineIdentity(model="m", world_size=1024, block_size=CHUNK).hello(one.name, "worker"))
         most, more = msgspec.msgpack.encode(1024), msgspec.msgpack.encode(4096)
         assert frame.count(most) == 1
         one.send([frame.replace(most, more)])  # as no client of ours can say it
@@ -147,9 +156,9 @@ def models(pool: Pool) -> ServedModels:
 
 def come(models: ServedModels, heads: int, client: str) -> Any:
     """An engine registers whose chunks are as large as it has heads."""
-    hello = Hello(uuid.uuid4().hex, "worker", "x", f"model of {heads}", 1, 0, BLOCK)
+    engine = EngineIdentity(model=f"model of {heads}", block_size=BLOCK)
     return models.serve(
-        models.groups(hello)[0], KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK)), client
+        models.groups(engine)[0], KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK)), client
     )
 
 
@@ -254,9 +263,9 @@ def test_others_register_while_a_backend_is_closed_that_nobody_uses(models: Serv
 
 def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: ServedModels) -> None:
     for index in range(100):
-        hello = Hello(uuid.uuid4().hex, "worker", "x", f"model {index}", 1, 0, BLOCK)
+        engine = EngineIdentity(model=f"model {index}", block_size=BLOCK)
         layout = KVLayout.from_tensors(make_cache(heads=1, block_size=BLOCK))
-        models.serve(models.groups(hello)[0], layout, "a").workers.clear()
+        models.serve(models.groups(engine)[0], layout, "a").workers.clear()
     assert len(list(models)) <= 65
 
 

@@ -25,6 +25,7 @@ from pd_cache.server.protocol import (
     CudaStorage,
     Done,
     EndSession,
+    EngineIdentity,
     FrameError,
     Hello,
     Lookup,
@@ -51,7 +52,7 @@ from tests.support.waiting import wait_for
 TOKEN = uuid.uuid4().hex
 MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
 REQUESTS = [
-    Hello(TOKEN, "worker", "0.1", "m", 2, 1, 16),
+    Hello(TOKEN, "worker", "0.1", EngineIdentity(model="m", block_size=16, world_size=2, rank=1)),
     Register(
         (CpuStorage(4096), CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
         (TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
@@ -103,7 +104,15 @@ def nonsense(body: bytes) -> bytes:
 
 
 LAYERS = {"layers": "0", "keeps": "every token", "tail": 0}
-WITH_GROUPS = ["hello", TOKEN, "scheduler", "x", "m", 1, 0, 4, "", "", "", 1, 8, None]
+
+
+def hello(**engine: Any) -> bytes:
+    """The frame of a scheduler that says this about its engine."""
+    return nonsense(
+        msgspec.msgpack.encode(["hello", TOKEN, "scheduler", "x", {"model": "m", "block_size": 4, **engine}])
+    )
+
+
 BAD = {
     "empty": b"",
     "no header": b"PDCM",
@@ -113,12 +122,10 @@ BAD = {
     "an unknown type": nonsense(b"\x91\xa5wrong"),
     "a string where a number belongs": nonsense(encode(9, Lookup("r", b"", 3))[16:-2] + b"\xa1x\xa0"),
     "names of no whole length": nonsense(msgspec.msgpack.encode(["lookup", "r", b"\x10abc", 0])),
-    "a rank outside of the world": nonsense(msgspec.msgpack.encode(["hello", TOKEN, "worker", "x", "m", 2, 2, 4])),
-    "a group of layers that is named twice": nonsense(
-        msgspec.msgpack.encode([*WITH_GROUPS, [[LAYERS, 4, 1, 1], [LAYERS, 8, 1, 1]]])
-    ),
-    "more objects in all groups together than a lookup asks for at once": nonsense(
-        msgspec.msgpack.encode([*WITH_GROUPS, [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(4)]])
+    "a rank outside of the world": hello(world_size=2, rank=2),
+    "a group of layers that is named twice": hello(further=[[LAYERS, 4, 1, 1], [LAYERS, 8, 1, 1]]),
+    "more objects in all groups together than a lookup asks for at once": hello(
+        further=[[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(4)]
     ),
     "a pickle": nonsense(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
     "an answer": encode(9, Found(3, 3)),
@@ -135,9 +142,9 @@ def test_a_malformed_frame_is_a_frame_error(frame: bytes) -> None:
 
 def test_a_hello_may_name_as_many_groups_as_a_lookup_asks_for_at_once() -> None:
     groups = [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(3)]
-    _, hello = decode_request(nonsense(msgspec.msgpack.encode([*WITH_GROUPS, groups])))
-    assert isinstance(hello, Hello)
-    assert len(hello.further) == 3
+    _, request = decode_request(hello(further=groups))
+    assert isinstance(request, Hello)
+    assert len(request.engine.further) == 3
 
 
 @given(st.binary(max_size=200))
@@ -235,7 +242,9 @@ def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
 
 
 def test_a_registration_that_does_not_come_over_the_unix_socket_is_refused(exchange: Any) -> None:
-    assert isinstance(exchange(encode(1, Hello(exchange.name, "worker", "test", "m", 1, 0, 4))), Welcome)
+    assert isinstance(
+        exchange(encode(1, Hello(exchange.name, "worker", "test", EngineIdentity(model="m", block_size=4)))), Welcome
+    )
     answer = exchange(encode(2, REQUESTS[1]))
     assert (answer.reason, "over the Unix socket" in answer.message) == ("invalid", True)
 

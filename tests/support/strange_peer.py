@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 
@@ -49,5 +49,5 @@ class StrangePeer:
         self.say(message)
         return self.hear(timeout)
 
-    def hello(self, kind: Literal["scheduler", "worker", "observer"] = "worker", block_size: int = 0) -> Answer | None:
-        return self.ask(Hello(self.name, kind, "strange", "strange", block_size=block_size))
+    def hello(self) -> Answer | None:
+        return self.ask(Hello(self.name, "observer", "strange"))
