@@ -14,7 +14,6 @@ the waiting thread.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -55,9 +54,6 @@ _OUTSTANDING = 1024
 """The most requests of a client that wait for an answer. One more is refused as `busy`."""
 _SERVER_INCOMING = 32
 """How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
-_ROUND = 64
-_ROUND_BYTES = 1 << 20
-"""The most messages and bytes that are decoded before the first message is handled."""
 _WAIT_SLICE_S = 0.5
 _MAX_DESCRIPTORS = 250
 """The kernel accepts up to 253 in a message."""
@@ -73,7 +69,7 @@ class _Wire:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
@@ -113,10 +109,8 @@ class _Wire:
             ready = self._poll.poll(0)
         for descriptor, _ in ready or self._poll.poll(max(0.0, timeout) * 1000):
             if descriptor == self._wakeup:
-                try:
+                with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)
-                except BlockingIOError:
-                    pass
 
     def wake(self) -> None:
         """Makes `wait` return, now or at its next call."""
@@ -152,16 +146,11 @@ class Future:
 
     def query(self) -> bool:
         """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
-        if not self.done:
-            self._link.look()
-            if not self.done and time.monotonic() >= self.deadline:
-                self._link.give_up(self)
-        return self.done
+        return self.done or self._link.look(self)
 
     def outcome(self) -> Answer | str:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
-        if not self.done:
-            self._link.wait(self)
+        self._link.wait(self)
         if isinstance(self._outcome, Refused | CacheServerError):
             return self._outcome.reason
         assert self._outcome is not None
@@ -169,8 +158,7 @@ class Future:
 
     def result(self) -> Answer:
         """Does the same, but raises a `CacheServerError` if there is no answer."""
-        if not self.done:
-            self._link.wait(self)
+        self._link.wait(self)
         if isinstance(self._outcome, CacheServerError):
             raise self._outcome
         assert self._outcome is not None
@@ -212,20 +200,11 @@ class ClientLink:
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 500),
             (zmq.HEARTBEAT_IVL, 500),
-            (
-                zmq.HEARTBEAT_TIMEOUT,
-                5000,
-            ),  # matters only for a server that was stopped: one that dies closes its sockets
+            (zmq.HEARTBEAT_TIMEOUT, 5000),  # only a stopped server is silent: one that dies closes its sockets
         ):
             requests.setsockopt(option, value)
         requests.setsockopt(zmq.IDENTITY, name.encode())
         self._monitor = requests.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        try:
-            requests.connect(url)
-        except zmq.ZMQError as error:
-            self._end(requests)
-            raise ValueError(f"{url!r} is not the address of a cache server: {error}") from None
-        self._requests = requests
         self._wire = _Wire(requests)
         self._changed = threading.Condition(self._wire.lock)
         self._futures: dict[int, Future] = {}
@@ -236,6 +215,11 @@ class ClientLink:
         self._nudged = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._unix: socket.socket | None = None
         """The socket for descriptors. The thread that calls `watch` opens and closes it."""
+        try:
+            requests.connect(url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{url!r} is not the address of a cache server: {error}") from None
 
     def request(self, message: Message, timeout: float, descriptors: Sequence[int] | None = None) -> Future:
         """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason why there is none.
@@ -257,11 +241,8 @@ class ClientLink:
                 problem = RefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
             elif descriptors is not None:
                 problem = self._send_beside(frame, descriptors)
-            else:
-                try:
-                    self._requests.send(frame, _NOW)
-                except zmq.ZMQError:  # not connected, or full
-                    problem = ServerLostError(f"no cache server answers at {self.url}")
+            elif not self._wire.send([frame]):
+                problem = ServerLostError(f"no cache server answers at {self.url}")
             if problem is not None:
                 future.settle(problem)
             else:
@@ -273,22 +254,20 @@ class ClientLink:
     def notify(self, message: Message) -> bool:
         """Sends a request that needs no answer. Returns False if it could not be sent."""
         with self._changed:
-            sent = not self._closed and self._wire.send([encode(0, message)])
+            sent = self._wire.send([encode(0, message)])
             if self._waited_for is not None:
                 self._read()
         return sent
 
-    def look(self) -> None:
-        """Reads the answers that have arrived, without waiting."""
+    def look(self, future: Future) -> bool:
+        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, which it is after its deadline."""
         with self._changed:
             self._read()
-
-    def give_up(self, future: Future) -> None:
-        """Settles a future as unanswered. An answer that still comes is dropped."""
-        with self._changed:
-            if self._futures.pop(future.number, None) is not None:
+            if not future.done and time.monotonic() >= future.deadline:
+                self._futures.pop(future.number, None)  # an answer that still comes is dropped
                 future.settle(NoAnswerError(f"no answer from {self.url} in time"))
                 self._tell()
+            return future.done
 
     def fail_all(self, reason: str) -> None:
         """Settles all outstanding futures as failed."""
@@ -301,20 +280,16 @@ class ClientLink:
     def wait(self, future: Future) -> None:
         """Waits until the future is settled, at most until its deadline."""
         while not future.done:
-            remaining = future.deadline - time.monotonic()
-            if remaining <= 0:
-                self.give_up(future)
-                return
             with self._changed:
-                self._read()
-                if future.done or self._closed:
-                    continue
+                if self.look(future):
+                    return
+                slice_s = min(max(0.0, future.deadline - time.monotonic()), _WAIT_SLICE_S)
                 if self._waited_for is not None:
-                    self._changed.wait(min(remaining, _WAIT_SLICE_S))
+                    self._changed.wait(slice_s)
                     continue
                 self._waited_for = future
             try:
-                self._wire.wait(min(remaining, _WAIT_SLICE_S), _AWAKE_S)
+                self._wire.wait(slice_s, _AWAKE_S)
             finally:
                 with self._changed:
                     self._waited_for = None
@@ -380,19 +355,13 @@ class ClientLink:
         with self._changed:
             self._changed.wait_for(lambda: self._waited_for is None, 2 * _WAIT_SLICE_S)
         self._wire.close()
-        self._end(self._requests)
+        self._monitor.close(0)
+        if self._own_context:
+            self._context.term()
         self.detach()
         os.close(self._nudged)
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _end(self, requests: zmq.Socket[bytes]) -> None:
-        if not requests.closed:
-            requests.disable_monitor()
-            requests.close(0)
-        self._monitor.close(0)
-        if self._own_context:
-            self._context.term()
 
     def _send_beside(self, frame: bytes, descriptors: Sequence[int]) -> CacheServerError | None:
         """Sends a frame over the Unix socket. Returns why it could not be sent, or None."""
@@ -403,10 +372,6 @@ class ClientLink:
         try:
             socket.send_fds(self._unix, [frame], list(descriptors), socket.MSG_DONTWAIT)
         except OSError as error:
-            if error.errno == errno.EMSGSIZE:
-                return RefusedError(
-                    "invalid", f"the kernel does not send {len(frame)} bytes over a Unix socket at once"
-                )
             return ServerLostError(f"the cache server at {self.url} takes no file descriptors: {error}")
         return None
 
@@ -453,10 +418,8 @@ class Incoming(NamedTuple):
     client: bytes
     number: int
     request: Request
-    beside: bool = False
-    """Whether it came over the Unix socket."""
-    descriptors: Sequence[int] = ()
-    """The descriptors that came with it. They are closed when its handler returns."""
+    descriptors: Sequence[int] | None = None
+    """If it came over the Unix socket, the descriptors that came with it. They are closed when its handler returns."""
 
 
 class ServerLink:
@@ -540,10 +503,7 @@ class ServerLink:
         if isinstance(answer, Refused) and answer.reason != "busy":
             self._metrics.trouble(self._op, f"refused_{answer.reason}", detail=answer.message)
         if incoming.number:
-            with self._wire.lock:
-                self._wire.send([incoming.client, encode(incoming.number, answer)])
-                if self._waiting and self._wire.readable():
-                    self._wire.wake()
+            self._send(incoming.client, incoming.number, answer)
 
     def is_attached(self, client: bytes) -> bool:
         """Returns whether the client's Unix socket is open."""
@@ -576,29 +536,27 @@ class ServerLink:
 
     def _receive(self) -> None:
         while not self._stopping:
-            found = self._read()
-            if self._waiting:
+            with self._wire.lock:
+                frames = self._wire.receive()
+                self._waiting = frames is None
+            if frames is None:
                 self._wire.wait(_WAIT_SLICE_S)
-                self._waiting = False
-            for incoming in found:
+                continue
+            client = frames[0]
+            try:
+                incoming = Incoming(client, *decode_request(frames[-1]))
+            except FrameError as error:
+                self._metrics.trouble(self._op, f"{error.reason}_frame")
+                self._send(client, error.number or 0, Refused(error.reason, str(error)))
+            else:
                 self._serve(incoming)
 
-    def _read(self) -> list[Incoming]:
-        found: list[Incoming] = []
+    def _send(self, client: bytes, number: int, answer: Answer) -> None:
+        frame = encode(number, answer)
         with self._wire.lock:
-            room = _ROUND_BYTES
-            while len(found) < _ROUND and room > 0 and (frames := self._wire.receive()) is not None:
-                room -= sum(map(len, frames))
-                client = frames[0]
-                try:
-                    if len(frames) != 2:
-                        raise FrameError("malformed", f"expected a message of one frame, got {len(frames) - 1}", None)
-                    found.append(Incoming(client, *decode_request(frames[1])))
-                except FrameError as error:
-                    self._metrics.trouble(self._op, f"{error.reason}_frame")
-                    self._wire.send([client, encode(error.number or 0, Refused(error.reason, str(error)))])
-            self._waiting = not found and room > 0
-        return found
+            self._wire.send([client, frame])
+            if self._waiting and self._wire.readable():  # the send may have swallowed the edge of a request
+                self._wire.wake()
 
     def _serve(self, incoming: Incoming) -> None:
         try:
@@ -630,26 +588,23 @@ class ServerLink:
         """Handles what comes over one connection of the Unix socket: the client's name, then requests with descriptors."""
         client = b""
         try:
-            while not self._stopping:
+            client = connection.recv(_BESIDE_BYTES)
+            with self._lock:
+                self._attached[client] = connection
+            data = client
+            while data and not self._stopping:
+                data, descriptors, _, _ = socket.recv_fds(
+                    connection, _BESIDE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
                 try:
-                    data, descriptors, _, _ = socket.recv_fds(
-                        connection, _BESIDE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                    )
-                except OSError:
-                    return
-                try:
-                    if not data:
-                        return
-                    if client:
-                        self._serve(Incoming(client, *decode_request(data), True, tuple(descriptors)))
-                    else:
-                        client = data
-                        with self._lock:
-                            self._attached[client] = connection
+                    if data:
+                        self._serve(Incoming(client, *decode_request(data), tuple(descriptors)))
                 except FrameError as error:
                     self._metrics.trouble(self._op, f"{error.reason}_frame")
                 finally:
                     close_all(descriptors)
+        except OSError:  # the connection has ended
+            pass
         finally:
             with self._lock:
                 del self._connections[connection]

@@ -327,7 +327,7 @@ class CacheServer:
             return Done()
         if isinstance(request, StatusQuery):
             return self.status()
-        if not incoming.beside:
+        if incoming.descriptors is None:
             raise RefusalError("invalid", f"{type(request).__name__} must come over the Unix socket")
         if isinstance(request, Register):
             return client.register(request, incoming.descriptors, self.models)

@@ -17,7 +17,7 @@ from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import RefusedError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server import link, lookups, moves
+from pd_cache.server import lookups, moves
 from pd_cache.server import server as cache_server
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.models import ServedModels, memory_size
@@ -267,19 +267,3 @@ def test_groups_whose_engines_have_left_are_not_remembered_without_end(models: S
         layout = KVLayout.from_tensors(make_cache(heads=1, block_size=BLOCK))
         models.serve(models.groups(engine)[0], layout, "a").workers.clear()
     assert len(list(models)) <= 65
-
-
-# --- connections -----------------------------------------------------------------------------------------------------
-
-
-def test_a_flood_of_bad_frames_does_not_put_a_server_to_sleep(
-    server: CacheServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link, "_ROUND_BYTES", 10)
-    with StrangePeer(server.url) as one:
-        for _ in range(50):
-            one.send([b"no message"])
-        one.say(StatusQuery())
-        answers = [one.hear() for _ in range(51)]
-    reasons = [answer.reason for answer in answers if isinstance(answer, Refused)]
-    assert reasons == ["malformed"] * 50 + ["unknown_client"]

@@ -232,10 +232,6 @@ def test_an_unknown_version_is_answered_in_words(exchange: Any) -> None:
     assert (answer.reason, "run the same release" in answer.message) == ("version", True)
 
 
-def test_several_frames_are_malformed(exchange: Any) -> None:
-    assert exchange(b"one", b"two").reason == "malformed"
-
-
 def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
     for request in REQUESTS[1:]:
         assert exchange(encode(3, request)).reason == "unknown_client"
