@@ -44,73 +44,27 @@ class FoundChunks(NamedTuple):
     """The chunks' keys, one list for each rank, which loads its own."""
 
 
-class _Pins:
-    """What a session holds of one model."""
+class _Pins(NamedTuple):
+    """What a session holds for one rank of a model."""
 
-    __slots__ = ("_pinned", "_shards", "backend", "names", "size")
-
-    def __init__(self, found: FoundChunks) -> None:
-        self.backend = found.backend
-        self.names = frozenset(found.names)
-        self._shards = dict(enumerate(found.shards))
-        self.size = sum(len(keys) for keys in found.shards)
-        """How many keys it was opened with."""
-        self._pinned = set(found.backend.pin(self.keys))
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys that it holds, pinned or kept by a lease."""
-        return [key for keys in self._shards.values() for key in keys]
-
-    @property
-    def pinned(self) -> int:
-        """How many keys it holds."""
-        return sum(len(keys) for keys in self._shards.values())
-
-    @property
-    def unpinned(self) -> list[str]:
-        """The keys that no local tier has pinned for it."""
-        return [key for key in self.keys if key not in self._pinned]
-
-    def drop(self, rank: int | None = None) -> bool:
-        """Unpins the keys of one rank, or of all. Returns True if none are left."""
-        ranks = list(self._shards) if rank is None else [rank]
-        for one in ranks:
-            pinned = self._pinned.intersection(self._shards.pop(one, ()))
-            if pinned:
-                self._pinned -= pinned
-                self.backend.unpin(list(pinned))
-        return not self._shards
+    backend: StorageBackend
+    names: frozenset[bytes]
+    pinned: Sequence[str]
+    """The keys that a local tier has pinned."""
+    leased: Sequence[str]
+    """The other keys, which only a lease keeps."""
 
 
-class Session:
+class Session(NamedTuple):
     """One request's pins."""
 
-    __slots__ = ("client", "deadline", "name", "pins", "size")
-
-    def __init__(self, client: str, name: str, found: Sequence[FoundChunks], deadline: float) -> None:
-        self.client = client
-        self.name = name
-        self.deadline = deadline
-        self.pins = {one.model: _Pins(one) for one in found}
-        self.size = sum(one.size for one in self.pins.values())
-        """How many keys it was opened with."""
-
-    @property
-    def pinned(self) -> int:
-        """How many keys it holds."""
-        return sum(one.pinned for one in self.pins.values())
-
-    def drop(self, model: Hashable, rank: int) -> bool:
-        """Unpins the keys of one rank of a model. Returns True if none are left of any model."""
-        if self.pins[model].drop(rank):
-            del self.pins[model]
-        return not self.pins
-
-    def drop_all(self) -> None:
-        """Unpins all keys."""
-        for one in self.pins.values():
-            one.drop()
+    client: str
+    name: str
+    deadline: float
+    pins: dict[tuple[Hashable, int], _Pins]
+    """What is not loaded yet, by model and rank."""
+    size: int
+    """How many keys it was opened with."""
 
 
 class Sessions:
@@ -121,7 +75,8 @@ class Sessions:
         self._most_keys = most_keys
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._by_request: dict[tuple[Hashable, str], list[Session]] = {}
+        self._holding: dict[tuple[str, Hashable, int], list[Session]] = {}
+        """The sessions that hold chunks, by name, model and rank."""
         self._keys = 0
         """How many keys the sessions were opened with."""
 
@@ -132,17 +87,26 @@ class Sessions:
     def pinned(self) -> int:
         """How many keys all sessions hold. A key that several sessions hold counts several times."""
         with self._lock:
-            return sum(session.pinned for session in self._sessions.values())
+            held = [pins for session in self._sessions.values() for pins in session.pins.values()]
+            return sum(len(pins.pinned) + len(pins.leased) for pins in held)
 
     def open(self, client: str, name: str, found: Sequence[FoundChunks], lifetime: float) -> None:
         """Pins what a lookup found. Ends the client's earlier session of this name."""
-        session = Session(client, name, found, self._clock() + lifetime)
+        pins = {}
+        for one in found:
+            names = frozenset(one.names)
+            for rank, keys in enumerate(one.shards):
+                pinned = one.backend.pin(keys)
+                leased = sorted(set(keys).difference(pinned))
+                pins[one.model, rank] = _Pins(one.backend, names, pinned, leased)
+        size = sum(len(keys) for one in found for keys in one.shards)
+        session = Session(client, name, self._clock() + lifetime, pins, size)
         with self._lock:
             self._end(client, name)  # only now, when the new one already holds the same keys
             self._sessions[client, name] = session
-            for model in session.pins:
-                self._by_request.setdefault((model, name), []).append(session)
-            self._keys += session.size
+            for model, rank in pins:
+                self._holding.setdefault((name, model, rank), []).append(session)
+            self._keys += size
             while self._keys > self._most_keys:
                 self._end(*next(iter(self._sessions)))
 
@@ -153,15 +117,12 @@ class Sessions:
         same name, any session that holds these chunks will do, because it holds the same keys.
         """
         with self._lock:
-            candidates = self._by_request.get((model, name), ())
-            session = next((one for one in candidates if one.pins[model].names.issuperset(names)), None)
-            if session is None:
-                return
-            ended = session.drop(model, rank)
-            if model not in session.pins:
-                self._forget(session, model)
-            if ended:
-                self._end(session.client, session.name)
+            for session in self._holding.get((name, model, rank), ()):
+                if session.pins[model, rank].names.issuperset(names):
+                    self._release(session, model, rank)
+                    if not session.pins:
+                        self._end(session.client, name)
+                    return
 
     def end(self, client: str, name: str) -> None:
         """Ends one session; nothing happens if there is none."""
@@ -170,56 +131,48 @@ class Sessions:
 
     def end_client(self, client: str) -> None:
         """Ends all sessions of a client that is gone."""
-        with self._lock:
-            for owner, name in list(self._sessions):
-                if owner == client:
-                    self._end(owner, name)
+        self._end_all(lambda session: session.client == client)
 
     def end_backend(self, backend: StorageBackend) -> None:
         """Ends all sessions over a backend that is about to be closed."""
-        with self._lock:
-            over = [
-                key
-                for key, session in self._sessions.items()
-                if any(pins.backend is backend for pins in session.pins.values())
-            ]
-            for key in over:
-                self._end(*key)
+        self._end_all(lambda session: any(pins.backend is backend for pins in session.pins.values()))
 
     def expire(self) -> int:
         """Ends the sessions whose deadline has passed. Returns how many."""
         now = self._clock()
-        with self._lock:
-            late = [key for key, session in self._sessions.items() if session.deadline <= now]
-            for key in late:
-                self._end(*key)
-        return len(late)
+        return self._end_all(lambda session: session.deadline <= now)
 
     def leases(self) -> list[tuple[StorageBackend, list[str]]]:
         """Returns, for each backend, the keys that only a lease keeps, each once."""
+        by_backend: dict[StorageBackend, dict[str, None]] = {}
         with self._lock:
-            by_backend: dict[int, tuple[StorageBackend, dict[str, None]]] = {}
             for session in self._sessions.values():
                 for pins in session.pins.values():
-                    _, keys = by_backend.setdefault(id(pins.backend), (pins.backend, {}))
-                    keys.update(dict.fromkeys(pins.unpinned))
-        return [(backend, list(keys)) for backend, keys in by_backend.values()]
+                    by_backend.setdefault(pins.backend, {}).update(dict.fromkeys(pins.leased))
+        return [(backend, list(keys)) for backend, keys in by_backend.items()]
+
+    def _end_all(self, unwanted: Callable[[Session], bool]) -> int:
+        with self._lock:
+            ending = [session for session in self._sessions.values() if unwanted(session)]
+            for session in ending:
+                self._end(session.client, session.name)
+            return len(ending)
 
     def _end(self, client: str, name: str) -> None:
         session = self._sessions.pop((client, name), None)
-        if session is None:
-            return
-        self._keys -= session.size
-        for model in session.pins:
-            self._forget(session, model)
-        session.drop_all()
+        if session is not None:
+            self._keys -= session.size
+            for model, rank in list(session.pins):
+                self._release(session, model, rank)
 
-    def _forget(self, session: Session, model: Hashable) -> None:
-        """Takes a session off the list of those that hold chunks of a model for its request."""
-        same = self._by_request[model, session.name]
-        same.remove(session)
-        if not same:
-            del self._by_request[model, session.name]
+    def _release(self, session: Session, model: Hashable, rank: int) -> None:
+        pins = session.pins.pop((model, rank))
+        holding = self._holding[session.name, model, rank]
+        holding[:] = [one for one in holding if one is not session]
+        if not holding:
+            del self._holding[session.name, model, rank]
+        if pins.pinned:
+            pins.backend.unpin(pins.pinned)
 
 
 class Question:

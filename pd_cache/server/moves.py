@@ -24,6 +24,7 @@ from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, leaving_out, op
 from pd_cache.paged.base import CopyDone
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
+from pd_cache.server.lookups import Sessions
 from pd_cache.server.memory import SealError, SharingError, check_sealed, import_cuda, wait_for_event
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
@@ -306,20 +307,15 @@ class Client:
         return worker.tensors.unmap(timeout)
 
 
-class _BegunJob(NamedTuple):
-    worker: Worker
-    run: ChunkRun
-
-
 class MoveJob:
     """A store or retrieve, done in turns. For one thread at a time."""
 
-    def __init__(self, client: Client, request: Move, loaded: Callable[[Move, Worker], None]) -> None:
-        """`loaded` is called when a retrieve has ended."""
+    def __init__(self, client: Client, request: Move, sessions: Sessions) -> None:
+        """A retrieve releases what its session in `sessions` holds for the client."""
         self._client = client
         self._request = request
-        self._loaded = loaded
-        self._begun: _BegunJob | None = None
+        self._sessions = sessions
+        self._begun: tuple[Worker, ChunkRun] | None = None
         self._done = 0
         """How many chunks have moved."""
         self._tiers = TierChunks()
@@ -337,18 +333,20 @@ class MoveJob:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             worker = self._client.registered
-            self._begun = _BegunJob(worker, worker.run(self._request, self.until))
+            self._begun = worker, worker.run(self._request, self.until)
         worker, run = self._begun
         model = worker.model
         most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
         first, self._done = self._done, min(self._done + most, len(run.chunks))
         part = run.part(first, self._done)
         if isinstance(self._request, Retrieve):
-            restored = worker.model.mover.load(part)
+            restored = model.mover.load(part)
             self._tiers = TierChunks(*map(sum, zip(self._tiers, restored.tiers, strict=True)))
             if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
-            self._loaded(self._request, worker)
+            if self._request.session:
+                names = split_names(self._request.names)
+                self._sessions.loaded(self._request.session, model.group, worker.rank, names)
             return Loaded(first + restored.chunks, restored.reason, self._tiers)
-        self._outcomes += bytes(worker.model.mover.store(part))
+        self._outcomes += bytes(model.mover.store(part))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

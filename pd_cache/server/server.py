@@ -34,14 +34,13 @@ from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import Answerer, Question, Sessions
 from pd_cache.server.models import OpenBackend, ServedModels
-from pd_cache.server.moves import Client, MoveJob, Worker
+from pd_cache.server.moves import Client, MoveJob
 from pd_cache.server.protocol import (
     Answer,
     Done,
     EndSession,
     Hello,
     Lookup,
-    Move,
     RefusalError,
     Refused,
     Register,
@@ -92,7 +91,10 @@ def own_address(url: str, stack: contextlib.ExitStack) -> Path:
 
 
 class Item(NamedTuple, Generic[T]):
-    client: str
+    """A request that waits or runs."""
+
+    incoming: Incoming
+    client: Client
     work: T
     until: float
     """When it is too late to take the item; `expire` compares it with the time that it is given."""
@@ -107,7 +109,7 @@ class WorkQueue(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: deque[Item[T]] = deque()
-        self._held: Counter[str] = Counter()
+        self._held: Counter[Client] = Counter()
         """How many items of each client wait or run."""
         self._something = threading.Condition()
         self._closed = False
@@ -156,9 +158,9 @@ class WorkQueue(Generic[T]):
         """Removes and returns the waiting items whose `until` has passed."""
         return self._remove(lambda item: item.until <= now)
 
-    def discard(self, client: str) -> list[Item[T]]:
+    def discard(self, client: Client) -> list[Item[T]]:
         """Removes and returns a client's waiting items."""
-        return self._remove(lambda item: item.client == client)
+        return self._remove(lambda item: item.client is client)
 
     def close(self) -> list[Item[T]]:
         """Makes every `take` return nothing from now on. Returns the items that still waited."""
@@ -181,23 +183,6 @@ class WorkQueue(Generic[T]):
         self._held[item.client] -= 1
         if not self._held[item.client]:
             del self._held[item.client]
-
-
-class _Asked(NamedTuple):
-    """A lookup that waits or runs."""
-
-    incoming: Incoming
-    client: Client
-    question: Question
-
-
-class _Move(NamedTuple):
-    """Any other operation that waits or runs."""
-
-    incoming: Incoming
-    client: Client
-    turn: Callable[[], Answer | None]
-    """Does the next part of it. Returns the answer after the last part, otherwise None."""
 
 
 class CacheServer:
@@ -228,8 +213,8 @@ class CacheServer:
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
-        self._lookups: WorkQueue[_Asked] = WorkQueue(node.max_in_flight)
-        self._moves: WorkQueue[_Move] = WorkQueue(node.max_in_flight)
+        self._lookups: WorkQueue[Question] = WorkQueue(node.max_in_flight)
+        self._moves: WorkQueue[MoveJob] = WorkQueue(node.max_in_flight)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -282,8 +267,8 @@ class CacheServer:
                 return
             self._closed = True
         self._stop.set()
-        for work in [one.work for one in self._lookups.close()] + [one.work for one in self._moves.close()]:
-            self._link.answer(work.incoming, _CLOSING)
+        for incoming in [one.incoming for one in self._lookups.close()] + [one.incoming for one in self._moves.close()]:
+            self._link.answer(incoming, _CLOSING)
         end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
         for model in self.models:
             model.mover.close(max(0.0, end - time.monotonic()))
@@ -314,12 +299,12 @@ class CacheServer:
             question = self._question(client, request)
             if isinstance(question, Found):
                 return question
-            if not self._lookups.put(Item(client.hello.client, _Asked(incoming, client, question), math.inf)):
+            if not self._lookups.put(Item(incoming, client, question, math.inf)):
                 raise self._busy()
             return None
         if isinstance(request, Store | Retrieve):
-            move = MoveJob(client, request, self._retrieved)
-            if not self._moves.put(Item(client.hello.client, _Move(incoming, client, move.turn), move.until)):
+            job = MoveJob(client, request, self.sessions)
+            if not self._moves.put(Item(incoming, client, job, job.until)):
                 raise self._busy()
             return None
         if isinstance(request, EndSession):
@@ -385,23 +370,23 @@ class CacheServer:
     def _find(self) -> None:
         """The thread that answers lookups. It takes all lookups that came during its last request together."""
         while items := self._lookups.take(_MOST_QUESTIONS):
-            wanted = [item.work for item in items if not item.work.client.gone]
-            answers = self._answerer.answer([one.question for one in wanted])
-            for (incoming, client, _), answer in zip(wanted, answers, strict=True):
-                if client.gone:  # it went during the lookup: nothing else would end its session
-                    self.sessions.end_client(client.hello.client)
-                self._link.answer(incoming, answer)
+            wanted = [item for item in items if not item.client.gone]
+            answers = self._answerer.answer([item.work for item in wanted])
+            for item, answer in zip(wanted, answers, strict=True):
+                if item.client.gone:  # it went during the lookup: nothing else would end its session
+                    self.sessions.end_client(item.client.hello.client)
+                self._link.answer(item.incoming, answer)
             for item in items:
                 self._lookups.finished(item)
 
     def _move(self) -> None:
         """A thread that stores and retrieves."""
         while items := self._moves.take():
-            incoming, client, turn = items[0].work
+            incoming, client, job, _ = items[0]
             answer: Answer | None = None
             try:
                 if not client.gone:
-                    answer = turn()
+                    answer = job.turn()
                     if answer is None and self._moves.put_back(items[0]):
                         continue
                     answer = answer or _CLOSING
@@ -416,10 +401,6 @@ class CacheServer:
             if answer is not None:
                 self._link.answer(incoming, answer)
 
-    def _retrieved(self, request: Move, worker: Worker) -> None:
-        if request.session:
-            self.sessions.loaded(request.session, worker.model.group, worker.rank, split_names(request.names))
-
     # --- clients that go, and house keeping ----------------------------------------------------------------------
 
     def _gone(self, name: bytes) -> None:
@@ -432,8 +413,8 @@ class CacheServer:
 
     def _forget(self, client: Client) -> None:
         client.gone = True
-        self._lookups.discard(client.hello.client)
-        self._moves.discard(client.hello.client)
+        self._lookups.discard(client)
+        self._moves.discard(client)
         self.sessions.end_client(client.hello.client)
         client.leave()
 
@@ -447,7 +428,7 @@ class CacheServer:
                 now = time.monotonic()
                 self._forget_silent(now)
                 for item in self._moves.expire(now):
-                    self._link.answer(item.work.incoming, Refused("late", "its turn came after its deadline"))
+                    self._link.answer(item.incoming, Refused("late", "its turn came after its deadline"))
                 if now >= renew_at:
                     renew_at = now + self._renew_s
                     for backend, keys in self.sessions.leases():

@@ -16,6 +16,10 @@ LIMIT = 8
 CLIENTS = st.sampled_from("abc")
 
 
+def queued(client: str, work: int, until: float = math.inf) -> Item[int]:
+    return Item(None, client, work, until)  # type: ignore[arg-type]
+
+
 class QueueModel(RuleBasedStateMachine):
     """Random histories against a list of what waits and a list of what runs."""
 
@@ -30,7 +34,7 @@ class QueueModel(RuleBasedStateMachine):
     def put(self, client: str, until: int) -> None:
         held = Counter(item.client for item in self.waiting + self.running)
         has_room = held[client] < LIMIT - held.total()
-        item = Item(client, self.next, float(until))
+        item = queued(client, self.next, until)
         self.next += 1
         assert self.queue.put(item) == has_room, "a client may have as many places as it leaves free"
         if has_room:
@@ -70,7 +74,7 @@ class QueueModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         assert self.queue.close() == self.waiting
         assert self.queue.take() == []
-        assert not self.queue.put(Item("a", 0, math.inf))
+        assert not self.queue.put(queued("a", 0))
         if self.running:
             assert not self.queue.put_back(self.running[0])
 
@@ -105,7 +109,7 @@ def test_many_threads_take_everything_that_is_put_at_once() -> None:
         thread.start()
     try:
         for number in range(2000):
-            assert queue.put(Item("a", number, math.inf))
+            assert queue.put(queued("a", number))
         wait_for(lambda: len(taken) == 2000 and not queue.in_flight)
         assert sorted(taken) == list(range(2000))
     finally:

@@ -79,17 +79,17 @@ class SessionsModel(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_what_sessions_hold(self) -> None:
+        sessions = self.sessions._sessions.values()
         held = Counter(
-            key for session in self.sessions._sessions.values() for pins in session.pins.values() for key in pins.keys
+            key for session in sessions for pins in session.pins.values() for key in (*pins.pinned, *pins.leased)
         )
         pinned = Counter({key: count for key, count in held.items() if key in self.tier.have})
         assert +self.tier.pins == pinned
         leased = {key for _, keys in self.sessions.leases() for key in keys}
         assert leased == set(held) - self.tier.have
-        assert sum(session.size for session in self.sessions._sessions.values()) <= 30
-        listed = sum(map(len, self.sessions._by_request.values()))
-        assert listed == sum(len(session.pins) for session in self.sessions._sessions.values())
-        assert self.sessions._keys == sum(session.size for session in self.sessions._sessions.values())
+        listed = sum(map(len, self.sessions._holding.values()))
+        assert listed == sum(len(session.pins) for session in sessions)
+        assert self.sessions._keys == sum(session.size for session in sessions) <= 30
 
 
 TestSessionsModel = SessionsModel.TestCase

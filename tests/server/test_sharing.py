@@ -17,7 +17,8 @@ from pd_cache.layout import PageKind
 from pd_cache.paged import ChunkSlots
 from pd_cache.server import memory
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
-from pd_cache.server.memory import FencedCopier, MappedTensors, Shared, SharingError, close_all, share_tensors
+from pd_cache.server.memory import Shared, SharingError, close_all, share_tensors
+from pd_cache.server.moves import FencedCopier, MappedTensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, decode_request, encode
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 
