@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
@@ -12,7 +13,15 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
+from pd_cache.chunks import (
+    CacheMetadata,
+    ChunkedTokenDatabase,
+    ChunkNamer,
+    ExtraKey,
+    Tokens,
+    check_names,
+    stride_hashes,
+)
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
@@ -94,7 +103,7 @@ class ServerCache:
     @property
     def blocks_per_chunk(self) -> int:
         """The number of the engine's blocks in a chunk."""
-        return self.connection.blocks_per_chunk
+        return self.chunk_size // self.block_size  # a whole number, or the server would have refused the engine
 
     @property
     def epoch(self) -> str | None:
@@ -133,7 +142,19 @@ class ServerCache:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        return self.connection.name_chunks(tokens, hashes, extra_keys)
+        if (tokens is None) == (hashes is None):
+            raise ValueError("exactly one of token_ids and block_hashes must be given")
+        mode, welcome = "tokens" if hashes is None else "blocks", self.connection.welcome
+        if welcome is not None and welcome.hash_mode != mode:
+            raise ValueError(f"this server names chunks by {welcome.hash_mode}, not by {mode}")
+        if hashes is not None:
+            return stride_hashes(hashes, self.blocks_per_chunk)
+        assert tokens is not None
+        return self._namer.hash_tokens(tokens, extra_keys)
+
+    @functools.cached_property
+    def _namer(self) -> ChunkNamer:
+        return ChunkNamer(self.chunk_size)  # which never changes once it is known
 
     # --- operations that wait for their end ----------------------------------------------------------------------
 

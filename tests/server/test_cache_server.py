@@ -606,7 +606,7 @@ def test_a_registration_is_not_refused_for_the_tensors_before_it(
             wrong = threads.submit(connection.register, [torch.zeros(8, 2, BLOCK + 1, 4)])
             assert asked.wait(60)
             right = threads.submit(connection.register, engine.cache)
-            wait_for(lambda: connection._registration == 2)
+            wait_for(lambda: connection._lent is not None and connection._lent[0] is engine.cache)
             go.set()
             right.result(60)
             assert wrong.exception(60) is None, "what replaced its tensors is registered"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.chunks import CacheMetadata
+from pd_cache.chunks import CacheMetadata, ChunkNamer, stride_hashes
 from pd_cache.config import CacheConfig
 from pd_cache.errors import RefusedError
 from pd_cache.layout import KVLayout
@@ -48,7 +48,7 @@ class Worker:
             raise
 
     def names(self) -> list[bytes]:
-        return self.client.name_chunks(TOKENS, None)
+        return ChunkNamer(self.client.chunk_size).hash_tokens(TOKENS)
 
     def move(self, kind: Any, blocks: list[int], names: list[bytes] | None = None) -> Answer:
         return move_unchecked(self.client, kind, self.names() if names is None else names, blocks)
@@ -118,7 +118,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
             stack.callback(one.client.close)
         assert len({model.database.namespace.fingerprint() for model in server.models}) == 3
         _, one, other = workers
-        names = one.client.name_chunks(None, hashes)
+        names = stride_hashes(hashes, PER_CHUNK)
         answer = one.move(Store, WHOLE, names)
         assert isinstance(answer, Stored)
         assert answer.stored == 3
@@ -229,7 +229,7 @@ def test_tensors_that_replace_others_while_those_are_being_registered_are_the_on
     assert inside.wait(60)
     second = threading.Thread(target=cache.register_kv_caches, args=(new,))
     second.start()
-    wait_for(lambda: cache.connection._registration == 3)
+    wait_for(lambda: cache.connection._lent is not None and cache.connection._lent[0] is new)
     go_on.set()
     first.join(60)
     second.join(60)
