@@ -418,7 +418,7 @@ class _PendingMove:
     def __init__(self, cache: ServerCache, chunks: int) -> None:
         self._cache = cache
         self._chunks = chunks
-        self._counted = False
+        self._ended = False
         self.future: Future | None = None
         self.place: tuple[int, int] | None = None
         """Its slot and ticket of the fence, until the blocks are the engine's again."""
@@ -430,17 +430,17 @@ class _PendingMove:
 
     def query(self) -> bool:
         """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        if self._ended:
+            return True
         if self.place is not None and self.future is not None:
             if not self.future.query():
                 return False
             if not self._cache.connection.fence.revoke(*self.place):
                 return False  # the connection was lost while a chunk was being copied into the blocks
             self.place = self.event = None
-            if self.outcome is None:
-                self.outcome = self.future.outcome()
-        if not self._counted:
-            self._counted = True
-            self._count(self.outcome)
+            self.outcome = self.outcome or self.future.outcome()
+        self._ended = True
+        self._count(self.outcome)
         return True
 
     def wait(self) -> None:
@@ -448,7 +448,7 @@ class _PendingMove:
         try:
             with self._cache.metrics.timed(self._op):
                 if self.future is not None:
-                    self.future.outcome()
+                    self._cache.connection.link.wait(self.future)
                 while not self.query():
                     time.sleep(0.001)
         except BaseException:  # the blocks are the engine's again when this returns

@@ -20,6 +20,8 @@ from pd_cache.server.protocol import EngineIdentity, FurtherLayers, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
+_Released = tuple[StorageBackend, list[ChunkMover]]
+"""A backend that is to be closed, with all that moves its chunks."""
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +90,6 @@ def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
         if one == payload_bytes:
             break
     return size
-
-
-class _Released(NamedTuple):
-    """A backend that is to be closed, with all that moves its chunks."""
-
-    size: int
-    backend: StorageBackend
-    movers: list[ChunkMover]
 
 
 class ServedModels:
@@ -270,14 +264,15 @@ class ServedModels:
         if size == self._segment_of:
             self._segment_of = None
         groups = [group for group, model in self._models.items() if model.mover.backend is backend]
-        return _Released(size, backend, [self._models.pop(group).mover for group in groups])
+        return backend, [self._models.pop(group).mover for group in groups]
 
     def _close(self, released: _Released, why: str) -> None:
-        for mover in released.movers:
+        backend, movers = released
+        for mover in movers:
             mover.close(self._settings.transfer.timeouts.close_ms / 1000)
-        self._released(released.backend)
-        released.backend.close()
-        log.info("no longer serving chunks of %d bytes: %s", released.size, why)
+        self._released(backend)
+        backend.close()
+        log.info("no longer serving chunks of %d bytes: %s", backend.payload_bytes, why)
 
     def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
         return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

@@ -321,7 +321,7 @@ class MoveJob:
         self._tiers = TierChunks()
         """Where the chunks that were loaded came from."""
         self._outcomes = bytearray()
-        self.until = time.monotonic() + request.patience_ms / 1000
+        self._until = time.monotonic() + request.patience_ms / 1000
         """When the engine gives it up, by `time.monotonic()`."""
 
     def turn(self) -> Answer | None:
@@ -329,11 +329,11 @@ class MoveJob:
 
         Raises RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
         """
-        if time.monotonic() > self.until:
+        if time.monotonic() > self._until:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             worker = self._client.registered
-            self._begun = worker, worker.run(self._request, self.until)
+            self._begun = worker, worker.run(self._request, self._until)
         worker, run = self._begun
         model = worker.model
         most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))

@@ -2,8 +2,8 @@
 
 The link's threads receive requests and answer those that need no waiting; the one that belongs to an engine maps the memory that it lends.
 One thread answers lookups, so that no transfer holds them up; it takes all that are waiting at once. A pool of threads moves bytes, in
-turns, so that a long store lets others in between. One keeps house: it renews leases, ends late sessions, refuses requests that have
-waited too long, and forgets clients that are gone. One closes backends that no engine uses.
+turns, so that a long store lets others in between. One keeps house: it renews leases, ends late sessions, and forgets clients that are
+gone. One closes backends that no engine uses.
 
 When a client goes, whether it says goodbye or is killed, the server gives up the client's tensors and its sessions.
 """
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -96,8 +94,6 @@ class Item(NamedTuple, Generic[T]):
     incoming: Incoming
     client: Client
     work: T
-    until: float
-    """When it is too late to take the item; `expire` compares it with the time that it is given."""
 
 
 class WorkQueue(Generic[T]):
@@ -154,13 +150,12 @@ class WorkQueue(Generic[T]):
         with self._something:
             self._release(item)
 
-    def expire(self, now: float) -> list[Item[T]]:
-        """Removes and returns the waiting items whose `until` has passed."""
-        return self._remove(lambda item: item.until <= now)
-
-    def discard(self, client: Client) -> list[Item[T]]:
-        """Removes and returns a client's waiting items."""
-        return self._remove(lambda item: item.client is client)
+    def discard(self, client: Client) -> None:
+        """Removes a client's waiting items."""
+        with self._something:
+            for item in [item for item in self._waiting if item.client is client]:
+                self._waiting.remove(item)
+                self._release(item)
 
     def close(self) -> list[Item[T]]:
         """Makes every `take` return nothing from now on. Returns the items that still waited."""
@@ -168,15 +163,6 @@ class WorkQueue(Generic[T]):
             self._closed = True
             self._something.notify_all()
             return list(self._waiting)
-
-    def _remove(self, unwanted: Callable[[Item[T]], bool]) -> list[Item[T]]:
-        with self._something:
-            removed = [item for item in self._waiting if unwanted(item)]
-            if removed:
-                self._waiting = deque(item for item in self._waiting if not unwanted(item))
-            for item in removed:
-                self._release(item)
-            return removed
 
     def _release(self, item: Item[T]) -> None:
         self.in_flight -= 1
@@ -299,12 +285,11 @@ class CacheServer:
             question = self._question(client, request)
             if isinstance(question, Found):
                 return question
-            if not self._lookups.put(Item(incoming, client, question, math.inf)):
+            if not self._lookups.put(Item(incoming, client, question)):
                 raise self._busy()
             return None
         if isinstance(request, Store | Retrieve):
-            job = MoveJob(client, request, self.sessions)
-            if not self._moves.put(Item(incoming, client, job, job.until)):
+            if not self._moves.put(Item(incoming, client, MoveJob(client, request, self.sessions))):
                 raise self._busy()
             return None
         if isinstance(request, EndSession):
@@ -382,7 +367,7 @@ class CacheServer:
     def _move(self) -> None:
         """A thread that stores and retrieves."""
         while items := self._moves.take():
-            incoming, client, job, _ = items[0]
+            incoming, client, job = items[0]
             answer: Answer | None = None
             try:
                 if not client.gone:
@@ -427,8 +412,6 @@ class CacheServer:
                     self.metrics.trouble("server", "session_expired", late)
                 now = time.monotonic()
                 self._forget_silent(now)
-                for item in self._moves.expire(now):
-                    self._link.answer(item.incoming, Refused("late", "its turn came after its deadline"))
                 if now >= renew_at:
                     renew_at = now + self._renew_s
                     for backend, keys in self.sessions.leases():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 
@@ -16,8 +15,8 @@ LIMIT = 8
 CLIENTS = st.sampled_from("abc")
 
 
-def queued(client: str, work: int, until: float = math.inf) -> Item[int]:
-    return Item(None, client, work, until)  # type: ignore[arg-type]
+def queued(client: str, work: int) -> Item[int]:
+    return Item(None, client, work)  # type: ignore[arg-type]
 
 
 class QueueModel(RuleBasedStateMachine):
@@ -30,11 +29,11 @@ class QueueModel(RuleBasedStateMachine):
         self.running: list[Item[int]] = []
         self.next = 0
 
-    @rule(client=CLIENTS, until=st.integers(0, 9))
-    def put(self, client: str, until: int) -> None:
+    @rule(client=CLIENTS)
+    def put(self, client: str) -> None:
         held = Counter(item.client for item in self.waiting + self.running)
         has_room = held[client] < LIMIT - held.total()
-        item = queued(client, self.next, until)
+        item = queued(client, self.next)
         self.next += 1
         assert self.queue.put(item) == has_room, "a client may have as many places as it leaves free"
         if has_room:
@@ -57,14 +56,9 @@ class QueueModel(RuleBasedStateMachine):
         else:
             self.queue.finished(item)
 
-    @rule(now=st.integers(0, 9))
-    def expire(self, now: int) -> None:
-        assert self.queue.expire(now) == [item for item in self.waiting if item.until <= now]
-        self.waiting = [item for item in self.waiting if item.until > now]
-
     @rule(client=CLIENTS)
     def discard(self, client: str) -> None:
-        assert self.queue.discard(client) == [item for item in self.waiting if item.client == client]
+        self.queue.discard(client)  # type: ignore[arg-type]
         self.waiting = [item for item in self.waiting if item.client != client]
 
     @invariant()
