@@ -12,7 +12,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -81,8 +80,8 @@ def server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
         yield one
 
 
-def test_kill_9_of_an_engine_frees_sessions_pins_and_mappings(server: CacheServer) -> None:
-    model = uuid.uuid4().hex
+def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(server: CacheServer) -> None:
+    model, names = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     with Engine(server.url, model) as other:
         store_surely(other, TOKENS)
         maps, files = shared_maps(), shared_files()
@@ -91,11 +90,10 @@ def test_kill_9_of_an_engine_frees_sessions_pins_and_mappings(server: CacheServe
             assert server.sessions.pinned == 4
             assert shared_maps() > maps
             process.send_signal(signal.SIGKILL)
-            wait_for(
-                lambda: server.status().clients == 2 and not server.sessions.pinned, 5, "the engine being forgotten"
-            )
-            wait_for(lambda: shared_maps() == maps and not server.status().in_flight, 5, "its memory being unmapped")
-        wait_for(lambda: shared_files() <= files, 5, "its files being closed")
+            wait_for(lambda: server.status().clients == 2 and not server.sessions.pinned, what="it being forgotten")
+            wait_for(lambda: shared_maps() == maps and not server.status().in_flight, what="its memory being unmapped")
+        wait_for(lambda: shared_files() <= files, what="its files being closed")
+        assert not [name for name in set(os.listdir("/dev/shm")) - names if str(process.pid) in name]
         assert other.retrieve("goes on", TOKENS, 20) == set()
         assert other.holds(TOKENS, 20)
 
@@ -103,16 +101,16 @@ def test_kill_9_of_an_engine_frees_sessions_pins_and_mappings(server: CacheServe
 def test_an_engine_that_says_goodbye_takes_everything_with_it(server: CacheServer) -> None:
     with Engine(server.url) as one:
         store_surely(one, TOKENS)
-    wait_for(lambda: not server.status().clients, 5)
+    wait_for(lambda: not server.status().clients)
     gc.collect()
     files, maps = shared_files(), shared_maps()
-    for _ in range(10):
+    for _ in range(5):
         with Engine(server.url, one.model) as again:
             assert again.lookup("x", TOKENS) == 4 * CHUNK
     del again  # its tensors are a file of this process's, too
     gc.collect()
-    wait_for(lambda: not server.status().clients and not server.sessions.pinned, 5)
-    wait_for(lambda: shared_files() <= files, 5, "every file being closed")
+    wait_for(lambda: not server.status().clients and not server.sessions.pinned)
+    wait_for(lambda: shared_files() <= files, what="every file being closed")
     assert shared_maps() <= maps
 
 
@@ -141,8 +139,8 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
             assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}
             server.kill()
             server = ServerProcess(pool, tmp_path)
-            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 5, "hits after the restart")
-            wait_for(lambda: engine.worker.available, 5, "the worker knowing that it is registered")
+            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, what="hits after the restart")
+            wait_for(lambda: engine.worker.available, what="the worker knowing that it is registered")
             assert engine.retrieve("back", TOKENS, 30) == set()
             assert engine.holds(TOKENS, 30)
             assert status_of(server.address).workers == 1
@@ -155,21 +153,20 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
     try:
         with Engine(server.address, move_timeout_s=1.0) as engine:
             store_surely(engine, TOKENS)
-            for round_ in range(3):
+            for round_ in range(2):
                 server.send(signal.SIGSTOP)
                 for index in range(4):
                     engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
                 done: set[str] = set()
-                wait_for(
-                    lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4, 10
-                )  # type: ignore[misc]
+                wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)  # type: ignore[misc]
                 assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
                 before = [tensor.clone() for tensor in engine.cache]
                 server.send(signal.SIGCONT)
-                wait_for(lambda: engine.worker.available and status_of(server.address).in_flight == 0, 20)
+                wait_for(lambda: engine.worker.available and status_of(server.address).in_flight == 0)
                 assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
-            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 10)
-            assert engine.retrieve("back", TOKENS, 20) == set()
+            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
+            # a load that a busy machine does not do within its second is given up, too
+            wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set(), what="a load")
             assert engine.holds(TOKENS, 20)
     finally:
         server.kill()
@@ -183,8 +180,8 @@ def test_an_engine_that_the_server_has_forgotten_introduces_itself_again(server:
         assert engine.lookup("forgotten", TOKENS) in (0, 4 * CHUNK)
         engine.worker.submit_retrieve_request("forgotten", engine.op(TOKENS, 20))
         engine.finish_retrieve("forgotten")
-        wait_for(lambda: server.status().workers == 1, 5)
-        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, 5)
+        wait_for(lambda: server.status().workers == 1)
+        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
 
 
 def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
@@ -211,19 +208,6 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Po
     own = 1  # the engine's, which is of this process, too
     wait_for(lambda: shared_maps() <= own, what="the mappings being gone")
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
-
-
-def test_nothing_is_left_in_shared_memory_by_an_engine_that_was_killed(server: CacheServer) -> None:
-    before: set[Any] = set(os.listdir("/dev/shm"))
-    model = uuid.uuid4().hex
-    with Engine(server.url, model) as other:
-        store_surely(other, TOKENS)
-        with victim(server.url, model) as process:
-            process.kill()
-            process.wait()
-        wait_for(lambda: server.status().clients == 2, 5)
-    mine = {name for name in set(os.listdir("/dev/shm")) - before if str(process.pid) in name}
-    assert not mine
 
 
 def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Path) -> None:

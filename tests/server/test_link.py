@@ -14,10 +14,21 @@ import pytest
 from pd_cache.errors import RefusedError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.link import ClientLink, Incoming, ServerLink
-from pd_cache.server.protocol import Answer, Done, EndSession, Lookup, RefusalError, StatusQuery, Unregister
+from pd_cache.server.protocol import (
+    MAX_FRAME,
+    Answer,
+    Done,
+    EndSession,
+    Lookup,
+    RefusalError,
+    Refused,
+    StatusQuery,
+    Unregister,
+)
 from tests.support.waiting import wait_for
 
 LATE_S = 60.0
+NAME = b"a" * 32
 Handle = Callable[[Incoming], Answer | None]
 
 
@@ -27,6 +38,7 @@ class End:
     def __init__(self, folder: Path) -> None:
         self.handle: Handle = lambda incoming: Done()
         self.gone: list[bytes] = []
+        self.forgotten = 0
         self.closed = False
         self.path = folder / "fds"
         self.link = ServerLink(
@@ -45,6 +57,20 @@ class End:
             self.link.stop(10)
             self.link.close()
 
+    @contextlib.contextmanager
+    def connected(self, name: bytes = b"", *, attached: bool = True) -> Iterator[ClientLink]:
+        client = ClientLink(self.link.url, None, name.decode() or uuid.uuid4().hex, self._forget)
+        try:
+            wait_for(lambda: client.watch(0.1), what="the connection")
+            assert client.request(StatusQuery(), LATE_S).outcome() == Done()
+            assert not attached or client.attach(str(self.path))
+            yield client
+        finally:
+            client.close()
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
 
 @pytest.fixture
 def end(tmp_path: Path) -> Iterator[End]:
@@ -55,21 +81,9 @@ def end(tmp_path: Path) -> Iterator[End]:
         one.close()
 
 
-@contextlib.contextmanager
-def connected(end: End, name: str = "", *, attached: bool = True) -> Iterator[ClientLink]:
-    client = ClientLink(end.link.url, None, name or uuid.uuid4().hex, lambda: None)
-    try:
-        wait_for(lambda: client.watch(0.1), what="the connection")
-        assert client.request(StatusQuery(), LATE_S).outcome() == Done()
-        assert not attached or client.attach(str(end.path))
-        yield client
-    finally:
-        client.close()
-
-
 @pytest.fixture
 def client(end: End) -> Iterator[ClientLink]:
-    with connected(end) as one:
+    with end.connected() as one:
         yield one
 
 
@@ -105,25 +119,19 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
     wait_for(lambda: pipes() == before, what="the server's duplicates being closed")
 
 
-def test_a_client_is_gone_once_when_its_unix_socket_ends(end: End) -> None:
-    with connected(end, "a" * 32), connected(end, "b" * 32, attached=False):
-        wait_for(lambda: end.link.is_attached(b"a" * 32))
+def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end: End) -> None:
+    with end.connected(NAME) as one, end.connected(b"b" * 32, attached=False):
+        wait_for(lambda: end.link.is_attached(NAME))
         assert not end.link.is_attached(b"b" * 32)
-        assert not end.gone
-    wait_for(lambda: end.gone == [b"a" * 32])
-    assert not end.link.is_attached(b"a" * 32)
-
-
-def test_a_client_that_attaches_again_is_not_gone(end: End, client: ClientLink) -> None:
-    with connected(end, "a" * 32) as one:
-        wait_for(lambda: end.link.is_attached(b"a" * 32))
-        before = end.link._attached[b"a" * 32]
-        with connected(end, "a" * 32) as other:
-            wait_for(lambda: end.link._attached[b"a" * 32] is not before)
+        before = end.link._attached[NAME]
+        with end.connected(NAME) as other:
+            wait_for(lambda: end.link._attached[NAME] is not before)
             one.detach()
+            wait_for(lambda: len(end.link._connections) == 1)
             assert other.request(Unregister(), LATE_S, ()).outcome() == Done()
-            assert not end.gone
-    wait_for(lambda: end.gone == [b"a" * 32])
+            assert not end.gone, "it has attached again"
+    wait_for(lambda: end.gone == [NAME])
+    assert not end.link.is_attached(NAME)
 
 
 def test_the_end_of_the_server_wakes_the_thread_that_watches(end: End, client: ClientLink) -> None:
@@ -131,8 +139,15 @@ def test_the_end_of_the_server_wakes_the_thread_that_watches(end: End, client: C
     wait_for(lambda: client.watch(LATE_S) is False, what="the server's end being seen")
 
 
+def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end: End) -> None:
+    with end.connected(NAME) as client:
+        wait_for(lambda: end.link.is_attached(NAME))
+        end.link._attached[NAME].shutdown(2)
+        wait_for(lambda: client.watch(LATE_S) is False, what="the server's end being seen")
+
+
 def test_without_a_unix_socket_a_request_with_descriptors_is_refused_at_once(end: End) -> None:
-    with connected(end, attached=False) as client:
+    with end.connected(attached=False) as client:
         assert not client.attach(str(end.path.with_name("nobody")))
         with pytest.raises(RefusedError, match="share a host"):
             client.request(Unregister(), LATE_S, ()).result()
@@ -142,11 +157,11 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
     go_on = threading.Event()
 
     def handle(incoming: Incoming) -> Answer:
-        assert incoming.descriptors is None or incoming.client != b"a" * 32 or go_on.wait(60)
+        assert incoming.descriptors is None or incoming.client != NAME or go_on.wait(60)
         return Done()
 
     end.handle = handle
-    with connected(end, "a" * 32) as slow, connected(end) as other:
+    with end.connected(NAME) as slow, end.connected() as other:
         held_up = slow.request(Unregister(), LATE_S, ())
         assert other.request(Unregister(), LATE_S, ()).outcome() == Done()
         assert slow.request(StatusQuery(), LATE_S).outcome() == Done()
@@ -158,13 +173,14 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
 def test_errors_of_a_handler_are_answers_and_the_next_request_is_served(end: End, client: ClientLink) -> None:
     def handle(incoming: Incoming) -> Answer:
         if isinstance(incoming.request, Lookup):
-            raise RefusalError("busy", "later")
+            raise RefusalError("unknown_client", "say hello first")
         if isinstance(incoming.request, Unregister):
             raise KeyError("odd")
         return Done()
 
     end.handle = handle
-    assert client.request(Lookup("", b""), LATE_S).outcome() == "busy"
+    assert client.request(Lookup("", b""), LATE_S).outcome() == "unknown_client"
+    assert end.forgotten == 1
     assert client.request(Unregister(), LATE_S).outcome() == "failed"
     assert client.request(StatusQuery(), LATE_S).outcome() == Done()
 
@@ -184,26 +200,40 @@ def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None
     assert late.outcome() == "timeout"
 
 
-def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> None:
-    end.handle = lambda incoming: Done() if isinstance(incoming.request, StatusQuery) else None
-    outcomes: list[object] = []
-
-    def ask() -> None:
-        for _ in range(200):
-            client.notify(EndSession("nothing"))
-            outcomes.append(client.request(StatusQuery(), LATE_S).outcome())
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [Done()] * 1600
-
-
-def test_after_close_requests_fail_at_once_and_close_may_be_called_again(client: ClientLink) -> None:
+def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> None:
+    with pytest.raises(RefusedError, match="at most"):
+        client.request(Lookup("x" * MAX_FRAME, b""), LATE_S).result()
+    end.handle = lambda incoming: None
+    futures = [client.request(StatusQuery(), LATE_S) for _ in range(1025)]
+    assert futures[-1].outcome() == "busy"
+    client.fail_all("the server is gone")
+    assert {one.outcome() for one in futures[:-1]} == {"server_lost"}
     client.close()
     client.close()
     client.nudge()
     assert client.request(StatusQuery(), LATE_S).outcome() == "server_lost"
     assert not client.notify(EndSession("x"))
+
+
+def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> None:
+    def handle(incoming: Incoming) -> Answer | None:
+        if isinstance(incoming.request, Lookup):
+            return Refused("invalid", incoming.request.session)
+        return None
+
+    end.handle = handle
+    outcomes: list[bool] = []
+
+    def ask(thread: str) -> None:
+        for number in range(200):
+            client.notify(EndSession("nothing"))
+            with pytest.raises(RefusedError) as refused:
+                client.request(Lookup(f"{thread} {number}", b""), LATE_S).result()
+            outcomes.append(str(refused.value) == f"{thread} {number}")
+
+    threads = [threading.Thread(target=ask, args=(str(index),)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 1600

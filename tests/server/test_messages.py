@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cache.errors import RefusedError
 from pd_cache.reasons import Found, Loaded
 from pd_cache.server import protocol
 from pd_cache.server.connection import ServerConnection
@@ -46,8 +44,7 @@ from pd_cache.server.protocol import (
 )
 from pd_cache.server.server import CacheServer
 from tests.support.pool import Pool
-from tests.support.server import served, troubles
-from tests.support.waiting import wait_for
+from tests.support.server import StrangePeer, served, troubles
 
 TOKEN = uuid.uuid4().hex
 MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
@@ -133,13 +130,6 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
-def test_a_malformed_frame_is_a_frame_error(frame: bytes) -> None:
-    with pytest.raises(FrameError) as caught:
-        decode_request(frame)
-    assert caught.value.reason == "malformed"
-
-
 def test_a_hello_may_name_as_many_groups_as_a_lookup_asks_for_at_once() -> None:
     groups = [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(3)]
     _, request = decode_request(hello(further=groups))
@@ -195,61 +185,42 @@ def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cac
 
 
 @pytest.fixture
-def exchange(server: CacheServer) -> Iterator[Callable[..., Any]]:
-    """Send raw frames, get the answer."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVTIMEO, 60_000)
-    name = uuid.uuid4().hex
-    socket.setsockopt(zmq.IDENTITY, name.encode())
-    socket.connect(server.url)
-
-    def ask(*frames: bytes) -> Any:
-        socket.send_multipart(frames)
-        return decode_answer(socket.recv())[1]
-
-    ask.name = name  # type: ignore[attr-defined]
-    try:
-        yield ask
-    finally:
-        socket.close(0)
-        context.term()
+def peer(server: CacheServer) -> Iterator[StrangePeer]:
+    with StrangePeer(server.url) as one:
+        yield one
 
 
 @pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
 def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(
-    server: CacheServer, exchange: Any, frame: bytes
+    server: CacheServer, peer: StrangePeer, frame: bytes
 ) -> None:
-    answer = exchange(frame)
+    with pytest.raises(FrameError) as caught:
+        decode_request(frame)
+    assert caught.value.reason == "malformed"
+    peer.send([frame])
+    answer = peer.hear()
     assert isinstance(answer, Refused)
     assert answer.reason == "malformed"
     assert troubles(server.metrics, "server")["malformed_frame"] >= 1
-    assert isinstance(exchange(encode(1, Hello(exchange.name, "observer", "test"))), Welcome)
+    assert isinstance(peer.hello(), Welcome)
 
 
-def test_an_unknown_version_is_answered_in_words(exchange: Any) -> None:
-    answer = exchange(of_version(PROTOCOL + 1))
-    assert (answer.reason, "run the same release" in answer.message) == ("version", True)
+def test_a_client_is_told_what_to_do_first(peer: StrangePeer) -> None:
+    peer.send([of_version(PROTOCOL + 1)])
+    answers = [peer.hear(), *(peer.ask(request) for request in REQUESTS[1:])]
+    assert isinstance(peer.hello(), Welcome)
+    answers.append(peer.ask(REQUESTS[1]))
+    reasons = [answer.reason for answer in answers if isinstance(answer, Refused)]
+    assert reasons == ["version", *["unknown_client"] * len(REQUESTS[1:]), "invalid"]
+    assert "over the Unix socket" in str(answers[-1])
 
 
-def test_who_has_not_said_hello_is_told_to(exchange: Any) -> None:
-    for request in REQUESTS[1:]:
-        assert exchange(encode(3, request)).reason == "unknown_client"
-
-
-def test_a_registration_that_does_not_come_over_the_unix_socket_is_refused(exchange: Any) -> None:
-    assert isinstance(
-        exchange(encode(1, Hello(exchange.name, "worker", "test", EngineIdentity(model="m", block_size=4)))), Welcome
-    )
-    answer = exchange(encode(2, REQUESTS[1]))
-    assert (answer.reason, "over the Unix socket" in answer.message) == ("invalid", True)
-
-
-def test_a_client_of_another_version_is_told_so_when_it_connects(pool: Pool, tmp_path: Path, monkeypatch: Any) -> None:
-    with served(pool, tmp_path) as server:
-        monkeypatch.setattr(protocol, "_HEADER", _Pretending())
-        with pytest.raises(Exception, match="run the same release"):
-            ServerConnection(server.url, None, "observer")
+def test_a_client_of_another_version_is_told_so_when_it_connects(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_HEADER", _Pretending())
+    with pytest.raises(RefusedError, match="run the same release"):
+        ServerConnection(server.url, None, "observer")
 
 
 class _Pretending:
@@ -264,18 +235,8 @@ class _Pretending:
         return self._real.pack(magic, PROTOCOL + 1 if newer else version, zero, number)
 
 
-def test_a_client_that_does_not_read_its_answers_holds_nobody_up(server: CacheServer, exchange: Any) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVHWM, 1)
-    socket.connect(server.url)
-    try:
-        for number in range(1, 20_000):
-            try:
-                socket.send(encode(number, StatusQuery()), zmq.NOBLOCK)
-            except zmq.Again:
-                time.sleep(0.001)
-        wait_for(lambda: exchange(encode(1, StatusQuery())).reason == "unknown_client")
-    finally:
-        socket.close(0)
-        context.term()
+def test_a_client_that_does_not_read_its_answers_holds_up_no_other(server: CacheServer, peer: StrangePeer) -> None:
+    with StrangePeer(server.url) as deaf:
+        for _ in range(20_000):  # more than all buffers hold
+            deaf.say(StatusQuery())
+        assert isinstance(peer.hello(), Welcome)

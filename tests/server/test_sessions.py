@@ -96,32 +96,20 @@ TestSessionsModel = SessionsModel.TestCase
 TestSessionsModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_session_outlives_its_deadline_by_nothing() -> None:
-    clock = Clock()
-    sessions = Sessions(clock)
-    tier: Any = CountingTier(shards(NAMES, 1)[0])
-    sessions.open("x", "a", [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
+def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_keys_are_too_many() -> None:
+    clock, tiers = Clock(), [CountingTier(shards(NAMES, 1)[0]) for _ in range(2)]
+    sessions = Sessions(clock, most_keys=10)
+
+    def look_up(name: str, tier: Any = tiers[0], ranks: int = 1) -> list[str]:
+        sessions.open("x", name, [FoundChunks("model", tier, NAMES, shards(NAMES, ranks))], 10)
+        return [name for _, name in sessions._sessions]
+
+    assert [look_up("a"), look_up("b"), look_up("c", tiers[1])] == [["a"], ["a", "b"], ["b", "c"]]
+    sessions.end_backend(tiers[1])  # type: ignore[arg-type]
+    assert not +tiers[1].pins
     clock.now = 9.9
     assert sessions.expire() == 0
     clock.now = 10.0
     assert sessions.expire() == 1
-    assert not +tier.pins
-
-
-def test_too_many_keys_end_the_oldest_sessions() -> None:
-    sessions = Sessions(Clock(), most_keys=10)
-    tier: Any = CountingTier([])
-    for index in range(3):
-        sessions.open("x", str(index), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)
-    assert [name for _, name in sessions._sessions] == ["1", "2"]
-    sessions.open("x", "3", [FoundChunks("model", tier, NAMES, shards(NAMES, 4))], 10)
-    assert not sessions._sessions, "one that is too large by itself is not kept at all"
-
-
-def test_sessions_over_a_backend_that_is_closed_end() -> None:
-    sessions = Sessions(Clock())
-    one, other = CountingTier([]), CountingTier([])
-    for tier in (one, other):
-        sessions.open("x", str(id(tier)), [FoundChunks("model", tier, NAMES, shards(NAMES, 1))], 10)  # type: ignore[arg-type]
-    sessions.end_backend(one)  # type: ignore[arg-type]
-    assert [name for _, name in sessions._sessions] == [str(id(other))]
+    assert not +tiers[0].pins
+    assert look_up("large", ranks=4) == [], "one that is too large by itself is not kept at all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import yaml
+import zmq
 
 from pd_cache.cluster import CacheServerNode
 from pd_cache.cluster.machine import port_of
@@ -18,7 +20,18 @@ from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.connection import ServerConnection, server_status
-from pd_cache.server.protocol import Answer, EngineIdentity, Retrieve, StatusReport, Store, join_names
+from pd_cache.server.protocol import (
+    Answer,
+    EngineIdentity,
+    Hello,
+    Message,
+    Retrieve,
+    StatusReport,
+    Store,
+    decode_answer,
+    encode,
+    join_names,
+)
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
@@ -137,10 +150,6 @@ class Engine:
         first = first_block * BLOCK
         write_prompt(self.cache, self.layout, tokens, range(first, first + len(tokens)))
 
-    def compute_at(self, tokens: list[int], slots: list[int]) -> None:
-        """The same for slots anywhere."""
-        write_prompt(self.cache, self.layout, tokens, slots)
-
     def holds(self, tokens: list[int], first_block: int = 0) -> bool:
         """Whether the blocks hold exactly what the model would have computed."""
         first = first_block * BLOCK
@@ -211,6 +220,44 @@ def move_unchecked(
         return connection.ask(kind("", join_names(names), tuple(blocks), *place, int(LATE_S * 1000)), LATE_S)
     finally:
         wait_for(lambda: connection.fence.revoke(*place), what="the ticket being taken away")
+
+
+class StrangePeer:
+    """A client that says what it likes, whether or not it makes sense, without a Unix socket."""
+
+    def __init__(self, url: str) -> None:
+        self.name = uuid.uuid4().hex
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, 60_000)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        self._socket.connect(url)
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> StrangePeer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.destroy(0)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart(list(frames))
+
+    def say(self, message: Message) -> None:
+        self.send([encode(next(self._numbers), message)])
+
+    def hear(self) -> Answer:
+        """The next answer."""
+        return decode_answer(self._socket.recv_multipart()[-1])[1]
+
+    def ask(self, message: Message) -> Answer:
+        self.say(message)
+        return self.hear()
+
+    def hello(self) -> Answer:
+        return self.ask(Hello(self.name, "observer", "strange"))
 
 
 def status_of(url: str) -> StatusReport:

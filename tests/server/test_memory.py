@@ -1,0 +1,301 @@
+"""KV tensors in memory that two processes map, whose size nobody can change, and what is refused in its place."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pd_cache.errors import LayoutError
+from pd_cache.layout import PageKind
+from pd_cache.paged import ChunkSlots
+from pd_cache.server import memory
+from pd_cache.server.fence import AbandonedError, Fence, FenceView
+from pd_cache.server.memory import (
+    SealError,
+    Shared,
+    SharingError,
+    check_sealed,
+    close_all,
+    is_sealed,
+    sealed_memory,
+    share_tensors,
+)
+from pd_cache.server.moves import FencedCopier, MappedTensors
+from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, decode_request, encode
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache
+
+SIZE = 1 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+# --- sealed memory ---------------------------------------------------------------------------------------------------
+
+
+def stranger(seals: int = SEALS, *, flags: int = 0, size: int = SIZE, written: int = SIZE) -> int:
+    """Memory as a stranger makes it."""
+    descriptor = os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(descriptor, size)
+    if not flags:
+        os.pwrite(descriptor, b"x" * written, 0)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def read_only() -> int:
+    descriptor = stranger()
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(lambda: stranger(0), "not sealed", id="unsealed"),
+        pytest.param(lambda: stranger(fcntl.F_SEAL_GROW), "not sealed", id="sealed against growth only"),
+        pytest.param(lambda: stranger(SEALS | fcntl.F_SEAL_WRITE), "cannot be written", id="sealed against writing"),
+        pytest.param(read_only, "cannot be written", id="read-only"),
+        pytest.param(lambda: sealed_memory("sparse", SIZE), "only 0 are allocated", id="sparse"),
+        pytest.param(lambda: stranger(written=SIZE - mmap.PAGESIZE), "write all of it before lending", id="a hole"),
+        pytest.param(
+            lambda: stranger(size=SIZE - 1, written=SIZE - 1), f"{SIZE} bytes, the file has {SIZE - 1}", id="too small"
+        ),
+        pytest.param(lambda: os.open("/dev/zero", os.O_RDWR), "expected sealed memory of memfd_create", id="a device"),
+        pytest.param(lambda: os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR), "not sealed", id="a file in memory"),
+        pytest.param(lambda: stranger(flags=os.MFD_HUGETLB, size=2 << 20), "has pages of", id="huge pages"),
+    ],
+)
+def test_what_is_not_safe_to_map_is_refused_in_words(make: Callable[[], int], reason: str) -> None:
+    descriptor = make()
+    try:
+        with pytest.raises(SealError, match=reason):
+            check_sealed(descriptor, SIZE)
+        with pytest.raises(SealError):
+            FenceView(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_tensor_stays_where_it_is_when_it_moves_into_sealed_memory() -> None:
+    (cache,) = make_cache(layers=1)
+    before = cache.clone()
+    first = share_tensors([cache])
+    address = cache.data_ptr()
+    second = share_tensors([cache])
+    try:
+        assert cache.data_ptr() == address
+        assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+        assert os.fstat(first.descriptors[0]).st_ino == os.fstat(second.descriptors[0]).st_ino
+        nbytes = cache.untyped_storage().nbytes()
+        for other in (0, nbytes - 1, nbytes + mmap.PAGESIZE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(first.descriptors[0], other)
+        with mmap.mmap(first.descriptors[0], nbytes) as mapped:
+            mapped[:] = bytes(len(mapped))
+        assert not cache.view(torch.int16).any(), "the tensor and the descriptor are the same memory"
+        descriptor, _ = cache.untyped_storage()._share_fd_cpu_()
+        assert is_sealed(descriptor), "torch passes the same memory to every process that asks it"
+    finally:
+        close_all([*first.descriptors, *second.descriptors])
+
+
+def test_tensors_that_another_process_may_have_already_are_not_moved_away_from_it() -> None:
+    (cache,) = make_cache(layers=1)
+    cache.share_memory_()
+    with pytest.raises(SharingError, match="not sealed against shrinking"):
+        share_tensors([cache])
+
+
+def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache,) = make_cache(layers=1)
+    before = cache.clone()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sendfile", full)
+        with pytest.raises(SharingError, match=r"could not move .* to sealed memory"):
+            share_tensors([cache])
+    assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+    free = os.statvfs("/dev/shm")
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize}))
+    with pytest.raises(SharingError, match="do not fit into /dev/shm"):  # before it kills the process
+        share_tensors(make_cache(blocks=64))
+
+
+# --- tensors in it ---------------------------------------------------------------------------------------------------
+
+MapThem = Callable[..., MappedTensors]
+
+
+@pytest.fixture
+def fence() -> Iterator[Fence]:
+    one = Fence()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def map_them(fence: Fence) -> Iterator[MapThem]:
+    """Map what was shared, as a server does; unmapped afterwards."""
+    mapped: list[MappedTensors] = []
+
+    def do(shared: Shared, **changes: Any) -> MappedTensors:
+        request = msgspec.structs.replace(Register(shared.storages, shared.tensors), **changes)
+        mapped.append(MappedTensors(request, shared.descriptors, FenceView(fence.descriptor)))
+        return mapped[-1]
+
+    yield do
+    for one in mapped:
+        assert one.unmap(1)
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    one = share_tensors(make_cache())
+    yield one
+    close_all(one.descriptors)
+
+
+@pytest.mark.parametrize("one_storage", [True, False])
+@pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
+def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind: PageKind, one_storage: bool) -> None:
+    cache = make_cache(kind, one_storage=one_storage)
+    view = cache[1][3:5]
+    before = view.clone()
+    shared = share_tensors(cache)
+    mapped = map_them(shared)
+    close_all(shared.descriptors)
+    assert torch.equal(view.view(torch.int16), before.view(torch.int16))
+    with mapped.using(0) as copier:
+        for plane in copier._groups:  # type: ignore[attr-defined]
+            plane[...] = 0
+    assert not any(tensor.view(torch.int16).any() for tensor in (*cache, view))
+
+
+def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem, shared: Shared) -> None:
+    mapped = map_them(shared)
+    with mapped.using(0) as copier:
+        assert not mapped.unmap(0.05)
+        assert copier._groups[0].size, "it is still there"  # type: ignore[attr-defined]
+        with pytest.raises(AbandonedError), mapped.using(0):
+            raise AssertionError("let in although it is to be unmapped")
+    assert mapped.unmap(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset": 10**6}, "does not lie in .* out of bounds"),
+        ({"shape": (10**6, 3, 4, 16)}, "does not lie in .* out of bounds"),
+        ({"storage": 1}, "does not lie in the 1 storages"),
+        ({"dtype": "nn"}, "is not a torch dtype"),
+        ({"stride": (1, 1)}, "does not lie in"),
+        ({"stride": (192, 64, 1, 4)}, "contiguous"),
+    ],
+)
+def test_what_is_said_about_tensors_is_checked_against_the_memory(
+    map_them: MapThem, shared: Shared, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((SharingError, LayoutError), match=message):
+        map_them(shared, tensors=tuple(msgspec.structs.replace(view, **change) for view in shared.tensors))
+
+
+def test_what_is_said_about_storages_is_checked_against_the_files(map_them: MapThem, shared: Shared) -> None:
+    (storage,) = shared.storages
+    for changed, message in [
+        (shared._replace(storages=(CpuStorage(storage.nbytes + 1),)), "bytes, the file has"),
+        (shared._replace(storages=(storage, storage)), "got fewer"),
+        (shared._replace(descriptors=shared.descriptors * 2), "got more"),
+    ]:
+        with pytest.raises(SharingError, match=message):
+            map_them(changed)
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    with pytest.raises(SharingError, match="KV tensors on meta"):
+        share_tensors([torch.zeros(4, 2, 4, 4, device="meta")])
+    with pytest.raises(SharingError, match="no KV tensors"):
+        share_tensors([])
+
+
+class OnAGpu:
+    """What is used of a CUDA tensor, its storage and an event, where there is no GPU."""
+
+    device = torch.device("cuda", 1)
+    dtype = torch.bfloat16
+    shape = torch.Size((8, 2, 4, 16))
+    _cdata = 7
+
+    def untyped_storage(self) -> OnAGpu:
+        return self
+
+    def storage_offset(self) -> int:
+        return 64
+
+    def stride(self) -> tuple[int, ...]:
+        return (128, 64, 16, 1)
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        return 1000, b"handle", 4096, 512, b"counter", 3, b"event", True
+
+    def ipc_handle(self) -> bytes:
+        return b"recorded"
+
+
+def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: MapThem) -> None:
+    shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
+    assert shared.storages == (CudaStorage(4096, 1000, b"handle", 512, b"counter", 3, b"event", True),)
+    assert shared.descriptors == []
+    assert [view.storage for view in shared.tensors] == [0, 0]
+    request = Register(shared.storages, shared.tensors)
+    assert decode_request(encode(1, request)) == (1, request)
+    assert memory.event_handle(OnAGpu()) == b"recorded"
+    assert memory.event_handle(None) == b""
+    with pytest.raises(SharingError, match="tensor is on GPU 1000"):
+        map_them(shared)
+
+
+# --- copies behind the fence -----------------------------------------------------------------------------------------
+
+ROWS = ChunkSlots(torch.tensor([0, 1]), None)
+
+
+def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(
+    map_them: MapThem, shared: Shared, fence: Fence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = map_them(shared)
+    place, other = fence.admit(loads=True), fence.admit(loads=False)
+    assert place is not None
+    assert other is not None
+    payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
+    in_time, late = time.monotonic() + 600, time.monotonic() - 1
+    FencedCopier(mapped, 0, *place, b"", in_time).gather(ROWS, payload)
+    for copy in (FencedCopier(mapped, 0, *place, b"", late).scatter, FencedCopier(mapped, 0, *place, b"", late).gather):
+        with pytest.raises(AbandonedError):
+            copy(ROWS, payload)
+    with mapped.using(0) as copier:
+        kind = type(copier)
+    gather, scatter = kind.gather, kind.scatter
+    revoked: list[bool] = []
+
+    def in_the_middle(really: Any, place: tuple[int, int]) -> Any:
+        return lambda self, *arguments: (revoked.append(fence.revoke(*place)), really(self, *arguments))[1]
+
+    monkeypatch.setattr(kind, "scatter", in_the_middle(scatter, place))
+    FencedCopier(mapped, 0, *place, b"", in_time).scatter(ROWS, payload)
+    monkeypatch.setattr(kind, "gather", in_the_middle(gather, other))
+    with pytest.raises(AbandonedError):
+        FencedCopier(mapped, 0, *other, b"", in_time).gather(ROWS, payload)
+    assert revoked == [False, True], "only a copy into the blocks delays the engine"

@@ -1,0 +1,129 @@
+"""Which models a server serves, and the backend for each size of chunk. The backends here only say whether they are closed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.layout import KVLayout
+from pd_cache.metrics import CacheMetrics
+from pd_cache.server.models import Model, ServedModels, memory_size
+from pd_cache.server.protocol import EngineIdentity, RefusalError
+from tests.support.engines import BLOCK, CHUNK
+from tests.support.kv import make_cache
+
+
+class FakeBackend:
+    def __init__(self, settings: NodeSettings, payload_bytes: int) -> None:
+        self.payload_bytes = payload_bytes
+        self.segment_size = settings.segment_size
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Served:
+    """The models of a server, and what closes."""
+
+    def __init__(self) -> None:
+        settings = NodeSettings(master="", segment_size=16 << 20, cache=CacheConfig(chunk_size=CHUNK))
+        self.released: list[Any] = []
+        self.models = ServedModels(settings, CacheMetrics(), FakeBackend, self.released.append)  # type: ignore[arg-type]
+
+    def come(self, heads: int, client: str = "a", model: str = "") -> Model:
+        """An engine registers whose chunks are as large as it has heads."""
+        engine = EngineIdentity(model=model or f"model of {heads}", block_size=BLOCK)
+        layout = KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK))
+        return self.models.serve(self.models.groups(engine)[0], layout, client)
+
+    def closed(self, *models: Model) -> list[bool]:
+        closed = [one.mover.backend.closed for one in models]  # type: ignore[attr-defined]
+        assert closed == [one.mover.backend in self.released for one in models], "sessions end before a backend closes"
+        assert closed == [one.mover.closed for one in models]
+        assert closed == [self.models.get(one.group) is not one for one in models]
+        return closed
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(served: Served) -> None:
+    everyone = [served.come(heads, "b") for heads in (1, 2, 3, 4)]
+    with pytest.raises(RefusalError, match="would be size number 5"):
+        served.come(5)
+    everyone[2].workers.discard("b")
+    assert served.closed(*everyone) == [False] * 4, "an engine that comes back finds its chunks"
+    served.come(5)
+    assert served.closed(*everyone) == [False, False, True, False]
+    assert served.come(2, "d") is everyone[1], "those that are there go on"
+    with pytest.raises(RefusalError, match="would be size number 5"):
+        served.come(3)
+
+
+def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served: Served) -> None:
+    everyone = [served.come(heads) for heads in (1, 2, 3, 4)]
+    assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]  # type: ignore[attr-defined]
+    for one in everyone:
+        one.workers.clear()
+    for heads in (5, 6, 7):
+        served.come(heads, "b")
+    assert served.closed(*everyone) == [False, True, True, True]
+    assert served.come(8, "b").mover.backend.segment_size  # type: ignore[attr-defined]
+    assert served.closed(*everyone) == [True] * 4
+
+
+def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(served: Served) -> None:
+    with_segment, idle, used = everyone = [served.come(heads) for heads in (1, 2, 3)]
+    for one in (with_segment, idle):
+        one.workers.clear()
+    served.models.release_idle(600, now=1000.0)
+    served.come(2, "b").workers.clear()  # one came and left, unseen: the time begins anew
+    served.come(3)
+    served.models.release_idle(600, now=1700.0)
+    served.models.release_idle(600, now=2299.9)
+    assert served.closed(*everyone) == [False] * 3, "an engine that comes back finds its chunks"
+    served.models.release_idle(600, now=2300.0)
+    assert served.closed(*everyone) == [False, True, False]
+    assert served.come(2, "b").mover.backend is not idle.mover.backend
+    used.workers.clear()
+    served.come(2, "b").workers.clear()
+    for now in (3000.0, 4000.0):
+        served.models.release_idle(600, now)
+    assert served.closed(with_segment, used) == [False, True]
+    assert served.models.get(idle.group) is not None, "the size that was used last stays if there is no engine at all"
+
+
+def test_others_register_while_a_backend_is_closed_that_nobody_uses(served: Served) -> None:
+    _, idle, _ = (served.come(heads) for heads in (1, 2, 3))
+    idle.workers.clear()
+    came: list[Model] = []
+    idle.mover.backend.close = lambda: came.append(served.come(3, "b"))  # type: ignore[method-assign]
+    for now in (1000.0, 1600.0):
+        served.models.release_idle(600, now)
+    assert came
+
+
+def test_groups_whose_engines_have_left_are_not_remembered_without_end(served: Served) -> None:
+    for index in range(100):
+        served.come(1, model=str(index)).workers.clear()
+    assert len(list(served.models)) <= 65
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_groups_of_layers_of_similar_size_share_memory_whatever_the_order_in_which_they_come(
+    sizes: list[int], rng: random.Random
+) -> None:
+    shuffled = rng.sample(sizes, len(sizes))
+    slots = {size: memory_size(size, sizes) for size in sizes}
+    assert slots == {size: memory_size(size, shuffled) for size in sizes}
+    assert all(size <= slot <= 2 * size for size, slot in slots.items())
+    assert all(slots[slot] == slot for slot in slots.values()), "a slot is as large as the largest payload in it"
+    assert memory_size(max(sizes), ()) == max(sizes), "engines with one group share no memory of another size"
