@@ -68,7 +68,7 @@ class _Wire:
     """A ZMQ socket that any thread may use, and for which one thread at a time may wait."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+        self.socket = socket
         self.lock = threading.RLock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -81,7 +81,7 @@ class _Wire:
         if self._closed:
             return False
         try:
-            self._socket.send_multipart(frames, _NOW)
+            self.socket.send_multipart(frames, _NOW)
         except zmq.ZMQError:  # full, not connected, or closed
             return False
         return True
@@ -91,13 +91,13 @@ class _Wire:
         if not self.readable():
             return None
         try:
-            return self._socket.recv_multipart(_NOW)
+            return self.socket.recv_multipart(_NOW)
         except zmq.ZMQError:
             return None
 
     def readable(self) -> bool:
         """Returns whether there is a message. Call with the lock held."""
-        return not self._closed and bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
+        return not self._closed and bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
         """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may call it, without the lock.
@@ -107,7 +107,7 @@ class _Wire:
         ready, asleep = self._poll.poll(0), time.monotonic() + min(awake, timeout)
         while not ready and time.monotonic() < asleep:
             ready = self._poll.poll(0)
-        for descriptor, _ in ready or self._poll.poll(max(0.0, timeout) * 1000):
+        for descriptor, _ in ready or self._poll.poll(timeout * 1000):
             if descriptor == self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)
@@ -121,7 +121,7 @@ class _Wire:
         with self.lock:
             if not self._closed:
                 self._closed = True
-                self._socket.close(0)
+                self.socket.close(0)
                 os.close(self._wakeup)
 
 
@@ -131,18 +131,19 @@ class _Wire:
 class Future:
     """An answer to come. `query` is cheap, and runs on the calling thread."""
 
-    __slots__ = ("_link", "_outcome", "deadline", "number")
+    __slots__ = ("_link", "answer", "deadline", "number")
 
     def __init__(self, link: ClientLink, number: int, deadline: float) -> None:
         self._link = link
-        self._outcome: Answer | CacheServerError | None = None
+        self.answer: Answer | CacheServerError | None = None
+        """Set by the link, once, to the answer or the reason why there is none."""
         self.number = number
         self.deadline = deadline
 
     @property
     def done(self) -> bool:
         """Whether the future is settled. Does not look for new answers."""
-        return self._outcome is not None
+        return self.answer is not None
 
     def query(self) -> bool:
         """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
@@ -151,25 +152,18 @@ class Future:
     def outcome(self) -> Answer | str:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
         self._link.wait(self)
-        if isinstance(self._outcome, Refused | CacheServerError):
-            return self._outcome.reason
-        assert self._outcome is not None
-        return self._outcome
+        assert self.answer is not None
+        return self.answer.reason if isinstance(self.answer, Refused | CacheServerError) else self.answer
 
     def result(self) -> Answer:
         """Does the same, but raises a `CacheServerError` if there is no answer."""
         self._link.wait(self)
-        if isinstance(self._outcome, CacheServerError):
-            raise self._outcome
-        assert self._outcome is not None
-        if isinstance(self._outcome, Refused):
-            raise RefusedError(self._outcome.reason, self._outcome.message)
-        return self._outcome
-
-    def settle(self, outcome: Answer | CacheServerError) -> None:
-        """Sets the outcome, once; called by the link."""
-        if not self.done:
-            self._outcome = outcome
+        assert self.answer is not None
+        if isinstance(self.answer, CacheServerError):
+            raise self.answer
+        if isinstance(self.answer, Refused):
+            raise RefusedError(self.answer.reason, self.answer.message)
+        return self.answer
 
 
 class ClientLink:
@@ -239,25 +233,31 @@ class ClientLink:
                 )
             elif len(self._futures) >= _OUTSTANDING:
                 problem = RefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
-            elif descriptors is not None:
-                problem = self._send_beside(frame, descriptors)
-            elif not self._wire.send([frame]):
-                problem = ServerLostError(f"no cache server answers at {self.url}")
-            if problem is not None:
-                future.settle(problem)
+            elif descriptors is not None and self._unix is None:
+                problem = RefusedError(
+                    "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
+                )
             else:
+                try:
+                    if descriptors is not None and self._unix is not None:
+                        socket.send_fds(self._unix, [frame], list(descriptors), socket.MSG_DONTWAIT)
+                    else:
+                        self._wire.socket.send(frame, _NOW)
+                except (zmq.ZMQError, OSError) as error:  # full, or not connected
+                    problem = ServerLostError(f"no cache server answers at {self.url}: {error}")
+            future.answer = problem
+            if problem is None:
                 self._futures[future.number] = future
                 if self._waited_for is not None:  # the send may have swallowed the edge of an answer
                     self._read()
         return future
 
-    def notify(self, message: Message) -> bool:
-        """Sends a request that needs no answer. Returns False if it could not be sent."""
+    def notify(self, message: Message) -> None:
+        """Sends a request that needs no answer, unless there is no connection."""
         with self._changed:
-            sent = self._wire.send([encode(0, message)])
+            self._wire.send([encode(0, message)])
             if self._waited_for is not None:
                 self._read()
-        return sent
 
     def look(self, future: Future) -> bool:
         """Reads the answers that have arrived, without waiting. Returns whether the future is settled, which it is after its deadline."""
@@ -265,7 +265,7 @@ class ClientLink:
             self._read()
             if not future.done and time.monotonic() >= future.deadline:
                 self._futures.pop(future.number, None)  # an answer that still comes is dropped
-                future.settle(NoAnswerError(f"no answer from {self.url} in time"))
+                future.answer = NoAnswerError(f"no answer from {self.url} in time")
                 self._tell()
             return future.done
 
@@ -274,7 +274,7 @@ class ClientLink:
         with self._changed:
             futures, self._futures = list(self._futures.values()), {}
             for future in futures:
-                future.settle(ServerLostError(reason))
+                future.answer = ServerLostError(reason)
             self._tell()
 
     def wait(self, future: Future) -> None:
@@ -363,18 +363,6 @@ class ClientLink:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _send_beside(self, frame: bytes, descriptors: Sequence[int]) -> CacheServerError | None:
-        """Sends a frame over the Unix socket. Returns why it could not be sent, or None."""
-        if self._unix is None:
-            return RefusedError(
-                "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
-            )
-        try:
-            socket.send_fds(self._unix, [frame], list(descriptors), socket.MSG_DONTWAIT)
-        except OSError as error:
-            return ServerLostError(f"the cache server at {self.url} takes no file descriptors: {error}")
-        return None
-
     def _has_ended(self, unix: socket.socket) -> bool:
         """Returns whether the server has closed the Unix socket, over which it never sends anything."""
         try:
@@ -386,7 +374,6 @@ class ClientLink:
 
     def _read(self) -> None:
         """Settles the futures whose answers have arrived. Call with the lock held."""
-        settled = False
         while self._futures and (frames := self._wire.receive()) is not None:
             try:
                 number, answer = decode_answer(frames[-1])
@@ -397,10 +384,8 @@ class ClientLink:
             if isinstance(answer, Refused) and answer.reason == "unknown_client":
                 self._forgotten()
             if future is not None:
-                future.settle(answer)
-                settled = True
-        if settled:
-            self._tell()
+                future.answer = answer
+                self._tell()
 
     def _tell(self) -> None:
         """Wakes the threads whose futures were settled. Call with the lock held."""

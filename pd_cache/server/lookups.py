@@ -224,8 +224,17 @@ class Answerer:
         for question, parts in zip(questions, keys_of, strict=True):
             for model, keys in zip(question.models, parts, strict=True):
                 wanted.setdefault(model.mover.backend, []).extend(keys)
+        known: dict[StorageBackend, Iterator[Status] | Refused] = {}
         with self._metrics.timed("lookup"):
-            known = {backend: self._ask(backend, keys) for backend, keys in wanted.items()}
+            for backend, keys in wanted.items():
+                found: list[Status] = []
+                try:
+                    for start in range(0, len(keys), REQUEST_KEYS):
+                        found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
+                    known[backend] = iter(found)
+                except Exception as error:  # an error of one backend must not stop the others
+                    log.exception("lookups failed")
+                    known[backend] = failed(error)
         answers = []
         for question, parts in zip(questions, keys_of, strict=True):
             statuses: list[Status] = []
@@ -238,16 +247,6 @@ class Answerer:
                     statuses += itertools.islice(one, len(keys))
             answers.append(answer or self._judge(question, statuses))
         return answers
-
-    def _ask(self, backend: StorageBackend, keys: list[str]) -> Iterator[Status] | Refused:
-        try:
-            statuses: list[Status] = []
-            for start in range(0, len(keys), REQUEST_KEYS):
-                statuses += backend.batched_contains(keys[start : start + REQUEST_KEYS])
-            return iter(statuses)
-        except Exception as error:  # an error of one backend must not stop the others
-            log.exception("lookups failed")
-            return failed(error)
 
     def _judge(self, question: Question, statuses: list[Status]) -> Answer:
         """Returns what a lookup found, and pins it for the lookup's session."""
