@@ -12,7 +12,6 @@ a lookup is a small message even for a long prompt.
 from __future__ import annotations
 
 import threading
-import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import pd_cache
 from pd_cache.cache import CacheEngine, EngineGroups
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
@@ -352,7 +350,6 @@ class RpcLookupServer:
     def __init__(self, engine: CacheEngine | EngineGroups, url: str, *, metrics: CacheMetrics | None = None) -> None:
         """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
         self._engine = engine
-        self._name = uuid.uuid4().hex
         self._link = ServerLink(url, self._handle, metrics or CacheMetrics(), "lookup")
         self._places = threading.BoundedSemaphore(_IN_FLIGHT)
         self._threads = ThreadPoolExecutor(_THREADS, "pd-cache-rpc-lookup")
@@ -389,8 +386,6 @@ class RpcLookupServer:
         if hello.engine.namespace != namespace.fingerprint():
             raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
         return Welcome(
-            server=self._name,
-            software=pd_cache.__version__,
             chunk_size=namespace.chunk_size,
             hash_mode=namespace.hash_mode,
             hash_seed=namespace.hash_seed,

@@ -55,8 +55,7 @@ _OUTSTANDING = 1024
 _SERVER_INCOMING = 32
 """How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
 _WAIT_SLICE_S = 0.5
-_MAX_DESCRIPTORS = 250
-"""The kernel accepts up to 253 in a message."""
+_MAX_DESCRIPTORS = 250  # of the 253 that the kernel takes in a message
 _BESIDE_BYTES = 1 << 20
 """The largest message over the Unix socket, more than the kernel usually sends at once."""
 _AWAKE_S = 0.0002

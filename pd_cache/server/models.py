@@ -105,7 +105,7 @@ class ServedModels:
         """`opens` replaces the configured tiers. `released` is called with each backend that is about to be closed."""
         self._settings = settings
         self._metrics = metrics
-        self._opens = opens or self._open_tiers
+        self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))
         self._released = released
         self._opening = threading.Lock()
         self._models: dict[EngineGroup, Model] = {}
@@ -273,6 +273,3 @@ class ServedModels:
         self._released(backend)
         backend.close()
         log.info("no longer serving chunks of %d bytes: %s", backend.payload_bytes, why)
-
-    def _open_tiers(self, settings: NodeSettings, payload_bytes: int) -> StorageBackend:
-        return open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)

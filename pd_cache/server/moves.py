@@ -62,8 +62,9 @@ class MappedTensors:
     ) -> None:
         """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show. Takes over `fence`, which copies must pass. Raises
-        SharingError, SealError or LayoutError, with nothing left open, if the parts do not fit together.
+        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show.
+        Takes over `fence`, which copies must pass. Raises SharingError, SealError or LayoutError, with nothing left open, if the parts do
+        not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -140,9 +141,7 @@ class MappedTensors:
             self._copiers.pop().close()
         maps, self._maps = self._maps, []
         for memory in maps:
-            with contextlib.suppress(
-                BufferError
-            ):  # a traceback may still hold a view; the memory then goes with the traceback
+            with contextlib.suppress(BufferError):  # a traceback may still hold a view: the memory goes with it
                 memory.close()
         self.fence.close()
 

@@ -20,7 +20,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-import pd_cache
 from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup, check_names
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import UndecodableError, msgpack_decoder
@@ -141,7 +140,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     def hello(self, client: str, kind: Literal["scheduler", "worker", "observer"]) -> Hello:
         """Returns the first message of a connection whose name is `client`."""
-        return Hello(client, kind, pd_cache.__version__, self)
+        return Hello(client, kind, self)
 
 
 NOBODY = EngineIdentity(model="", block_size=1)
@@ -154,7 +153,6 @@ class Hello(Message, frozen=True, tag="hello"):
     client: Token
     """The name of this process's connection, also on its Unix socket."""
     kind: Literal["scheduler", "worker", "observer"]
-    software: Text
     engine: EngineIdentity = NOBODY
 
 
@@ -272,9 +270,6 @@ Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    server: Token
-    """Identifies the server's process: every start gives a new one."""
-    software: str
     chunk_size: Positive
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str

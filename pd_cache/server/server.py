@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import Counter, deque
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -195,7 +194,6 @@ class CacheServer:
         self.models = ServedModels(settings, self.metrics, backend, self.sessions.end_backend)
         self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
         self._renew_s = max(0.1, lease_s / 3)
-        self._server = uuid.uuid4().hex
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
@@ -329,8 +327,6 @@ class CacheServer:
         if before is not None and before.hello != hello:
             self._forget(before)
         return Welcome(
-            server=self._server,
-            software=pd_cache.__version__,
             chunk_size=group.chunk_size,
             hash_mode=group.hash_mode,
             hash_seed=group.hash_seed,

@@ -134,7 +134,7 @@ _REQUESTS: tuple[protocol.Message, ...] = (
     protocol.StatusQuery(),
 )
 _ANSWERS: tuple[protocol.Message, ...] = (
-    protocol.Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
+    protocol.Welcome(256, "tokens", "", True, True, "/run/x"),
     protocol.Done(),
     Found(3, 3),
     protocol.Stored(b"\x00\x01\x02"),

@@ -216,7 +216,7 @@ def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Pa
 
     def handle(incoming: Incoming) -> Answer | None:
         if isinstance(incoming.request, Hello):
-            return Welcome(incoming.request.client, "test", CHUNK, "tokens", "", False, False, str(path))
+            return Welcome(CHUNK, "tokens", "", False, False, str(path))
         maps.set()
         return answers[0]
 

@@ -49,7 +49,7 @@ from tests.support.server import StrangePeer, served, troubles
 TOKEN = uuid.uuid4().hex
 MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
 REQUESTS = [
-    Hello(TOKEN, "worker", "0.1", EngineIdentity(model="m", block_size=16, world_size=2, rank=1)),
+    Hello(TOKEN, "worker", EngineIdentity(model="m", block_size=16, world_size=2, rank=1)),
     Register(
         (CpuStorage(4096), CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
         (TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
@@ -62,7 +62,7 @@ REQUESTS = [
     StatusQuery(),
 ]
 ANSWERS = [
-    Welcome(TOKEN, "0.1", 256, "tokens", "", True, True, "/run/x"),
+    Welcome(256, "tokens", "", True, True, "/run/x"),
     Done(),
     Found(3, 3),
     Stored(b"\x00\x01\x02"),
@@ -105,9 +105,7 @@ LAYERS = {"layers": "0", "keeps": "every token", "tail": 0}
 
 def hello(**engine: Any) -> bytes:
     """The frame of a scheduler that says this about its engine."""
-    return nonsense(
-        msgspec.msgpack.encode(["hello", TOKEN, "scheduler", "x", {"model": "m", "block_size": 4, **engine}])
-    )
+    return nonsense(msgspec.msgpack.encode(["hello", TOKEN, "scheduler", {"model": "m", "block_size": 4, **engine}]))
 
 
 BAD = {

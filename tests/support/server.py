@@ -257,7 +257,7 @@ class StrangePeer:
         return self.hear()
 
     def hello(self) -> Answer:
-        return self.ask(Hello(self.name, "observer", "strange"))
+        return self.ask(Hello(self.name, "observer"))
 
 
 def status_of(url: str) -> StatusReport:
