@@ -135,29 +135,6 @@ def test_a_hello_may_name_as_many_groups_as_a_lookup_asks_for_at_once() -> None:
     assert len(request.engine.further) == 3
 
 
-@given(st.binary(max_size=200))
-def test_random_bytes_are_frame_errors_or_requests(data: bytes) -> None:
-    for frame in (data, nonsense(data)):
-        try:
-            decode_request(frame)
-        except FrameError:
-            pass
-        try:
-            decode_answer(frame)
-        except FrameError:
-            pass
-
-
-@given(st.integers(0, 400), st.integers(0, 255))
-def test_a_flipped_byte_is_a_frame_error_or_another_request(place: int, value: int) -> None:
-    frame = bytearray(encode(9, REQUESTS[1]))
-    frame[place % len(frame)] = value
-    try:
-        decode_request(bytes(frame))
-    except FrameError:
-        pass
-
-
 def test_another_version_is_refused_and_the_refusal_is_read_across_versions() -> None:
     with pytest.raises(
         FrameError, match=f"speaks version {PROTOCOL} of the protocol, the client version {PROTOCOL + 1}"
