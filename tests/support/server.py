@@ -48,9 +48,11 @@ PER_CHUNK = CHUNK // BLOCK
 def served(
     pool: Pool, folder: Path, *, cache: CacheConfig | None = None, lease_s: float = 10.0, **options: Any
 ) -> Iterator[CacheServer]:
-    """A cache server in this process, on the pool."""
+    """A cache server in this process, on the pool, whose sessions end when a test ends them."""
     settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), SMALL)
-    node = msgspec.convert({"role": "cache-server", "name": "cache", **options}, CacheServerNode)
+    node = msgspec.convert(
+        {"role": "cache-server", "name": "cache", "session_s": 12 * LATE_S, **options}, CacheServerNode
+    )
     server = CacheServer(settings, node, f"ipc://{folder}/{uuid.uuid4().hex[:6]}.sock", lease_s=lease_s)
     try:
         yield server
