@@ -632,7 +632,7 @@ def test_one_client_more_than_the_server_takes_is_refused_and_the_others_stay(
         assert answer.reason == "busy"
         assert isinstance(one.hello(), Welcome), "one that is known may say hello again"
         assert engine.lookup(name, tokens) == 3 * CHUNK
-        server._clients[one.name.encode()].last_seen -= 3600
+        server._clients[one.name.encode()].last_seen -= 24 * LATE_S
         wait_for(lambda: isinstance(too_many.hello(), Welcome), what="the silent one being forgotten")
 
 
@@ -673,19 +673,30 @@ def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_
     assert engine.lookup(uuid.uuid4().hex, tokens) == 2 * CHUNK
 
 
-def test_an_error_of_one_lookup_does_not_end_the_others(server: CacheServer, engine: Engine, tokens: Any) -> None:
+def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_that_goes_keeps_nothing(
+    server: CacheServer, engine: Engine, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.store("a", tokens)
     backend = next(model for model in server.models if model.group.model == engine.model).mover.backend
     ask = backend.batched_contains
 
     def broken(*arguments: Any, **options: Any) -> Any:
-        backend.batched_contains = ask  # type: ignore[method-assign]
         raise KeyError("odd")
 
-    backend.batched_contains = broken  # type: ignore[method-assign]
-    assert engine.lookup(uuid.uuid4().hex, tokens) == 0
-    assert troubles(engine.scheduler.metrics, "lookup")["failed"] == 1
-    assert engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "batched_contains", broken)
+        assert engine.lookup(uuid.uuid4().hex, tokens) == 0
+        assert troubles(engine.scheduler.metrics, "lookup")["failed"] == 1
+
+    def leave(*arguments: Any, **options: Any) -> Any:
+        server._gone(engine.scheduler._cache.connection.client.encode())
+        return ask(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "batched_contains", leave)
+        assert engine.lookup("gone", tokens) == 3 * CHUNK
+        assert "gone" not in [name for _, name in server.sessions._sessions]
+    wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK, what="the engine saying hello again")
 
 
 def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp_path: Path) -> None:
@@ -706,6 +717,6 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp
         wait_for(lambda: refused(control) == 0, what="the lease of what no session holds to end")
         assert refused(held) == 3
         assert server.sessions.pinned == 3
-        server.sessions._clock = lambda: time.monotonic() + 3600
+        server.sessions._clock = lambda: time.monotonic() + 24 * LATE_S
         wait_for(lambda: refused(held) == 0, what="the session to end at its deadline, and then the last lease")
         assert not len(server.sessions)

@@ -113,3 +113,11 @@ def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_k
     assert sessions.expire() == 1
     assert not +tiers[0].pins
     assert look_up("large", ranks=4) == [], "one that is too large by itself is not kept at all"
+
+
+def test_a_load_releases_the_session_of_its_request_that_holds_its_chunks() -> None:
+    sessions, tier = Sessions(Clock()), CountingTier([])
+    for client, names in (("x", NAMES[:1]), ("y", NAMES), ("z", NAMES[:2])):
+        sessions.open(client, "a", [FoundChunks("model", tier, names, shards(names, 1))], 10)  # type: ignore[arg-type]
+    sessions.loaded("a", "model", 0, NAMES[:3])
+    assert [client for client, _ in sessions._sessions] == ["x", "z"]
