@@ -62,14 +62,11 @@ OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
 
 _BY_CODE = {
     0: Status.OK,
-    -1: Status.INTERNAL,
     -10: Status.NO_SPACE,  # BUFFER_OVERFLOW
-    -100: Status.INTERNAL,
     -101: Status.NO_SPACE,  # SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes
     -102: Status.INVALID,
     -103: Status.POOL_DOWN,  # CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet
     -200: Status.NO_SPACE,
-    -300: Status.INTERNAL,
     -400: Status.INVALID,
     -500: Status.TRANSFER_FAILED,
     -600: Status.INVALID,
@@ -83,7 +80,6 @@ _BY_CODE = {
     -706: Status.BUSY,
     -707: Status.LEASE_EXPIRED,
     -708: Status.BUSY,
-    -709: Status.INTERNAL,
     -710: Status.MISSING,
     -711: Status.BUSY,
     -712: Status.MISSING,
@@ -99,7 +95,6 @@ _BY_CODE = {
 _BY_RANGE = (
     (-1099, -1000, Status.POOL_DOWN),  # election, etcd and "not in this state" codes of a master that is not serving
     (-1399, -1100, Status.TRANSFER_FAILED),  # files, buckets and offload: the disk tier behind a segment
-    (-1499, -1400, Status.INTERNAL),
     (-1599, -1500, Status.INVALID),
     (-1699, -1600, Status.TRANSFER_FAILED),
     (-1799, -1700, Status.NO_SPACE),  # tenant quotas
@@ -110,7 +105,5 @@ def status_of(code: int) -> Status:
     """Returns the meaning of a Mooncake return code. Positive values are byte counts and therefore `OK`."""
     if code >= 0:
         return Status.OK
-    known = _BY_CODE.get(code)
-    if known is not None:
-        return known
-    return next((status for low, high, status in _BY_RANGE if low <= code <= high), Status.INTERNAL)
+    in_range = (status for low, high, status in _BY_RANGE if low <= code <= high)
+    return _BY_CODE.get(code) or next(in_range, Status.INTERNAL)

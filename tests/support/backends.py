@@ -28,8 +28,10 @@ BASES = ("local", "device", "disk", "mooncake")
 CHAINS = ("local+disk", "local+mooncake", "disk+mooncake", "local+disk+mooncake")
 KINDS = (
     *BASES,
-    *(f"pipelined({base})" for base in BASES),
-    *(f"hybrid({base})" for base in BASES),
+    "pipelined(device)",
+    "pipelined(disk)",
+    "hybrid(local)",
+    "hybrid(mooncake)",
     *(f"hybrid({chain})" for chain in CHAINS),
     "pipelined(hybrid(local+disk+mooncake))",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 import urllib.request
 import uuid
@@ -213,30 +212,6 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
             assert staging.in_use == 2, "slots that the stuck call may still write were handed out"
         pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
-
-
-def test_many_threads_share_one_store(pool: Pool) -> None:
-    with opened(pool, slots=16) as (store, staging):
-        failures: list[object] = []
-
-        def work(letter: int) -> None:
-            for _ in range(20):
-                keys = fresh(1)
-                fill = bytes([letter])
-                if put(store, staging, keys, fill) != [Status.OK]:
-                    failures.append("put")
-                slot = leased(staging, 1)
-                result = store.start_get(keys, slot, timeout=20).results()
-                if result != [GetResult(Status.OK, SLOT)] or bytes(slot[0].view) != fill * SLOT:
-                    failures.append(result)
-                slot[0].release()
-
-        threads = [threading.Thread(target=work, args=(65 + index,)) for index in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
 
 
 def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
