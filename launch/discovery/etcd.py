@@ -30,14 +30,10 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 """The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at once."""
 _LONGEST_TICK_S = 1.0
-_MOST_REASONS = 8
-"""How many reasons are logged in one outage, each once: a slow answer may be followed by a refusal that somebody has to mend."""
-_PAGE = 512
-"""Entries. A record has less than a KiB."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
-    ("grpc.max_receive_message_length", 16 << 20),  # a page of a list that has more is asked for again, in smaller ones
+    ("grpc.max_receive_message_length", 256 << 20),  # the records of all nodes; one has less than a KiB
 )
 
 
@@ -122,8 +118,8 @@ class EtcdRegistration:
         self._thread: threading.Thread | None = None
         self._lease: int | None = None
         self._away = False
-        self._double = ""
-        """The instance of the last other node that was found under our name."""
+        self._others = set[bytes]()
+        """Records of other processes that were found under our name."""
         self.registered = threading.Event()
         """Set while the record is in etcd, as far as we know."""
 
@@ -172,28 +168,22 @@ class EtcdRegistration:
             self._compare(client, record)
             return
         found, _ = client.get(self._prefix + record.name)
-        if found is None or not self._stays(found, record):
+        if found == record.encode() or found in self._others:
+            return
+        try:
+            other = decode_record(found or b"")
+        except RecordError:
             self._put(client, record)
+            return
+        # it stays, because two processes must not overwrite each other
+        self._others.add(found)
+        log.warning(
+            "another process registered as %s, at %s (this one is at %s); give each node its own name",
+            record.name, other.address, record.address,
+        )  # fmt: skip
 
     def _put(self, client: Any, record: NodeRecord) -> None:
         client.put(self._prefix + record.name, record.encode(), lease=self._lease)
-
-    def _stays(self, found: bytes, record: NodeRecord) -> bool:
-        """Returns whether to leave a value that was found under our name. A record stays, because two processes must not overwrite each
-        other."""
-        try:
-            other = decode_record(found)
-        except RecordError:
-            return False
-        if other.name != record.name:
-            return False
-        if other.instance not in (record.instance, self._double):
-            self._double = other.instance
-            log.warning(
-                "another process registered as %s, at %s (this one is at %s); give each node its own name",
-                record.name, other.address, record.address,
-            )  # fmt: skip
-        return True
 
     def _compare(self, client: Any, record: NodeRecord) -> None:
         others = (other for _, other in _list_entries(client, self._prefix)[0] if isinstance(other, NodeRecord))
@@ -279,8 +269,6 @@ class EtcdWatch:
         self._on_change = on_change
         # a live node registers again within two pauses and a call, which is less than this
         self._membership = Membership(settings.ttl_s + 2 * _PAUSE_S, seeds)
-        self._told: set[str] = set()
-        """Why etcd did not answer in this outage."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._synced = threading.Event()
@@ -405,56 +393,25 @@ class EtcdWatch:
         with self._lock:
             if self._closed.is_set():
                 return
-            if new := self._membership.outage(time.monotonic()):
-                self._told.clear()
-            if why not in self._told and len(self._told) < _MOST_REASONS:
-                self._told.add(why)
+            if self._membership.outage(time.monotonic()):
                 count = len(self._membership.view().nodes)
                 log.warning("etcd does not answer (%s); keeping the last known view, of %d nodes", why, count)
-            if new:
                 self._publish()
 
     def _publish(self, before: View | None = None) -> None:
         """Publishes the view, and logs what became unreadable since `before`. Call with the lock held, so that views arrive in order."""
         view = self._membership.view()
         if before is not None:
-            new = sorted(set(view.unreadable) - set(before.unreadable))
-            for name, why in new[:_MOST_REASONS]:
+            for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
                 log.warning("etcd: %s%s is ignored: %s", self._prefix, name, why)
-            if len(new) > _MOST_REASONS:
-                log.warning("etcd: %d more entries are ignored; `pd-cache status` names them", len(new) - _MOST_REASONS)
         if self._on_change is not None:
             self._on_change(view)
 
 
 def _list_entries(client: Any, prefix: str) -> tuple[list[tuple[str, NodeRecord | str]], int]:
-    """Returns what is below a prefix, each entry with its name as `_read` does, and the revision at which all of it was so.
-
-    Reads in pages. An entry that is too large for a message is named without its value. So what lies there besides records, however much
-    it is, keeps no node from being seen.
-    """
-    from etcd3 import etcdrpc, utils
-
-    start, end = utils.to_bytes(prefix), utils.increment_last_byte(utils.to_bytes(prefix))
-    found: list[tuple[str, NodeRecord | str]] = []
-    size, revision, more = _PAGE, 0, True
-    while more:
-        request = etcdrpc.RangeRequest(
-            key=start, range_end=end, limit=max(1, size), revision=revision, keys_only=size == 0
-        )
-        try:
-            answer = client.kvstub.Range(request, client.timeout, metadata=client.metadata)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or not size:
-                raise
-            size = 0 if size == 1 else max(1, size // 8)
-            continue
-        revision, more = revision or answer.header.revision, answer.more
-        for kv in answer.kvs:
-            found.append(_read(kv, prefix) if size else (_name(kv.key, prefix), "it is larger than any record"))
-            start = kv.key + b"\0"
-        size = size or _PAGE
-    return found, revision
+    """Returns what is below a prefix, each entry as `_read` returns it, and the revision at which all of it was so."""
+    answer = client.get_prefix_response(prefix)
+    return [_read(kv, prefix) for kv in answer.kvs], answer.header.revision
 
 
 def _watch_stream(client: Any, prefix: str, revision: int) -> Any:

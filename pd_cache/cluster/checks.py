@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -36,14 +35,6 @@ ELECTION_S = 20
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
 """Flags of `vllm serve` that follow from the rest of the file."""
-
-_SECRET_NAME = re.compile(r"(^|[.-])(key|apikey|token|secret|password|passwd|credentials?)$")
-"""Matches flags such as --some-secret, but not --ssl-keyfile or --max-num-batched-tokens."""
-_SECRET_KEY = re.compile(
-    r"(?i)[\"'](\w*[_-])?(api_?key|access_?key|private_?key|token|secret\w*|password|passwd|credentials?)[\"']\s*:\s*[\"']"
-)
-"""Matches a secret inside a JSON argument, with its value."""
-_EVERY_USER_READS = "and every user of the machine can read vLLM's arguments; give it in `env`"
 
 
 class Problem(NamedTuple):
@@ -232,8 +223,10 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
         for name, value in args.items():
             if name.replace("_", "-") in _OURS:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
-            if problem := _secret_problem(name.replace("_", "-"), value):
-                yield Problem((*where, name), problem)
+            if variable := SECRET_VARIABLES.get(name.replace("_", "-")):
+                one = value[0] if isinstance(value, list) and len(value) == 1 else value
+                if isinstance(one, list) or (isinstance(one, bool) and variable == "VLLM_API_KEY"):
+                    yield Problem((*where, name), f"must be a single text: pd-cache passes it to vLLM in {variable}")
     sizes = {index: tensor_parallel(engine, node) for index, node in nodes}
     if config.shards > MAX_SHARDS:
         shown = ", ".join(str(size) for size in sorted(set(sizes.values()))[:8])
@@ -247,21 +240,6 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
             yield Problem(
                 ("cache", "shards"), f"must be a multiple of the tensor-parallel size {size} of nodes[{index}]"
             )
-
-
-def _secret_problem(name: str, value: Argument) -> str | None:
-    """Returns why an argument must not be on vLLM's command line, which every user of the machine can read; None if it may."""
-    variable = SECRET_VARIABLES.get(name)
-    if variable is not None:
-        one = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if isinstance(one, list) or (isinstance(one, bool) and name == "api-key"):
-            return f"must be a single text: pd-cache passes it to vLLM in {variable}"
-        return None
-    if _SECRET_NAME.search(name) and not isinstance(value, bool | int | float):
-        return f"looks like a secret, {_EVERY_USER_READS}"
-    if any(_SECRET_KEY.search(str(part)) for part in (value if isinstance(value, list) else [value])):
-        return f"holds what looks like a secret, {_EVERY_USER_READS}"
-    return None
 
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:

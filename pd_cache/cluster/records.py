@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.parse
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
@@ -10,28 +9,26 @@ from typing import Annotated
 import msgspec
 
 from pd_cache.chunks import Namespace
-from pd_cache.cluster.schema import HOST, Name
+from pd_cache.cluster.schema import HOST, PORT, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
 
 MAX_RECORD = 64 << 10
 """The most bytes of a record. One of ours has about one thousand."""
 
-_HOST = rf"(\[[0-9A-Fa-f:.]+\]|\*|{HOST})"
-_PORT = r":[0-9]{1,5}"
+_AT = rf"{HOST}:{PORT}"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """Bounded so that every program can compute with it, even one that has only floating-point numbers."""
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
-    msgspec.Meta(pattern=rf"^(((https?|tcp)://)?{_HOST}{_PORT}|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
+    msgspec.Meta(pattern=rf"^(((https?|tcp)://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
 ]
 Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
 
-EventAddress = Annotated[
-    str, msgspec.Meta(pattern=rf"^(tcp://{_HOST}{_PORT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)
-]
+HttpAddress = Annotated[str, msgspec.Meta(pattern=rf"^http://{_AT}\Z", max_length=300)]
+EventAddress = Annotated[str, msgspec.Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)]
 
 _FORMS = {
     "master": ("host:port",),
@@ -92,9 +89,9 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     role: Name
     address: Address
     """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
-    metrics: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
+    metrics: HttpAddress | None = None
     """The address of its metrics, if not `address`."""
-    versions: Annotated[str, msgspec.Meta(pattern=rf"^http://{_HOST}{_PORT}\Z", max_length=300)] | None = None
+    versions: HttpAddress | None = None
     """For a master: where it answers which version of the weights is current."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
@@ -148,12 +145,7 @@ def decode_record(raw: bytes) -> NodeRecord:
     forms = _FORMS.get(record.role, (record.address,))
     if scheme not in [form.rpartition("://")[0] for form in forms]:
         raise RecordError(f"the address of a {record.role} is {' or '.join(forms)}, not {record.address}")
-    addresses = [record.address, *filter(None, (record.metrics, record.versions))]
-    try:
-        port, *_ = [urllib.parse.urlsplit(one if "://" in one else f"//{one}").port for one in addresses]
-    except ValueError as error:
-        raise RecordError(f"{' or '.join(addresses)} is no address: {error}") from None
-    if not port and scheme != "ipc" and record.role != "store":  # a segment's address is only a name
+    if record.address.endswith(":0") and record.role != "store":  # a segment's address is only a name
         raise RecordError(f"{record.address} is no address: port 0")
     return record
 

@@ -33,11 +33,11 @@ Name = Annotated[
         description="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
     ),
 ]
-_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 ServerUrl = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://[A-Za-z0-9._-]+:{_PORT})?\Z",
+        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://[A-Za-z0-9._-]+:{PORT})?\Z",
         description="ipc:///ABSOLUTE/PATH or tcp://HOST:PORT",
     ),
 ]
@@ -296,7 +296,7 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 Endpoint = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{_PORT}\Z",
+        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{PORT}\Z",
         description="`host:port` without a scheme, e.g. 10.0.0.1:2379",
     ),
 ]

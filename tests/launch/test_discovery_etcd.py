@@ -76,18 +76,6 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) ->
         wait_for(sees(watch), 1, "the node is gone")
 
 
-def test_nodes_are_seen_among_more_junk_than_fits_into_a_message(etcd: Etcd) -> None:
-    with closing(etcd.client()) as client:
-        for number in range(60):
-            client.put(f"{prefix_of(CLUSTER)}junk-{number}", bytes(1_400_000))
-    with registered(etcd.settings(), "prefill-0"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        assert watch.wait_synced(60)
-        assert names(watch.view()) == ["prefill-0"]
-        assert len(watch.view().unreadable) == 60
-    with closing(etcd.client()) as client:
-        client.delete_prefix(prefix_of(CLUSTER))
-
-
 DIES = """
 import sys, time, msgspec
 from pd_cache.cluster import EtcdDiscovery, NodeRecord
