@@ -6,12 +6,9 @@ prompts on a lone engine, and compares tokens and times.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.http import NOBODY, ask
 from launch.up import quiet, running
 from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from pd_cache.decoding import decode_json
+from pd_cache.decoding import decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 
 _OUTPUT_TOKENS = 16
@@ -39,47 +37,28 @@ class DemoError(PdCacheError):
 class NodeTokens(msgspec.Struct):
     """How many prompt tokens a node took from the pool, and how many it computed."""
 
-    cached_tokens: int
-    computed_tokens: int
+    cached_tokens: int = 0
+    computed_tokens: int = 0
 
 
 class NodeRun(NodeTokens):
     """The same, and the time from the request's arrival at the node to its first token."""
 
-    ttft_ms: float
+    ttft_ms: float = 0.0
 
 
-class Recompute(msgspec.Struct):
-    """The lone engine."""
-
-    ttft_ms: float
-
-
-class Compared(msgspec.Struct):
-    """The results for one prompt: through prefill and decode node, and on the lone engine."""
-
-    prompt_tokens: int
-    prefill: NodeTokens
-    decode: NodeRun
-    recompute: Recompute
-    tokens_equal: bool
-
-
-class _StreamedUsage(msgspec.Struct):
-    """The extension of the last event of a node's stream."""
-
+class _Usage(msgspec.Struct):
     self: NodeRun
     prefill: NodeTokens | None = None
 
 
-class _StreamedChoice(msgspec.Struct):
-    token_ids: list[int] = []
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
 
 
-class _StreamedEvent(msgspec.Struct):
-    choices: list[_StreamedChoice] = []
-    pd_cache: _StreamedUsage | None = None
-    error: dict[str, Any] | None = None
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    pd_cache: _Usage
 
 
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
@@ -100,10 +79,9 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
         raise ConfigError(
             f"{file}: the demo needs a master, a prefill node, a decode node and a proxy, with the reference engine"
         )
-    console = Console(stderr=True)
     config = msgspec.structs.replace(config, cache=config.cache.fitted(engine.block_size))
     todo = prompts(engine.model.random.vocab_size, config.cache.chunk_tokens, engine.max_model_len)
-    with console.status("starting a master, a prefill node, a decode node and a proxy") as status:
+    with Console(stderr=True).status("starting a master, a prefill node, a decode node and a proxy") as status:
         with running(config, source, sink=quiet) as cluster:
             _wait_for_versions(cluster.config)
             url = cluster.urls[proxies[0].name]
@@ -114,18 +92,19 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
         status.update("the same prompts on a lone engine without a cache")
         alone = list(_compute_alone(engine, todo))
     compared = [
-        Compared(
-            prompt_tokens=len(prompt),
-            prefill=usage.prefill or NodeTokens(cached_tokens=0, computed_tokens=0),
-            decode=usage.self,
-            recompute=Recompute(ttft_ms=ttft_ms),
-            tokens_equal=answered == tokens,
-        )
-        for prompt, (answered, usage), (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
+        {
+            "prompt_tokens": len(prompt),
+            "prefill": answer.pd_cache.prefill or NodeTokens(),
+            "decode": answer.pd_cache.self,
+            "recompute": {"ttft_ms": ttft_ms},
+            "tokens_equal": answer.choices[0].token_ids == tokens,
+        }
+        for prompt, answer, (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
     ]
-    all_equal = all(one.tokens_equal for one in compared)
+    all_equal = all(one["tokens_equal"] for one in compared)
     if as_json:
-        print(json.dumps({"all_equal": all_equal, "requests": msgspec.to_builtins(compared)}), flush=True)
+        outcome = {"all_equal": all_equal, "requests": compared}
+        print(json.dumps(msgspec.to_builtins(outcome)), flush=True)
     else:
         _show(compared, all_equal, config)
     return all_equal
@@ -143,34 +122,16 @@ def _wait_for_versions(config: ClusterConfig) -> None:
             engines -= {name for name, label in model.processes if label is not None}
 
 
-def _ask(url: str, model: str, prompt: list[int]) -> tuple[list[int], _StreamedUsage]:
-    """Posts one completion to the proxy and reads its stream to the end. Returns the tokens, and what the nodes say about them."""
-    body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    tokens: list[int] = []
-    usage = None
+def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
+    """Posts one completion to the proxy. Returns the tokens, and what the nodes say about them."""
+    body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as stream:
-            for event in _events(stream):
-                if event.error is not None:
-                    raise DemoError(f"the stream ended with an error: {event.error}")
-                tokens += itertools.chain.from_iterable(choice.token_ids for choice in event.choices)
-                usage = event.pd_cache or usage
-    except urllib.error.HTTPError as error:
-        raise DemoError(f"{url} answered {error.code}: {error.read(2000).decode(errors='replace')}") from None
+        answer = ask(f"{url}/v1/completions", _TIMEOUT_S, NOBODY, json.dumps(body).encode())
+        if answer.status != 200:
+            raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:2000].decode(errors='replace'))}")
+        return decode_json(answer.body, _Answer)
     except (OSError, ValueError) as error:
         raise DemoError(f"no answer from {url}: {error}") from None
-    if usage is None or len(tokens) != _OUTPUT_TOKENS:
-        raise DemoError(f"{url} answered {len(tokens)} tokens instead of {_OUTPUT_TOKENS}")
-    return tokens, usage
-
-
-def _events(stream: Any) -> Iterator[_StreamedEvent]:
-    for line in stream:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield decode_json(line[6:], _StreamedEvent)
 
 
 def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:
@@ -181,7 +142,7 @@ def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iter
             yield [event.token for event in generation], generation.stats.ttft_ms
 
 
-def _show(compared: list[Compared], all_equal: bool, config: ClusterConfig) -> None:
+def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig) -> None:
     console = Console()
     table = Table(title=f"pd-cache demo: chunks of {config.cache.chunk_tokens} tokens", title_justify="left")
     table.add_column("prompt\ntokens", justify="right")
@@ -192,11 +153,11 @@ def _show(compared: list[Compared], all_equal: bool, config: ClusterConfig) -> N
     table.add_column("tokens", no_wrap=True)
     for one in compared:
         table.add_row(
-            str(one.prompt_tokens),
-            *(f"{node.cached_tokens} + {node.computed_tokens}" for node in (one.prefill, one.decode)),
-            f"{one.decode.ttft_ms:.0f}",
-            f"{one.recompute.ttft_ms:.0f}",
-            "[green]identical[/]" if one.tokens_equal else "[red]DIFFERENT[/]",
+            str(one["prompt_tokens"]),
+            *(f"{one[hop].cached_tokens} + {one[hop].computed_tokens}" for hop in ("prefill", "decode")),
+            f"{one['decode'].ttft_ms:.0f}",
+            f"{one['recompute']['ttft_ms']:.0f}",
+            "[green]identical[/]" if one["tokens_equal"] else "[red]DIFFERENT[/]",
         )
     console.print(table)
     if all_equal:

@@ -7,7 +7,7 @@ vLLM, this process looks up in the pool under the node's namespaces.
 from __future__ import annotations
 
 import contextlib
-import re
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from launch.discovery import View, open_directory
-from launch.http import NOBODY, Answer, ask, fetch, proxy_access
+from launch.http import NOBODY, ask, fetch, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, name_prompt, open_lookup, versions_of
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
@@ -30,9 +30,6 @@ _SYNC_S = 5.0
 _ASK_S = 5.0
 _POOL_S = 10.0
 _AT_A_TIME = 16
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MOST_BYTES = 16 << 20
-_MOST_TOKENS = 1 << 20
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _NOT_THERE = ("missing", "never_stored", "evicted")
 
@@ -100,58 +97,49 @@ class _Survey(msgspec.Struct, frozen=True):
 
 
 def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
-    """Asks the proxies of the cluster, and then its nodes, for a request of this id: its `X-Request-Id`, or the id of its answer.
+    """Asks the proxies and nodes of the cluster for a request of this id: its `X-Request-Id`, or the id of its answer.
 
-    Each has a few seconds to answer. Raises ConfigError for a text that cannot be an id.
+    Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports come from the nodes themselves.
     """
-    if not _REQUEST_ID.fullmatch(request_id):
-        raise ConfigError(
-            f"REQUEST_ID: expected 1 to 128 letters, digits or . _ : -, got {one_line(request_id)!r}; a request's id is the "
-            "X-Request-Id of its answer"
-        )
-    with _viewing(config) as view:
-        engines = [*view.by_role("prefill"), *view.by_role("decode")]
-        nodes = [record for record in engines if record.address.startswith("http")]
-        proxies = [record for record in view.by_role("proxy") if record.address.startswith("http")]
-        unanswered: dict[str, str] = {}
-        access, path = proxy_access(config), f"/requests/{request_id}"
+    unanswered: dict[str, str] = {}
+    access, path = proxy_access(config), f"/requests/{urllib.parse.quote(request_id, safe='')}"
 
-        def asked(record: NodeRecord) -> Answer | None:
-            try:
-                answer = ask(record.address + path, _ASK_S, access if record.role == "proxy" else NOBODY)
-            except (OSError, ValueError) as error:
-                unanswered[record.name] = f"it does not answer: {error}"
-                return None
-            if answer.status not in (200, 404):
+    def asked(record: NodeRecord) -> list[ExplainedHop]:
+        by_proxy = record.role == "proxy"
+        try:
+            answer = ask(record.address + path, _ASK_S, access if by_proxy else NOBODY)
+            if answer.status == 200 and by_proxy:
+                return decode_json(answer.body, _ToldTrip).hops
+            if answer.status == 200:
+                told = decode_json(answer.body, _Reports).reports
+                return [ExplainedHop(record.role, record.name, report) for report in told]
+            if answer.status != 404:
                 unanswered[record.name] = f"it answers {answer.status} {one_line(answer.reason)}"
-            return answer if answer.status == 200 else None
+        except (OSError, ValueError) as error:
+            unanswered[record.name] = f"it does not answer: {error}"
+        return []
 
-        with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-            trips = [_read(answer, _ToldTrip) for answer in threads.map(asked, proxies)]
-            hops: list[ExplainedHop] = next((trip.hops for trip in trips if trip is not None), [])
-            lacking = {hop.node for hop in hops if hop.report is None}
-            wanted = [record for record in nodes if not hops or record.address.rstrip("/") in lacking]
-            answers = list(threads.map(asked, wanted))
-    told: dict[str, list[RequestReport]] = {}
-    for record, answer in zip(wanted, answers, strict=True):
-        if (read := _read(answer, _Reports)) is not None:
-            told[record.name] = read.reports
-    by_address = {record.address.rstrip("/"): record for record in nodes}
-    if hops:
-        hops = [_completed(hop, by_address.get(hop.node), told) for hop in hops]
-    else:
-        hops = [
-            ExplainedHop(record.role, record.name, report) for record in wanted for report in told.get(record.name, ())
-        ]
+    with _viewing(config) as view, ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
+        proxies, engines = (
+            {
+                record.name: record
+                for role in roles
+                for record in view.by_role(role)
+                if record.address.startswith("http")
+            }
+            for roles in (("proxy",), ("prefill", "decode"))
+        )
+        trips = list(threads.map(asked, proxies.values()))
+        own = dict(zip(engines, threads.map(asked, engines.values()), strict=True))
+    hops = next(filter(None, trips), None)
+    if hops is None:
+        return ExplainedRequest(request_id, [hop for told in own.values() for hop in told], unanswered)
+    names = {record.address.rstrip("/"): name for name, record in engines.items()}
+    for place, hop in enumerate(hops):
+        if (name := names.get(hop.node)) is not None:
+            report = hop.report or next((one.report for one in reversed(own[name])), None)
+            hops[place] = ExplainedHop(hop.hop, name, report)
     return ExplainedRequest(request_id, hops, unanswered)
-
-
-def _completed(hop: ExplainedHop, record: NodeRecord | None, told: dict[str, list[RequestReport]]) -> ExplainedHop:
-    """Returns the proxy's view of a hop, with the node's name, and with the node's own report if the proxy has none."""
-    if record is None:
-        return hop
-    own = told.get(record.name, [])
-    return ExplainedHop(hop.hop, record.name, hop.report or (own[-1] if own else None))
 
 
 def request_text(explained: ExplainedRequest) -> str:
@@ -178,33 +166,21 @@ def request_text(explained: ExplainedRequest) -> str:
 
 
 def read_prompt_file(file: Path) -> list[int] | str:
-    """Returns the prompt in a file: token ids if it holds a JSON list, otherwise its text.
-
-    Raises ConfigError if the file cannot be read, is empty or too large, or holds a list of anything but token ids.
-    """
+    """Returns the prompt in a file: token ids if it holds a JSON list, otherwise its text. Raises ConfigError if it holds neither."""
+    prompt: list[int] | str
     try:
-        with file.open("rb") as opened:
-            raw = opened.read(_MOST_BYTES + 1)
-        text = raw.decode()
-    except OSError as error:
-        raise ConfigError(f"--prompt: {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--prompt: {file}: expected text in UTF-8, or a JSON list of token ids") from None
-    if len(raw) > _MOST_BYTES:
-        raise ConfigError(f"--prompt: {file}: it is larger than {_MOST_BYTES >> 20} MiB")
-    if not text.strip():
-        raise ConfigError(f"--prompt: {file}: it is empty")
-    if not text.lstrip().startswith("["):
-        return text
-    try:
-        tokens = decode_json(raw, list[_Token])
+        prompt = file.read_text("utf-8")
+        if prompt.lstrip().startswith("["):
+            prompt = decode_json(prompt, list[_Token])
     except UndecodableError as error:
         raise ConfigError(
             f"--prompt: {file}: it begins like a JSON list, but is no list of token ids: {error}"
         ) from None
-    if not 0 < len(tokens) <= _MOST_TOKENS:
-        raise ConfigError(f"--prompt: {file}: expected 1 to {_MOST_TOKENS} token ids, got {len(tokens)}")
-    return tokens
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompt: {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ConfigError(f"--prompt: {file}: it is empty")
+    return prompt
 
 
 def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | None = None) -> list[ExplainedNode]:
@@ -248,37 +224,38 @@ def _told(record: NodeRecord) -> NodeRecord:
 
 
 def _ask_node(record: NodeRecord, prompt: list[int] | str, salt: str | None) -> ExplainedNode:
-    """Returns the node's own answer; `found` is None if it has no page for that."""
+    """Returns the node's own answer. `found` and `detail` are empty if it has no page for that."""
     one = ExplainedNode(record.name, record.role)
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, **({"model": record.model} if record.model else {})}
-    if salt is not None:
-        body["cache_salt"] = salt
-    try:
-        answer = ask(f"{record.address}/survey", _ASK_S, NOBODY, msgspec.json.encode(body))
-    except (OSError, ValueError) as error:
-        one.detail = f"it does not answer: {error}"
-        return one
-    survey = _read(answer, _Survey) if answer.status == 200 else None
-    if survey is not None:
+    salted = {} if salt is None else {"cache_salt": salt}
+    survey = _posted(record, "survey", _Survey, prompt=prompt, max_tokens=1, **salted)
+    if isinstance(survey, str):
+        one.detail = survey
+    elif survey is not None:
         one.tokens, one.found, one.reason, one.where = survey.tokens, survey.found, survey.reason, "tiers and pool"
-    elif answer.status not in (404, 405) or b"model" in answer.body:
-        one.detail = _refusal(answer)
     return one
 
 
 def _tokenized(record: NodeRecord, prompt: str, one: ExplainedNode) -> list[int] | None:
     """Returns the tokens of a text from the node; notes why if there are none."""
-    body = {"prompt": prompt, **({"model": record.model} if record.model else {})}
+    told = _posted(record, "tokenize", _Tokens, prompt=prompt)
+    if isinstance(told, _Tokens):
+        return told.tokens
+    one.detail = f"it does not return the tokens of a text ({told or 'it has no page for that'}); give token ids"
+    return None
+
+
+def _posted(record: NodeRecord, page: str, kind: type[Any], **fields: Any) -> Any:
+    """Returns a node's answer, a `kind`; a text that says why there is none; or None if the node has no such page."""
+    body = {**fields, **({"model": record.model} if record.model else {})}
     try:
-        answer = ask(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
+        answer = ask(f"{record.address}/{page}", _ASK_S, NOBODY, msgspec.json.encode(body))
+        if answer.status == 200:
+            return decode_json(answer.body, kind)
     except (OSError, ValueError) as error:
-        one.detail = f"it does not answer: {error}"
+        return f"it does not answer: {error}"
+    if answer.status in (404, 405) and b"model" not in answer.body:
         return None
-    tokens: _Tokens | None = _read(answer, _Tokens) if answer.status == 200 else None
-    if tokens is None:
-        one.detail = f"it does not return the tokens of a text ({_refusal(answer)}); give token ids"
-        return None
-    return tokens.tokens
+    return f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}"
 
 
 class _PoolLookups:
@@ -358,18 +335,3 @@ def _viewing(config: ClusterConfig) -> Iterator[View]:
     with open_directory(config) as directory:
         directory.wait_synced(_SYNC_S)
         yield directory.view()
-
-
-def _read(answer: Answer | None, kind: type[Any]) -> Any:
-    """Returns what an answer holds; None if there is none, or if it holds anything else."""
-    if answer is None:
-        return None
-    with contextlib.suppress(UndecodableError):
-        return decode_json(answer.body, kind)
-    return None
-
-
-def _refusal(answer: Answer) -> str:
-    """Returns a node's refusal in a line."""
-    told = one_line(answer.body[:200].decode(errors="replace"))
-    return f"it answers {answer.status}: {told}"

@@ -62,13 +62,13 @@ HOMES = {
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": (),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
-    # what others wrote is decoded with one error; the reference engine refuses NaN, the demo reads its own model's file
+    # what others wrote is decoded with one error; the reference engine refuses NaN
     "msgspec.json.decode": ("pd_cache/decoding.py",),
     "msgspec.json.Decoder": ("pd_cache/decoding.py",),
     "msgspec.msgpack.decode": ("pd_cache/decoding.py",),
     "msgspec.msgpack.Decoder": ("pd_cache/decoding.py",),
-    "json.load": ("launch/engines/reference/protocol.py", "launch/demo.py"),
-    "json.loads": ("launch/engines/reference/protocol.py", "launch/demo.py"),
+    "json.load": ("launch/engines/reference/protocol.py",),
+    "json.loads": ("launch/engines/reference/protocol.py",),
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",
