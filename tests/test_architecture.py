@@ -48,7 +48,7 @@ HOMES = {
     "zmq": ("pd_cache/server/link.py", "pd_cache/events/subscriber.py"),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),
-    "google.protobuf": ("launch/discovery/stubs.py",),
+    "google.protobuf": ("launch/discovery/etcd.py",),
     "click": ("launch/cli.py",),
     "yaml": ("pd_cache/cluster/reader.py",),
     "xxhash": ("pd_cache/layout.py",),

@@ -5,12 +5,11 @@
 3. While etcd is away, the last view stays and is marked stale. Nodes that vanished because of that come back afterwards (`membership`).
 4. If two nodes can never share a hit, the log says why (`pd_cache/cluster/records.py`).
 
-Only processes of the launcher use this package; no engine imports it. `membership` is pure, `etcd` speaks to etcd, `stubs` imports the
-package etcd3, `directory` is the interface to both kinds.
+Only processes of the launcher use this package; no engine imports it. `membership` is pure, `etcd` speaks to etcd, `directory` is the
+interface to both kinds.
 """
 
 from launch.discovery.directory import (
-    Directory,
     Member,
     describe_node,
     file_records,
@@ -18,7 +17,7 @@ from launch.discovery.directory import (
     known_master,
     open_directory,
 )
-from launch.discovery.membership import View
+from launch.discovery.membership import Directory, View
 
 __all__ = [
     "Directory",

@@ -1,4 +1,4 @@
-"""The interface to both kinds of discovery: the file itself, and etcd."""
+"""What a process says of itself to others, and how it finds them, with both kinds of discovery: the file itself, and etcd."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 import pd_cache
-from launch.discovery.membership import View
+from launch.discovery.membership import Directory, View
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
     About,
@@ -31,49 +31,8 @@ from pd_cache.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-OnChange = Callable[[View], None]
 
-
-class Directory(Protocol):
-    """What is known of the cluster's nodes. Leaving the context stops following them."""
-
-    def view(self) -> View:
-        """Returns what is known now, without waiting."""
-
-    def wait_synced(self, timeout: float) -> bool:
-        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` seconds."""
-
-    def close(self) -> None:
-        """Stops following."""
-
-    def __enter__(self) -> Directory: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class FileDirectory:
-    """Has the nodes of the file, always."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self._view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
-
-    def view(self) -> View:
-        return self._view
-
-    def wait_synced(self, timeout: float) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> FileDirectory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> Directory:
+def open_directory(config: ClusterConfig, on_change: Callable[[View], None] | None = None) -> Directory:
     """Opens the directory that the file's `discovery` section asks for. In etcd's, the nodes of the file count until etcd was first read.
 
     `on_change` gets each new view, including the first one. It must return quickly. Raises ConfigError if a password or certificate for
@@ -86,10 +45,10 @@ def open_directory(config: ClusterConfig, on_change: OnChange | None = None) -> 
         if on_change is not None:
             on_change(View(tuple(seeds)))
         return EtcdWatch(config.discovery, config.name, seeds=seeds, on_change=on_change)
-    directory = FileDirectory(config)
+    view = View(tuple(sorted(file_records(config), key=lambda record: record.name)))
     if on_change is not None:
-        on_change(directory.view())
-    return directory
+        on_change(view)
+    return Directory(view)
 
 
 class Member:

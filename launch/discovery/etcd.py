@@ -8,18 +8,22 @@ stream, a compaction and an etcd that came back empty are one case.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
 import random
+import re
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from launch.discovery.membership import Membership, View
-from launch.discovery.stubs import load_etcd3
+from launch.discovery.membership import Directory, Membership, View
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record, differences
 from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
@@ -30,11 +34,64 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 """The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at once."""
 _LONGEST_TICK_S = 1.0
+DISAGREES_S = 30.0
+"""How long a master and etcd may disagree. In an election that goes well they disagree for a second or two, and for longer if the next
+leader has many keys to take over. A restart then would lose these keys."""
+_ELECTION_POLL_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
     ("grpc.max_receive_message_length", 256 << 20),  # the records of all nodes; one has less than a KiB
 )
+
+# --- the package etcd3 --------------------------------------------------------------------------------------------------
+# etcd3 0.12 contains stubs that protobuf has refused to run since its version 4. They hold their own descriptors in serialized form, which
+# every protobuf reads. Message classes made from those are what a new `protoc` would generate. The stubs' files are read, never run; the
+# descriptors lie in a pool of their own, so nothing is set for the process, and the order of imports does not matter.
+
+_FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
+"""Each file imports those before it."""
+_SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
+_loading = threading.Lock()
+
+
+def load_etcd3() -> Any:
+    """Returns the module `etcd3`. Raises ImportError if it or a package that it needs is not installed. Thread-safe."""
+    with _loading:
+        if "etcd3" not in sys.modules:
+            _make_stubs()
+        return importlib.import_module("etcd3")
+
+
+def _make_stubs() -> None:
+    """Puts modules with the message classes of etcd3's stubs in their place."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.internal import enum_type_wrapper
+
+    spec = importlib.util.find_spec("etcd3")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("the package etcd3 is not installed")
+    pool = descriptor_pool.DescriptorPool()
+    for name in _FILES:
+        file = Path(spec.submodule_search_locations[0]) / "etcdrpc" / f"{name}.py"
+        found = _SERIALIZED.search(file.read_text(encoding="utf-8"))
+        if found is None:
+            raise ImportError(f"{file}: expected a stub of etcd3 0.12, but it holds no serialized descriptor")
+        serialized = found[1].encode("latin1").decode("unicode_escape").encode("latin1")
+        content = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+        pool.Add(content)
+        descriptor = pool.FindFileByName(content.name)
+        module = types.ModuleType(f"etcd3.etcdrpc.{name}", "Made from the descriptors of etcd3's own stubs.")
+        for message in descriptor.message_types_by_name.values():
+            setattr(module, message.name, message_factory.GetMessageClass(message))
+        for enum in descriptor.enum_types_by_name.values():
+            setattr(module, enum.name, enum_type_wrapper.EnumTypeWrapper(enum))
+            for value in enum.values:
+                setattr(module, value.name, value.number)
+        sys.modules[module.__name__] = module
+
+
+# --- clients ------------------------------------------------------------------------------------------------------------
 
 
 class _Lost(Exception):
@@ -248,7 +305,7 @@ class EtcdValues:
             self._lock.release()
 
 
-class EtcdWatch:
+class EtcdWatch(Directory):
     """Follows the records of a cluster. Thread-safe."""
 
     def __init__(
@@ -282,12 +339,10 @@ class EtcdWatch:
             thread.start()
 
     def view(self) -> View:
-        """Returns what is known now, without waiting."""
         with self._lock:
             return self._membership.view()
 
     def wait_synced(self, timeout: float) -> bool:
-        """Waits until etcd has been read once. Returns False after `timeout` seconds."""
         return self._synced.wait(timeout)
 
     def close(self) -> None:
@@ -296,12 +351,6 @@ class EtcdWatch:
         self._break_off()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> EtcdWatch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- following -----------------------------------------------------------------------------------------------
 
@@ -435,3 +484,82 @@ def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
     except RecordError as error:
         return name, str(error)
     return name, record if record.name == name else f"it says that its node is {record.name}"
+
+
+# --- the election of masters --------------------------------------------------------------------------------------------
+
+
+class ElectionWatch:
+    """Finds out whether a master and etcd agree on which master leads. Its thread runs while the context is entered.
+
+    Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
+    costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
+    is gone still says that it leads, but no client finds it. A standby that has followed a lost log of operations takes the key again and
+    again, and refuses to serve. In both cases master and etcd disagree for good. A master that is restarted takes part in a new election.
+    """
+
+    def __init__(
+        self,
+        settings: EtcdDiscovery,
+        cluster: str,
+        address: str,
+        leads: Callable[[], bool | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`address`: `host:port` of our master. `leads` returns whether the master says that it leads or prepares to lead; None if it does
+        not answer. `clock` returns seconds. Raises ConfigError for the same reasons as `EtcdRegistration`."""
+        self._connector = _EtcdOpener(settings)
+        self._key = f"mooncake-store/{cluster}/master_view"
+        self._address = address
+        self._leads = leads
+        self._clock = clock
+        self._at_odds_since: float | None = None
+        self._revision = 0
+        """The key's revision when it was last read."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
+
+    def lost(self) -> bool:
+        """Returns whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds. Counts anew after that."""
+        since = self._at_odds_since
+        if since is None or self._clock() - since < DISAGREES_S:
+            return False
+        self._at_odds_since = None
+        log.warning("for %g s the master %s and etcd have differed on who leads", DISAGREES_S, self._address)
+        return True
+
+    def look(self) -> None:
+        """Compares once. Waits no longer than a call to etcd and one to the master may take."""
+        if self._agree():
+            self._at_odds_since = None
+        elif self._at_odds_since is None:
+            self._at_odds_since = self._clock()
+
+    def _agree(self) -> bool:
+        try:
+            with self._connector.client() as client:
+                value, about = client.get(self._key)
+        except _Lost:
+            return True  # without etcd no master can lead, and a restart would not help
+        leads = self._leads()
+        if leads is None:
+            return True
+        if value is None:
+            return False
+        before, self._revision = self._revision, about.mod_revision
+        if value.decode(errors="replace") == self._address:
+            return leads
+        # masters that refuse to lead take turns: the key names each for a second
+        return not leads and self._revision == before
+
+    def _run(self) -> None:
+        while not self._closed.wait(_ELECTION_POLL_S):
+            self.look()
+
+    def __enter__(self) -> ElectionWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()

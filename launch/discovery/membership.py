@@ -1,4 +1,4 @@
-"""Keeps track of the nodes of the cluster. Pure: the time comes from the caller.
+"""Views of the cluster, and the rules by which they change. Pure: the time comes from the caller.
 
 1. The source of the view may be away. Then the last known view stays, and is marked stale.
 2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could keep one alive, or the source
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from pd_cache.cluster import NodeRecord
 
@@ -31,6 +32,30 @@ class View:
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """Returns the nodes of these roles."""
         return [node for node in self.nodes if node.role in roles]
+
+
+class Directory:
+    """What is known of the cluster's nodes; this one knows the nodes of the file, always. Leaving the context stops following them."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def view(self) -> View:
+        """Returns what is known now, without waiting."""
+        return self._view
+
+    def wait_synced(self, timeout: float) -> bool:
+        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` seconds."""
+        return True
+
+    def close(self) -> None:
+        """Stops following."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Membership:

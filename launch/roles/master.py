@@ -94,7 +94,7 @@ def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable
     if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
         yield lambda: False
         return
-    from launch.discovery.election import ElectionWatch
+    from launch.discovery.etcd import ElectionWatch
 
     def leads() -> bool | None:
         health = _master_health(node)

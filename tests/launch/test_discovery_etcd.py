@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from launch.discovery import View
-from launch.discovery.etcd import EtcdRegistration, EtcdWatch, prefix_of
+from launch.discovery.etcd import EtcdRegistration, EtcdWatch, load_etcd3, prefix_of
 from launch.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
@@ -31,18 +30,10 @@ CLUSTER = "test"
 
 @pytest.fixture(autouse=True)
 def no_file_left_open() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(closing(_warm_up()))
+    load_etcd3().client(port=1).close()  # grpc opens some files for the process when it is first used
     before = psutil.Process().num_fds()
     yield
     wait_for(lambda: psutil.Process().num_fds() <= before, 5, "files closed")
-
-
-def _warm_up() -> Any:
-    """grpc opens some files for the process when it is first used."""
-    from launch.discovery.stubs import load_etcd3
-
-    return load_etcd3().client(port=1)
 
 
 def record(name: str, instance: str = "1") -> NodeRecord:

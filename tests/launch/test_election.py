@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from launch.discovery.election import DISAGREES_S, ElectionWatch
+from launch.discovery.etcd import DISAGREES_S, ElectionWatch
 from tests.support.etcd import Etcd
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")

@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from launch.discovery.etcd import prefix_of
-from launch.discovery.stubs import load_etcd3
+from launch.discovery.etcd import load_etcd3, prefix_of
 from launch.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, TlsConfig
 from tests.support.hosts import Host
