@@ -3,7 +3,6 @@
 1. A node registers under a lease when it can be used, keeps the lease alive, and leaves when it stops.
 2. Other processes follow a view of the nodes. The view is always available: nothing in serving waits for etcd.
 3. While etcd is away, the last view stays and is marked stale. Nodes that vanished because of that come back afterwards (`membership`).
-4. If two nodes can never share a hit, the log says why (`pd_cache/cluster/records.py`).
 
 Only processes of the launcher use this package; no engine imports it. `membership` is pure, `etcd` speaks to etcd, `directory` is the
 interface to both kinds.

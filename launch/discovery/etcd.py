@@ -8,6 +8,7 @@ stream, a compaction and an etcd that came back empty are one case.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -17,14 +18,14 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from launch.discovery.membership import Directory, Membership, View
-from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record, differences
+from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record
 from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
 from pd_cache.versions import UnavailableError
@@ -102,7 +103,7 @@ class _EtcdOpener:
     """Opens clients, at the next endpoint each time."""
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """Raises ConfigError if a password or certificate cannot be read."""
+        """Raises ConfigError if a password cannot be read."""
         self._etcd3 = load_etcd3()
         self._settings = settings
         self._turn = random.randrange(len(settings.endpoints))
@@ -114,9 +115,6 @@ class _EtcdOpener:
                 raise ConfigError(f"discovery.password_file: {settings.password_file}: {error}") from None
         tls = settings.tls
         self._files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
-        for file in filter(None, self._files.values()):
-            if not Path(file).is_file():
-                raise ConfigError(f"discovery.tls: {file} is not a file on this machine")
         # the interval of keep-alives must leave time for a call that fails
         self.timeout_s = min(settings.timeout_s, settings.ttl_s / 3)
 
@@ -125,37 +123,40 @@ class _EtcdOpener:
         """Yields a client, logged in if there is a user. Turns every failure between us and etcd into `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
         etcd3 = self._etcd3
-        # a login that fails does so in the constructor, which leaves the channel open: so the object is there before
-        client = etcd3.Etcd3Client.__new__(etcd3.Etcd3Client)
         try:
             host, _, port = endpoint.rpartition(":")
-            client.__init__(
-                host=host,
-                port=int(port),
-                timeout=self.timeout_s,
-                user=self._settings.user,
-                password=self._password,
-                grpc_options=_OPTIONS,
-                **self._files,
-            )
-            # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc refuses the latter
-            client.call_credentials = None
-            yield client
-        except etcd3.Etcd3Exception as error:
-            raise _Lost(f"{endpoint}: {str(error) or type(error).__name__}") from error
+            login = {"user": self._settings.user, "password": self._password}
+            made = etcd3.client(host, int(port), timeout=self.timeout_s, grpc_options=_OPTIONS, **login, **self._files)
+            with contextlib.closing(made) as client:
+                # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc refuses the latter
+                client.call_credentials = None
+                yield client
         except grpc.RpcError as error:
             raise _Lost(f"{endpoint}: {error.code().name}: {error.details()}") from error
-        except (OSError, ValueError) as error:  # a certificate that is gone; a channel that was closed under a call
-            raise _Lost(f"{endpoint}: {error}") from error
-        except _Lost as error:
-            raise _Lost(f"{endpoint}: {error}") from error
+        except (
+            etcd3.Etcd3Exception,
+            OSError,
+            ValueError,
+        ) as error:  # a certificate that is gone; a channel that was closed under a call
+            raise _Lost(f"{endpoint}: {str(error) or type(error).__name__}") from error
         finally:
             self._turn += 1
-            client.close()
 
 
-def _pause(closed: threading.Event) -> None:
-    closed.wait(_PAUSE_S * random.uniform(0.4, 1))
+def _follow_up(
+    opener: _EtcdOpener, closed: threading.Event, work: Callable[[Any], None], lost: Callable[[str], None]
+) -> None:
+    """Calls `work` with a client, and again whenever it ends, until `closed`. `lost` gets the reasons of failures."""
+    while not closed.is_set():
+        try:
+            with opener.client() as client:
+                work(client)
+        except _Lost as error:
+            lost(str(error))
+        except Exception:  # if this ended, no process would find the node, and no view would be fresh again
+            log.exception("discovery failed unexpectedly; trying again")
+            lost("see above")
+        closed.wait(_PAUSE_S * random.uniform(0.4, 1))
 
 
 def prefix_of(cluster: str, folder: str = "nodes") -> str:
@@ -167,8 +168,8 @@ class EtcdRegistration:
     """Keeps one node's record in etcd under a lease, until closed. Thread-safe."""
 
     def __init__(self, settings: EtcdDiscovery, cluster: str) -> None:
-        """Sends nothing yet. Raises ConfigError if a password or certificate cannot be read."""
-        self._connector = _EtcdOpener(settings)
+        """Sends nothing yet. Raises ConfigError if a password cannot be read."""
+        self._opener = _EtcdOpener(settings)
         self._ttl_s = settings.ttl_s
         self._prefix = prefix_of(cluster)
         self._closed = threading.Event()
@@ -183,7 +184,13 @@ class EtcdRegistration:
     def announce(self, record: NodeRecord) -> None:
         """Registers now, and again whenever the lease is lost. Returns at once. Call it only once."""
         assert self._thread is None, "already announced"
-        self._thread = threading.Thread(target=self._run, args=(record,), name="discovery-register", daemon=True)
+        work = functools.partial(self._stay, record)
+        self._thread = threading.Thread(
+            target=_follow_up,
+            args=(self._opener, self._closed, work, self._lost),
+            name="discovery-register",
+            daemon=True,
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -192,45 +199,42 @@ class EtcdRegistration:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, record: NodeRecord) -> None:
+    def _stay(self, record: NodeRecord, client: Any) -> None:
         while not self._closed.is_set():
-            try:
-                with self._connector.client() as client:
-                    while not self._closed.is_set():
-                        self._keep(client, record)
-                        if self._away:
-                            log.info("registered in etcd again")
-                        self._away = False
-                        self.registered.set()
-                        self._closed.wait(self._ttl_s / 3)
-                    self._leave(client)
-            except _Lost as error:
-                self.registered.clear()
-                level = logging.DEBUG if self._away else logging.WARNING
-                log.log(level, "cannot register in etcd: %s; still serving, and trying again", error)
-                self._away = True
-                _pause(self._closed)
-            except Exception:  # if registration ended, no process would find the node
-                log.exception("registering in etcd failed unexpectedly; trying again")
-                _pause(self._closed)
+            self._keep(client, record)
+            if self._away:
+                log.info("registered in etcd again")
+            self._away = False
+            self.registered.set()
+            self._closed.wait(self._ttl_s / 3)
+        self.registered.clear()
+        if self._lease is not None:
+            # removes our record, but not that of another process under the same name
+            client.revoke_lease(self._lease)
+
+    def _lost(self, why: str) -> None:
+        self.registered.clear()
+        if not self._away and not self._closed.is_set():
+            log.warning("cannot register in etcd: %s; still serving, and trying again", why)
+        self._away = True
 
     def _keep(self, client: Any, record: NodeRecord) -> None:
         """Keeps the lease alive, or gets a new one, and makes sure that the record is there."""
+        key, value = self._prefix + record.name, record.encode()
         if self._lease is not None and not any(answer.TTL > 0 for answer in client.refresh_lease(self._lease)):
             log.warning("the lease in etcd was lost; registering again")
             self._lease = None
         if self._lease is None:
             self._lease = int(client.lease(self._ttl_s).id)
-            self._put(client, record)
-            self._compare(client, record)
+            client.put(key, value, lease=self._lease)
             return
-        found, _ = client.get(self._prefix + record.name)
-        if found == record.encode() or found in self._others:
+        found, _ = client.get(key)
+        if found == value or found in self._others:
             return
         try:
             other = decode_record(found or b"")
         except RecordError:
-            self._put(client, record)
+            client.put(key, value, lease=self._lease)
             return
         # it stays, because two processes must not overwrite each other
         self._others.add(found)
@@ -239,29 +243,12 @@ class EtcdRegistration:
             record.name, other.address, record.address,
         )  # fmt: skip
 
-    def _put(self, client: Any, record: NodeRecord) -> None:
-        client.put(self._prefix + record.name, record.encode(), lease=self._lease)
-
-    def _compare(self, client: Any, record: NodeRecord) -> None:
-        others = (other for _, other in _list_entries(client, self._prefix)[0] if isinstance(other, NodeRecord))
-        for name, difference in differences(others).items():
-            log.warning("%s: %s", "this node" if name == record.name else name, difference)
-
-    def _leave(self, client: Any) -> None:
-        self.registered.clear()
-        try:
-            if self._lease is not None:
-                # removes our record, but not that of another process under the same name
-                client.revoke_lease(self._lease)
-        except (load_etcd3().Etcd3Exception, grpc.RpcError) as error:
-            log.warning("could not deregister (%s); the lease ends by itself within %d s", error, self._ttl_s)
-
 
 class EtcdValues:
     """Reads and replaces single values over one connection. Thread-safe. A call waits for at most one other call."""
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """Sends nothing yet. Raises ConfigError if a password or certificate cannot be read."""
+        """Sends nothing yet. Raises ConfigError if a password cannot be read."""
         self._opener = _EtcdOpener(settings)
         self._stack = contextlib.ExitStack()
         self._client: Any = None
@@ -320,7 +307,6 @@ class EtcdWatch(Directory):
 
         The watch's own threads call `on_change` with each new view, one after the other. It must return quickly.
         """
-        self._connector = _EtcdOpener(settings)
         self._prefix = prefix_of(cluster)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
@@ -331,8 +317,9 @@ class EtcdWatch(Directory):
         self._synced = threading.Event()
         self._client: Any = None
         self._stream: Any = None
+        work = (_EtcdOpener(settings), self._closed, self._follow, self._lost)
         self._threads = [
-            threading.Thread(target=self._follow, name="discovery-watch", daemon=True),
+            threading.Thread(target=_follow_up, args=work, name="discovery-watch", daemon=True),
             threading.Thread(target=self._tick, name="discovery-probe", daemon=True),
         ]
         for thread in self._threads:
@@ -352,37 +339,20 @@ class EtcdWatch(Directory):
         for thread in self._threads:
             thread.join()
 
-    # --- following -----------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        while not self._closed.is_set():
-            try:
-                with self._connector.client() as client:
-                    self._client = client
-                    self._read(client)
-            except _Lost as error:
-                self._lost(str(error))
-            except Exception:  # if the watch ended, the view would never be fresh again
-                log.exception("following etcd failed unexpectedly; trying again")
-                self._lost("see above")
-            finally:
-                self._client = self._stream = None
-            _pause(self._closed)
-
-    def _read(self, client: Any) -> None:
-        entries, revision = _list_entries(client, self._prefix)
-        self._sync(entries)
-        self._stream = stream = _watch_stream(client, self._prefix, revision + 1)
+    def _follow(self, client: Any) -> None:
+        self._client = client
         try:
-            if self._closed.is_set():
-                return
-            for response in stream:
+            entries, revision = _list_entries(client, self._prefix)
+            self._sync(entries)
+            self._stream = _watch_stream(client, self._prefix, revision + 1)
+            for response in () if self._closed.is_set() else self._stream:
                 if response.canceled or response.compact_revision:
                     return  # the changes in between are gone: list again
                 if response.events:  # the first response says only that the watch was made
                     self._apply(response.events)
         finally:
-            stream.cancel()
+            self._break_off()
+            self._client = self._stream = None
 
     def _tick(self) -> None:
         """Checks etcd and the doubted nodes. A check is needed because a stream of changes is silent when its other end is gone."""
@@ -406,55 +376,40 @@ class EtcdWatch(Directory):
         if client is not None:
             client.close()
 
-    # --- what was learned ----------------------------------------------------------------------------------------
-
-    def _sync(self, entries: Iterable[tuple[str, NodeRecord | str]]) -> None:
-        records: list[NodeRecord] = []
-        unreadable: dict[str, str] = {}
-        for name, found in entries:
-            if isinstance(found, NodeRecord):
-                records.append(found)
-            else:
-                unreadable[name] = found
+    def _sync(self, entries: Sequence[tuple[str, NodeRecord | str]]) -> None:
+        records = [found for _, found in entries if isinstance(found, NodeRecord)]
+        unreadable = {name: found for name, found in entries if isinstance(found, str)}
         with self._lock:
-            view = self._membership.view()
+            away_since = self._membership.view().stale_since
             self._membership.sync(records, time.monotonic(), unreadable)
-            if view.stale_since is not None:
-                log.info("etcd answers again after %.1f s", time.monotonic() - view.stale_since)
-            self._publish(view)
+            if away_since is not None:
+                log.info("etcd answers again after %.1f s", time.monotonic() - away_since)
+            self._publish()
         self._synced.set()
 
     def _apply(self, events: Iterable[Any]) -> None:
         with self._lock:
-            before = self._membership.view()
             for event in events:
-                if event.type == event.DELETE:
-                    self._membership.delete(_name(event.kv.key, self._prefix), time.monotonic())
-                    continue
                 name, found = _read(event.kv, self._prefix)
-                if isinstance(found, NodeRecord):
+                if event.type == event.DELETE:
+                    self._membership.delete(name, time.monotonic())
+                elif isinstance(found, NodeRecord):
                     self._membership.put(found)
                 else:
                     self._membership.spoil(name, found)
-            self._publish(before)
+            self._publish()
 
     def _lost(self, why: str) -> None:
         with self._lock:
-            if self._closed.is_set():
-                return
-            if self._membership.outage(time.monotonic()):
+            if not self._closed.is_set() and self._membership.outage(time.monotonic()):
                 count = len(self._membership.view().nodes)
                 log.warning("etcd does not answer (%s); keeping the last known view, of %d nodes", why, count)
                 self._publish()
 
-    def _publish(self, before: View | None = None) -> None:
-        """Publishes the view, and logs what became unreadable since `before`. Call with the lock held, so that views arrive in order."""
-        view = self._membership.view()
-        if before is not None:
-            for name, why in sorted(set(view.unreadable) - set(before.unreadable)):
-                log.warning("etcd: %s%s is ignored: %s", self._prefix, name, why)
+    def _publish(self) -> None:
+        """Publishes the view. Call with the lock held, so that views arrive in order."""
         if self._on_change is not None:
-            self._on_change(view)
+            self._on_change(self._membership.view())
 
 
 def _list_entries(client: Any, prefix: str) -> tuple[list[tuple[str, NodeRecord | str]], int]:
@@ -472,13 +427,9 @@ def _watch_stream(client: Any, prefix: str, revision: int) -> Any:
     return etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
 
 
-def _name(key: bytes, prefix: str) -> str:
-    return one_line(key.decode(errors="replace").removeprefix(prefix))
-
-
 def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
     """Returns an entry's name, and its record or the reason why it has none."""
-    name = _name(kv.key, prefix)
+    name = one_line(kv.key.decode(errors="replace").removeprefix(prefix))
     try:
         record = decode_record(kv.value)
     except RecordError as error:
