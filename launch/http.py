@@ -160,17 +160,14 @@ def ask(
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
             answered = answer.read(most)
-        except http.client.HTTPException as error:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
-            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
-        except OSError as error:
-            if late.is_set():
-                raise TimeoutError(f"no whole answer within {timeout:g} s") from None
-            raise error
-        if late.is_set():
-            raise TimeoutError(f"no whole answer within {timeout:g} s")
-        return Answer(answer.status, answer.reason, answer.headers, answered)
+            if not late.is_set():
+                return Answer(answer.status, answer.reason, answer.headers, answered)
+        except (http.client.HTTPException, OSError) as error:
+            if not late.is_set() and isinstance(error, OSError):
+                raise
+            if not late.is_set():
+                raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
+        raise TimeoutError(f"no whole answer within {timeout:g} s")
 
 
 def _hang_up(connected: socket.socket, late: threading.Event) -> None:

@@ -37,7 +37,6 @@ from typing import IO, Any, Literal, NoReturn, Protocol
 
 from launch import _tethered
 from pd_cache.cluster import SupervisorConfig
-from pd_cache.cluster.machine import find_program
 from pd_cache.errors import PdCacheError
 
 log = logging.getLogger(__name__)
@@ -313,11 +312,12 @@ def _read_lines(stream: Stream, pipe: IO[bytes], on_line: OnLine) -> None:
 class ForeignProgram:
     """A program that is not ours and that a role runs: Mooncake's master, or vLLM. Entering the context starts it, leaving ends it."""
 
-    def __init__(self, name: str, spawn: Callable[[], Process], grace_s: float) -> None:
-        """`spawn` starts the program. The program has `grace_s` seconds to end by itself before it is killed."""
+    def __init__(self, name: str, spawn: Callable[[], Process], grace_s: float, hint: Callable[[], str]) -> None:
+        """`spawn` starts the program. It has `grace_s` seconds to end by itself before it is killed. `hint` names a likely cause of trouble."""
         self._name = name
         self._spawn = spawn
         self._grace_s = grace_s
+        self._hint = hint
 
     def __enter__(self) -> ForeignProgram:
         self._child = self._spawn()
@@ -326,40 +326,31 @@ class ForeignProgram:
     def __exit__(self, *_: object) -> None:
         end([self._child], self._grace_s)
 
-    def wait_serving(
-        self, stop: StopFlag, *, serving: Callable[[], bool], deadline: float, hint: Callable[[], str]
-    ) -> None:
-        """Returns when `serving()` is true, or `stop` is set.
+    def wait_serving(self, stop: StopFlag, serving: Callable[[], bool], timeout_s: float) -> bool:
+        """Returns True once `serving()` is true, or False when `stop` is set.
 
-        Raises RoleError if the program ends by itself, or does not serve by `deadline` (`time.monotonic()`). `hint` names a likely cause.
+        Raises RoleError if the program ends by itself, or does not serve within `timeout_s`.
         """
+        deadline = time.monotonic() + timeout_s
         while not stop.is_set() and not serving():
-            late = time.monotonic() > deadline
-            self._check(f" before it served; {hint()}")
-            if late:
-                raise RoleError(f"{self._name} not serving in time; {hint()}")
+            self._check(" before it served")
+            if time.monotonic() > deadline:
+                raise RoleError(f"{self._name} not serving in time; {self._hint()}")
             stop.wait(_POLL_S)
+        return not stop.is_set()
 
-    def watch(self, stop: StopFlag, *, hint: Callable[[], str], anew: Callable[[], bool] = lambda: False) -> None:
+    def watch(self, stop: StopFlag, anew: Callable[[], bool] = lambda: False) -> None:
         """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again whenever `anew()` is true."""
         while not stop.wait(_LOOK_S):
-            self._check(f"; {hint()}")
+            self._check("")
             if anew():
                 log.warning("%s is started anew", self._name)
                 end([self._child], self._grace_s)
                 self._child = self._spawn()
 
-    def _check(self, where: str) -> None:
+    def _check(self, when: str) -> None:
         if (status := self._child.poll()) is not None:
-            raise RoleError(f"{self._name} ended with {status}{where}")
-
-
-def wheel_program(name: str) -> str:
-    """Returns the path of one of the programs of Mooncake's wheel. Raises RoleError if the wheel is not installed."""
-    path = find_program(name)
-    if path is None:
-        raise RoleError(f"{name} is not installed; run `pd-cache doctor`, which says what to install")
-    return path
+            raise RoleError(f"{self._name} ended with {status}{when}; {self._hint()}")
 
 
 # --- several programs as one ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,11 +47,8 @@ def vllm_server(
         del last[:-_LINES]
 
     server = Program("vllm", command, env)
-    with ForeignProgram("vLLM", lambda: spawn(server, note), _GRACE_S) as vllm:
-        vllm.wait_serving(
-            StopFlag(),
-            serving=lambda: healthy("127.0.0.1", port),
-            deadline=time.monotonic() + ready_timeout_s,
-            hint=lambda: "its last lines:\n" + "\n".join(last),
-        )
+    with ForeignProgram(
+        "vLLM", lambda: spawn(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
+    ) as vllm:
+        vllm.wait_serving(StopFlag(), lambda: healthy("127.0.0.1", port), ready_timeout_s)
         yield f"http://127.0.0.1:{port}"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import subprocess
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member
 from launch.masters import LEADER, MasterHealth, master_health
-from launch.supervise import ForeignProgram, spawn_child, stop_on_signals, wheel_program
+from launch.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
 from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
+from pd_cache.cluster.machine import find_program
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
@@ -23,8 +22,11 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
     """
     server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
+    program = find_program("mooncake_master")
+    if program is None:
+        raise RoleError("mooncake_master is not installed; run `pd-cache doctor`, which says what to install")
     return [
-        wheel_program("mooncake_master"),
+        program,
         f"--rpc_address={node.host}",
         f"--rpc_port={node.port}",
         f"--metrics_host={node.host}",
@@ -68,22 +70,18 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     def hint() -> str:
         return f"are the ports {node.port} and {node.metrics_port} of {node.host} free?"
 
-    spawn = functools.partial(spawn_child, command, stdout=subprocess.DEVNULL)
+    def spawn() -> Process:
+        return spawn_child(command, stdout=subprocess.DEVNULL)
+
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(serving_versions(config, node))
         anew = stack.enter_context(_lost_election(config, node))
-        master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s))
+        master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s, hint))
         try:
-            master.wait_serving(
-                stop,
-                serving=lambda: _serving(node, config.masters.ha),
-                deadline=time.monotonic() + settings.ready_timeout_s,
-                hint=hint,
-            )
-            if not stop.is_set():
+            if master.wait_serving(stop, lambda: _serving(node, config.masters.ha), settings.ready_timeout_s):
                 ready(f"{node.host}:{node.port}")
-            master.watch(stop, hint=hint, anew=anew)
+            master.watch(stop, anew)
         finally:
             member.leave()  # first, so that no process that starts now looks for it there
 

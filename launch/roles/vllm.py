@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Callable
 
 from launch.discovery import Member
@@ -40,20 +39,14 @@ def run_vllm(
             return output.refusal or "its last lines say why, and a large model needs time"
 
         # it has to be gone before the process that stops us loses patience
-        vllm = ForeignProgram("vLLM", lambda: spawn(program, output.pass_on), 0.8 * settings.stop_grace_s)
+        vllm = ForeignProgram("vLLM", lambda: spawn(program, output.pass_on), 0.8 * settings.stop_grace_s, hint)
         with vllm:
             try:
-                vllm.wait_serving(
-                    stop,
-                    serving=lambda: healthy(node.host, node.port),
-                    deadline=time.monotonic() + settings.ready_timeout_s,
-                    hint=hint,
-                )
-                if not stop.is_set():
+                if vllm.wait_serving(stop, lambda: healthy(node.host, node.port), settings.ready_timeout_s):
                     told = read_about(about(namespace))
                     member.namespaces, member.kv_tokens = told.cache_namespaces, told.kv_tokens
                     ready(f"http://{node.host}:{node.port}")
-                vllm.watch(stop, hint=hint)
+                vllm.watch(stop)
             finally:
                 member.leave()  # first, so that no proxy sends new requests
 
