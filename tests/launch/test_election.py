@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import pytest
 
 from launch.discovery.etcd import DISAGREES_S, ElectionWatch
 from tests.support.etcd import Etcd
+from tests.support.needs import needs_etcd
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian's etcd-server)")
+pytestmark = needs_etcd
 KEY, OURS = "mooncake-store/elected/master_view", "10.0.0.1:50051"
 
 
@@ -31,8 +31,21 @@ def name(etcd: Etcd, leader: str | None) -> None:
         client.close()
 
 
-def lost(etcd: Etcd, named: str | None, leads: bool | None) -> bool:
-    """Whether an election counts as lost after it looked like this for long enough; never before."""
+@pytest.mark.parametrize(
+    ("named", "leads", "expected"),
+    [
+        pytest.param(OURS, True, False, id="leads and is named"),
+        pytest.param("10.0.0.2:50051", False, False, id="stands by, another is named"),
+        pytest.param(None, True, True, id="leads and is not named"),
+        pytest.param(None, False, True, id="stands by, nobody is named"),
+        pytest.param(OURS, False, True, id="is named and refuses to lead"),
+        pytest.param("10.0.0.2:50051", True, True, id="leads, another is named"),
+        pytest.param(None, None, False, id="does not answer"),
+    ],
+)
+def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(
+    etcd: Etcd, named: str | None, leads: bool | None, expected: bool
+) -> None:
     name(etcd, named)
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock)
@@ -41,36 +54,8 @@ def lost(etcd: Etcd, named: str | None, leads: bool | None) -> bool:
         assert not watch.lost()
     clock.now = 1.0 + DISAGREES_S
     watch.look()
-    found = watch.lost()
+    assert watch.lost() is expected
     assert not watch.lost(), "it counts anew"
-    return found
-
-
-@pytest.mark.parametrize(
-    ("named", "leads", "expected"),
-    [
-        (OURS, True, False),
-        ("10.0.0.2:50051", False, False),
-        (None, True, True),
-        (None, False, True),
-        (OURS, False, True),
-        ("10.0.0.2:50051", True, True),
-        (None, None, False),
-    ],
-    ids=[
-        "leads and is named",
-        "stands by, another is named",
-        "leads and is not named",
-        "stands by, nobody is named",
-        "is named and refuses to lead",
-        "leads, another is named",
-        "does not answer",
-    ],
-)
-def test_a_master_is_started_anew_if_it_and_etcd_differ(
-    etcd: Etcd, named: str | None, leads: bool | None, expected: bool
-) -> None:
-    assert lost(etcd, named, leads) is expected
 
 
 def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stays(etcd: Etcd) -> None:
