@@ -67,45 +67,29 @@ def url_of(cluster: LocalCluster) -> str:
     return cluster.urls["proxy"]
 
 
-def test_a_prompt_is_prefilled_once_and_decoded_from_the_pool(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
-    tokens = prompt(5 * CHUNK + 7)
-    answer = complete(url_of(cluster), tokens)
-    assert answer.status == 200
-    assert answer.tokens == alone(tokens)
-    assert answer.cached == (0, 5 * CHUNK), "the decode node takes exactly the whole chunks"
-    assert answer.body["usage"]["prompt_tokens"] == len(tokens)
+@pytest.fixture
+def file(cluster: LocalCluster, tmp_path: Path) -> str:
+    (tmp_path / "running.yaml").write_text(dump_config(cluster.config))
+    return str(tmp_path / "running.yaml")
 
 
-def test_a_shared_prefix_is_reused_by_the_prefill_node_too(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
+def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
+    cluster: LocalCluster, alone: Any, prompt: Any
+) -> None:
     prefix = prompt(4 * CHUNK)
     first, second = prefix + prompt(90), prefix + prompt(90)
-    complete(url_of(cluster), first)
-    answer = complete(url_of(cluster), second)
-    assert answer.tokens == alone(second)
-    assert answer.cached == (4 * CHUNK, 5 * CHUNK)
-
-
-def test_a_full_hit_leaves_one_token_to_compute(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
-    tokens = prompt(3 * CHUNK)
-    complete(url_of(cluster), tokens)
-    answer = complete(url_of(cluster), tokens)
-    assert answer.tokens == alone(tokens)
-    assert answer.cached == (3 * CHUNK - 1, 3 * CHUNK - 1)
-
-
-def test_a_prompt_shorter_than_a_chunk_is_simply_computed(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
-    tokens = prompt(CHUNK - 1)
-    answer = complete(url_of(cluster), tokens)
-    assert (answer.tokens, answer.cached) == (alone(tokens), (0, 0))
-
-
-def test_cache_salts_keep_tenants_apart(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
-    tokens = prompt(3 * CHUNK + 5)
-    complete(url_of(cluster), tokens, cache_salt="one")
-    other = complete(url_of(cluster), tokens, cache_salt="two")
-    assert (other.tokens, other.cached[0]) == (alone(tokens), 0)
-    again = complete(url_of(cluster), tokens, cache_salt="one")
-    assert (again.tokens, again.cached[0]) == (alone(tokens), 3 * CHUNK)
+    for tokens, salt, cached in (
+        (first, "", (0, 5 * CHUNK)),  # the decode node takes exactly the whole chunks
+        (second, "", (4 * CHUNK, 5 * CHUNK)),  # the prefill node reuses the shared prefix
+        (prefix, "", (4 * CHUNK - 1, 4 * CHUNK - 1)),  # a full hit leaves one token to compute
+        (prefix[: CHUNK - 1], "", (0, 0)),  # shorter than a chunk
+        (first, "one", (0, 5 * CHUNK)),  # tenants are kept apart
+        (first, "two", (0, 5 * CHUNK)),
+        (first, "one", (5 * CHUNK, 5 * CHUNK)),
+    ):
+        answer = complete(url_of(cluster), tokens, **({"cache_salt": salt} if salt else {}))
+        assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), cached)
+        assert answer.body["usage"]["prompt_tokens"] == len(tokens)
 
 
 def test_many_prompts_with_overlapping_prefixes_at_once(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
@@ -132,11 +116,9 @@ def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, pro
 
 
 @pytest.mark.usefixtures("patient")
-def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path: Path) -> None:
+def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: str) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
-    file = tmp_path / "cluster.yaml"
-    file.write_text(dump_config(cluster.config))
-    done = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
+    done = CliRunner().invoke(main, ["status", "-c", file, "--json"])
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
@@ -151,15 +133,13 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, tmp_path
         assert 0 < time.time() - rows[name]["up_since"] < 3600
         assert rows[name]["in_flight"] == 0
     assert rows["prefill-0"]["fingerprint"] == rows["decode-0"]["fingerprint"] is not None
-    table = CliRunner().invoke(main, ["status", "-c", str(file)])
+    table = CliRunner().invoke(main, ["status", "-c", file])
     assert table.exit_code == 0
     assert "discovery: static" in table.stdout
     assert "decode-0" in table.stdout
 
 
-def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(dump_config(cluster.config))
+def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, file: str) -> None:
     tokens = prompt(4 * CHUNK + 1)
 
     def well(event: Any) -> bool:
@@ -179,7 +159,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
     assert {flow["to"] for flow in event["flows"]} == {"decode-0"}
     assert event["slow"][0]["hops"][0]["asked"]
 
-    done = CliRunner().invoke(main, ["top", "-c", str(file), "--interval", "0.5"])
+    done = CliRunner().invoke(main, ["top", "-c", file, "--interval", "0.5"])
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     states = {line.split()[0]: line.split()[2] for line in lines[2:]}
@@ -187,22 +167,18 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("more", [[], ["--model", "tiny", "--remove"]])
 def test_after_a_reset_a_prompt_is_computed_and_stored_again(
-    cluster: LocalCluster, alone: Any, prompt: Any, tmp_path: Path, more: list[str]
+    cluster: LocalCluster, alone: Any, prompt: Any, file: str
 ) -> None:
     tokens = prompt(3 * CHUNK + 2)
-    file = tmp_path / "cluster.yaml"
-    file.write_text(dump_config(cluster.config))
     complete(url_of(cluster), tokens)
     assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
-    done = CliRunner().invoke(main, ["reset", "-c", str(file), *more])
+    done = CliRunner().invoke(main, ["reset", "-c", file, "--model", "tiny", "--remove"])
     assert done.exit_code == 0, done.output
     assert "tiny: version " in done.stdout
     assert "decode-0" in done.stdout
-    if more:
-        assert int(done.stdout.rpartition("; ")[2].split()[0]) >= 3
-    unknown = CliRunner().invoke(main, ["reset", "-c", str(file), "--model", "none"])
+    assert int(done.stdout.rpartition("; ")[2].split()[0]) >= 3
+    unknown = CliRunner().invoke(main, ["reset", "-c", file, "--model", "none"])
     assert (unknown.exit_code, unknown.stdout) == (1, "")
     assert "no node serves none: they serve tiny" in unknown.stderr
     answers = [complete(url_of(cluster), tokens) for _ in range(2)]
@@ -211,10 +187,8 @@ def test_after_a_reset_a_prompt_is_computed_and_stored_again(
 
 
 @pytest.mark.usefixtures("patient")
-def test_the_doctor_finds_nothing_broken(cluster: LocalCluster, tmp_path: Path) -> None:
-    file = tmp_path / "running.yaml"
-    file.write_text(dump_config(cluster.config))
-    done = CliRunner().invoke(main, ["doctor", "-c", str(file), "--json"])
+def test_the_doctor_finds_nothing_broken(file: str) -> None:
+    done = CliRunner().invoke(main, ["doctor", "-c", file, "--json"])
     report = msgspec.json.decode(done.stdout, type=DoctorReport)
     assert [finding for finding in report.findings if finding.verdict is Verdict.BROKEN] == []
     assert done.exit_code == 0
@@ -222,23 +196,75 @@ def test_the_doctor_finds_nothing_broken(cluster: LocalCluster, tmp_path: Path) 
     assert transfer.verdict is Verdict.OK
 
 
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [
+def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: LocalCluster) -> None:
+    for fields, status in (
         ({"raw": b'{"model": "tiny", '}, 400),
         ({"model": "unknown"}, 404),
         ({"prompt": [1] * 2000}, 400),
         ({"max_tokens": -1}, 400),
         ({"kv_transfer_params": "nonsense"}, 200),  # ours to set: the proxy drops what a client sends
-    ],
-)
-def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: LocalCluster, fields: dict[str, Any], status: int) -> None:
-    answer = complete(url_of(cluster), **{"prompt": [1, 2, 3], **fields})
-    assert answer.status == status
-    if status != 200:
-        assert set(answer.body) == {"error"}
-        assert set(answer.body["error"]) == {"message", "type", "param", "code"}
-        assert answer.body["error"]["message"]
+    ):
+        answer = complete(url_of(cluster), **{"prompt": [1, 2, 3], **fields})
+        assert answer.status == status, fields
+        assert status == 200 or set(answer.body["error"]) == {"message", "type", "param", "code"}
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def explained(file: str, *arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(main, ["explain", *arguments, "-c", file, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: str, prompt: Any) -> None:
+    answer = complete(url_of(cluster), prompt(3 * CHUNK + 8))
+    request = answer.headers["X-Request-Id"]
+    prefill, decode = explained(file, request)["hops"]
+    assert (prefill["hop"], prefill["node"]) == ("prefill", "prefill-0")
+    assert (prefill["report"]["computed"], prefill["report"]["reason"]) == (200, "never_stored")
+    assert answer.body["pd_cache"]["prefill"]["reason"] == "never_stored"
+    assert (decode["hop"], decode["node"]) == ("decode", "decode-0")
+    counted = {
+        "asked": 200,
+        "at_hand": 0,
+        "found": 192,
+        "loaded": 192,
+        "memory": 0,
+        "disk": 0,
+        "pool": 192,
+        "computed": 8,
+    }
+    assert decode["report"] == answer.body["pd_cache"]["report"] == {**counted, "reason": "none"}
+    text = CliRunner().invoke(main, ["explain", request, "-c", file]).stdout
+    assert "prefill at prefill-0: 200 tokens" in text
+    assert "never_stored: the node that looked has neither stored this chunk nor found it before" in text
+    direct = complete(cluster.urls["decode-0"], prompt(CHUNK - 1))  # past the proxy
+    (hop,) = explained(file, direct.body["id"])["hops"]
+    assert (hop["hop"], hop["node"], hop["report"]["reason"]) == ("decode", "decode-0", "too_short")
+    assert explained(file, "never-heard-of", code=1)["hops"] == []
+
+
+def test_a_prompt_is_explained_by_what_each_node_would_find(
+    cluster: LocalCluster, file: str, prompt: Any, tmp_path: Path
+) -> None:
+    def found(*more: str) -> set[tuple[Any, ...]]:
+        nodes = explained(file, "--prompt", str(tmp_path / "prompt"), *more)["nodes"]
+        assert [one["node"] for one in nodes] == ["prefill-0", "decode-0"]
+        return {(one["tokens"], one["found"], one["reason"], one["where"]) for one in nodes}
+
+    tokens = prompt(3 * CHUNK + 8)
+    (tmp_path / "prompt").write_text(json.dumps(tokens))
+    assert found() == {(200, 0, "never_stored", "tiers and pool")}
+    complete(url_of(cluster), tokens)
+    assert found() == {(200, 192, "none", "tiers and pool")}
+    assert found("--cache-salt", "other") == {(200, 0, "never_stored", "tiers and pool")}
+    (tmp_path / "prompt").write_text("short, ünd with letters of two bytes")
+    assert found() == {(37, 0, "too_short", "tiers and pool")}
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
 
 
 class Mended:
@@ -286,6 +312,16 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 assert answer is not None
                 assert answer.status == 200, victim
                 assert answer.tokens == alone(tokens), victim
+            if victim == "store-0":
+                file = tmp_path / "running.yaml"
+                file.write_text(dump_config(cluster.config))
+                (tmp_path / "prompt").write_text(json.dumps(prompts[0]))
+
+                def evicted() -> bool:
+                    nodes = explained(str(file), "--prompt", str(tmp_path / "prompt"))["nodes"]  # noqa: B023 - called at once
+                    return {one["reason"] for one in nodes} == {"evicted"}
+
+                wait_for(evicted, what="chunks that went with their node count as evicted")
 
 
 def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Path, alone: Any, prompt: Any) -> None:

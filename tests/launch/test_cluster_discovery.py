@@ -278,6 +278,25 @@ def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, mo
     assert (found["well"], found["nodes"]) == (False, []), "every port of the file is one that `up` chooses"
 
 
+def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_load_it(cluster: LocalCluster) -> None:
+    tokens = [number % 500 for number in range(3 * CHUNK + 10)]
+
+    def there() -> int:
+        body = json.dumps({"token_ids": tokens}).encode()
+        request = urllib.request.Request(f"{cluster.urls['proxy']}/query", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                hits = json.load(answer)["default"]
+        except urllib.error.HTTPError as error:  # 503 until the nodes have said how they name their chunks
+            error.close()
+            return -1
+        return int(hits["prefill-0"]["CPU"]) if "prefill-0" in hits else -1
+
+    wait_for(lambda: there() == 0, what="nothing is stored")
+    assert complete(cluster.urls["proxy"], tokens).status == 200
+    wait_for(lambda: there() == 3 * CHUNK, what="the pool has it")
+
+
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluster) -> None:
     def in_pool() -> float:
         return metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
