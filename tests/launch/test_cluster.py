@@ -122,6 +122,7 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: st
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
+    assert cluster.urls.get("store-0", "") == "", "it has no port for questions"
     for name, row in rows.items():
         assert row["state"] == "up" or row["role"] == "store", f"{name}: {row}"
     assert rows["master"]["bytes_by_tier"]["mooncake"] > 0

@@ -80,7 +80,8 @@ def test_clients_follow_the_leader_with_every_key_and_hits_come_back_by_themselv
             return answer
 
         def hit() -> bool:
-            return ask().cached == (5 * CHUNK, 5 * CHUNK)
+            answer = complete(cluster.urls["proxy"], prompt)
+            return answer.status == 200 and answer.cached == (5 * CHUNK, 5 * CHUNK)
 
         def well() -> bool:
             return cluster_status(cluster.config).well

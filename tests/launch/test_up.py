@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from typing import NoReturn
 
 import pytest
 
 from launch import up
-from launch.roles import _imports
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
     MasterNode,
     ModelConfig,
-    ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
     StoreNode,
 )
-from pd_cache.cluster.machine import local_nodes
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
 
@@ -31,11 +26,6 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this 
 
 def cluster(*nodes: object, **sections: object) -> ClusterConfig:
     return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
-
-
-def test_only_nodes_of_this_machines_addresses_are_local() -> None:
-    config = cluster(DecodeNode(name="here"), DecodeNode(name="there", host=ELSEWHERE))
-    assert [node.name for node in local_nodes(config)] == ["master", "here"]
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> None:
@@ -66,30 +56,6 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
     with pytest.raises(ConfigError, match=r"2 decode nodes belong on this machine \(a, b\); say which with --node"):
         up.pick_node(twice, "decode", None)
-
-
-def test_a_port_that_others_must_know_cannot_be_left_open() -> None:
-    config = cluster(DecodeNode(name="a"), ProxyNode(name="p"))
-    problem = up.unresolved_port(config, config.nodes[1])
-    assert problem is not None
-    assert problem.path == ("nodes", 0, "port")
-    assert up.unresolved_port(config, config.nodes[0]) is None
-
-
-def _fails_to_import() -> NoReturn:
-    with _imports():
-        assert not gc.isenabled()
-        raise ImportError
-
-
-def test_no_garbage_is_collected_during_imports_and_it_is_again_after_them_even_if_they_fail() -> None:
-    try:
-        with pytest.raises(ImportError):
-            _fails_to_import()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:

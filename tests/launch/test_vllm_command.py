@@ -1,4 +1,4 @@
-"""How `vllm serve` is called for a node of the file, and what of the file cannot be meant for it. vLLM itself: tests/vllm."""
+"""How `vllm serve` is called for a node of the file. vLLM itself: tests/vllm."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from launch.discovery import file_records
 from launch.engines.vllm_command import command, environment
 from launch.supervise import Program, RoleError, spawn
-from pd_cache.cluster import Argument, DecodeNode, PrefillNode, VllmEngineConfig, load_config
-from pd_cache.errors import ConfigError
+from pd_cache.cluster import (
+    Argument,
+    ClusterConfig,
+    DecodeNode,
+    MasterNode,
+    PrefillNode,
+    VllmEngineConfig,
+    decode_record,
+)
 from tests.support.waiting import wait_for
 
 
@@ -44,18 +52,36 @@ def test_the_connector_is_told_its_file_node_and_role(
 ) -> None:
     argv = command(VllmEngineConfig(model="m", executable=executable), node, tmp_path / "c.yaml", tmp_path / "n")
     given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
-    assert given == {
-        "kv_connector": "PdCacheConnector",
-        "kv_connector_module_path": "pd_cache.vllm.connector",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "config_file": str(tmp_path / "c.yaml"),
-            "node": "a",
-            "namespace_file": str(tmp_path / "n"),
-        },
-    }
+    extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a", "namespace_file": str(tmp_path / "n")}
+    assert (given["kv_connector"], given["kv_role"], given["kv_connector_extra_config"]) == (
+        "PdCacheConnector",
+        role,
+        extra,
+    )
+    assert given["kv_load_failure_policy"] == "recompute"
     assert "--middleware=pd_cache.vllm.files.TellCache" in argv
+
+
+def test_vllm_binds_the_port_of_its_events_on_all_addresses_or_a_socket_and_records_say_where_others_find_them(
+    executable: str, tmp_path: Path
+) -> None:
+    engine = VllmEngineConfig(model="m", executable=executable)
+    for host, port, events, bound in (
+        ("10.1.2.3", 5570, ("tcp://10.1.2.3:5570", "tcp://10.1.2.3:5571"), ("tcp://*:5570", "tcp://10.1.2.3:5571")),
+        ("127.0.0.1", 5570, None, None),
+        ("127.0.0.1", 0, (None, None), ()),
+    ):
+        node = PrefillNode(name="p", host=host, port=5003, events_port=port)
+        config = ClusterConfig(nodes=(MasterNode(name="m"), node), engine=engine)
+        record = decode_record(file_records(config)[1].encode())
+        if events is None:  # vLLM binds no single address
+            assert str(record.events).startswith("ipc:///")
+            events = bound = (str(record.events), f"{record.events}.replay")
+        assert (record.events, record.replays) == events
+        argv = command(engine, node, tmp_path, tmp_path, events=config.event_addresses(node))
+        told = [json.loads(one.partition("=")[2]) for one in argv if one.startswith("--kv-events-config=")]
+        expected = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        assert told == ([{**expected, "endpoint": bound[0], "replay_endpoint": bound[1]}] if bound else [])
 
 
 SHOW = """\
@@ -84,57 +110,14 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     assert "over-ridden" not in shown + " ".join(argv)
 
 
-def test_the_token_of_an_earlier_login_stays_a_flag(executable: str, tmp_path: Path) -> None:
+def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there_is_named(
+    executable: str, tmp_path: Path
+) -> None:
     engine = VllmEngineConfig(model="m", executable=executable, args={"hf-token": True})
     assert "--hf-token" in command(engine, DecodeNode(name="a"), tmp_path / "c.yaml", tmp_path / "n")
     assert "HF_TOKEN" not in environment(engine, DecodeNode(name="a"), tmp_path / "n")
-
-
-def test_a_vllm_that_is_not_there_is_named(tmp_path: Path) -> None:
-    engine = VllmEngineConfig(model="m", executable="no-such-vllm")
     with pytest.raises(RoleError, match="no-such-vllm is not installed"):
-        command(engine, DecodeNode(name="a"), tmp_path / "c.yaml", tmp_path / "n")
-
-
-FILE = """
-cache: {{chunk_size: 256, shards: {shards}}}
-engine: {{kind: vllm, model: /models/llama, args: {args}}}
-nodes:
-  - {{name: master, role: master}}
-  - {{name: prefill-0, role: prefill, args: {own}}}
-  - {{name: decode-0, role: decode}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"args": "{port: 8000}"}, r"engine\.args\.port: 8000: is set by pd-cache itself"),
-        ({"own": "{served_model_name: x}"}, r"nodes\[1\]\.args\.served_model_name"),
-        ({"args": "{block-size: 96}"}, r"must be a multiple of engine\.args\.block-size 96, e\.g\. 192 or 288"),
-        (
-            {"own": "{tensor-parallel-size: 4}", "shards": "6"},
-            r"cache\.shards: 6: must be a multiple of .* 4 of nodes\[1\]",
-        ),
-        ({"args": "{Max Model Len: 1}"}, r"engine\.args"),
-        (
-            {"args": "{api-key: [a, b]}"},
-            r"engine\.args\.api-key: must be a single text: pd-cache passes it to vLLM in VLLM_API_KEY",
-        ),
-        ({"own": "{api_key: true}"}, r"nodes\[1\]\.args\.api_key: True: must be a single text"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(values: dict[str, str], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(FILE.format(**{"args": "{}", "own": "{}", "shards": "0", **values}))
-    with pytest.raises(ConfigError, match=message):
-        load_config(file)
-
-
-def test_shards_are_the_least_common_multiple_of_the_nodes_sizes(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(FILE.format(args="{tp: 4}", own="{tensor-parallel-size: 6}", shards="0"))
-    assert load_config(file).shards == 12
+        command(VllmEngineConfig(model="m", executable="no-such-vllm"), DecodeNode(name="a"), tmp_path, tmp_path)
 
 
 def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherwise(

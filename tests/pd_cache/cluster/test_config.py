@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 
 from pd_cache.cluster import (
     CacheServerNode,
@@ -129,18 +128,16 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
     ("old", "new", "message"),
     [
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
-        ("cache:", "cach:", "c.yaml:3: cach: unknown key; did you mean cache?"),
         ("seed: 1", "sead: 1", "c.yaml:6: engine.model.random.sead: 1: unknown key; did you mean seed?"),
         ("chunk_size: 256", "chunk_size: big", "cache.chunk_size: 'big': must be auto, or a whole number of at least 1"),
-        ("chunk_size: 256", "chunk_size: 0", "cache.chunk_size: 0: must be auto, or a whole number of at least 1"),
         ("size: 256", "size: 100", "cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112"),
         ("chunk_size: 256", "hash_mode: blocks", "the reference engine has no block hashes; use tokens"),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
         ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: must be 0 for none, or at least 16MiB, got 1MiB"),
-        ("1GiB", "99999999TiB", "c.yaml:2: transfer.segment_size: '99999999TiB': expected a size"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
         ("segment_size: 1GiB", "devices: [mlx5_0]", "only protocol: rdma uses devices"),
         ("segment_size: 1GiB", "protocol: udp", "transfer.protocol: 'udp': must be one of tcp, rdma"),
+        ("engine:\n  kind: reference\n  model: {name: tiny, random: {seed: 1}}\n", "", "engine: missing, but nodes[1] is a prefill node"),
         ("kind: reference", "kind: refrence", "engine.kind: 'refrence': must be one of reference"),
         ("kind: reference", "kind: reference\n  num_blocks: 4", "cannot hold one request of max_model_len 8192"),
         ("random: {seed: 1}", "path: /m", "engine.model.path: '/m': went in 0.2.0: the reference"),
@@ -149,7 +146,6 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
         ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
-        ("name: d0", 'name: "d0\\n"', "nodes[2].name: 'd0\\n': must be 1 to 63 letters"),
         ("name: d0", "name: d0, host: '*'", "nodes[2].host: '*': must be a host name or an IPv4 address"),
         ("name: d0", "name: d0, host: 0.0.0.0", "nodes[2].host: '0.0.0.0': is not the address of one machine"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
@@ -162,6 +158,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
         ("role: decode", "role: decode, cache_server: p0", "nodes[2].cache_server: 'p0': is not a cache-server node"),
         ("role: decode", "role: decode, args: {a: 1}", "nodes[2].args: is for vLLM, and engine.kind is reference"),
+        ("role: decode", "role: decode, events_port: 5570", "the reference engine has no prefix cache of its own"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, new: str, message: str) -> None:
@@ -172,9 +169,6 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("name: -test", "c.yaml:1: name: '-test': must be 1 to 63 letters, digits, dots"),
-        ("master: {ha: 1}", "c.yaml:1: master.ha: 1: expected `bool`, got `int`"),
-        ("master: {hah: true}", "c.yaml:1: master.hah: True: unknown key; did you mean ha?"),
         ("master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
         ("discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
         ("discovery: {kind: etcd, endpoints: []}", "discovery.endpoints: expected `array` of length >= 1"),
@@ -192,18 +186,13 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, 
         ("proxy: {drain_s: .nan}", "c.yaml:1: proxy.drain_s: '.nan': expected `float`, got `str`"),
         ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': expected `float`, got `str`"),
         ("connector: {load: layerwise}", "connector.load: 'layerwise': went in 0.2.0, because loads layer by layer"),
-        ("connector: {load: auto}", "connector.load: 'auto': went in 0.2.0, because loads layer by layer"),
         ("proxy: {body_timeout_s: 3}", "c.yaml:1: proxy.body_timeout_s: 3: went in 0.2.0: put nginx in front of the proxy"),
         ("nodes: [{name: m, role: master, events_port: 1}]", "nodes[0].events_port: 1: went in 0.2.0: vLLM nodes publish"),
         ("name: a\nname: b", "c.yaml:2: name: is given twice, first on line 1"),
-        ("cache: {chunk_size: 1, 'chunk_size': 2}", "c.yaml:1: cache.chunk_size: is given twice, first on line 1"),
         ("name: [", "c.yaml:3: is not valid YAML: "),
-        ("name: &a [*a]", "c.yaml: is not valid YAML: "),
         ("name: !!python/name:os.system x", "c.yaml:1: is not valid YAML: could not determine a constructor for the tag"),
         ("name: a\0", "c.yaml: is not valid YAML: unacceptable character"),
-        ('name: "\\Uffffffff"', "is not valid YAML"),
         ("1: x", "c.yaml:1: a key must be text; quote it"),
-        ("[a]: x", "c.yaml:1: a key must be text; quote it"),
         ("", "c.yaml: is empty"),
         ("[1]", "c.yaml:1: file: expected `object`, got `array`"),
         ("nodes: []", "length >= 1"),
@@ -232,11 +221,8 @@ LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity:
         (LOCAL, "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}"),
         ("{kind: disk, path: here, capacity: 1GiB}", "cache.tiers[0].path: 'here': must be an absolute path"),
         ("{kind: local, capacity: 0}, {kind: mooncake}", "cache.tiers[0].capacity: 0: holds nothing"),
-        ("{kind: local}, {kind: mooncake}", "cache.tiers[0]: the key capacity is missing"),
         ("{kind: local, capacity: 1GiB, polcy: lfu}", "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?"),
-        ("{kind: local, capacity: 1GiB, policy: lru2}", "tiers[0].policy: 'lru2': must be one of lru, lfu, s3fifo"),
         ("{kind: locl}", "cache.tiers[0].kind: 'locl': must be one of local, disk, mooncake"),
-        ("{kind: mooncake, pin: firm}", "must be one of none, soft, hard"),
         ("{kind: mooncake, replicas: 4}", "tiers[0].replicas: 4: each replica needs its own segment, and only 2 nodes"),
         ("{kind: mooncake, preferred_segment: 'h:5'}", "must be own, any or the host:port of a store node; there are: none"),
     ],
@@ -252,7 +238,6 @@ def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers: str, message
         (f"url: 'ipc:///{'x' * 100}'", "nodes[4].url: 'ipc:///xxxx"),
         ("url: 'tcp://*:7000'", "nodes[4].url: 'tcp://*:7000': must be ipc:///ABSOLUTE/PATH or tcp://HOST:PORT"),
         ("url: 'tcp://0.0.0.0:7000'", "nodes[4].url: 'tcp://0.0.0.0:7000': is not the address of one machine"),
-        ("url: 'ipc://@name'", "nodes[4].url: 'ipc://@name': must be ipc:///ABSOLUTE/PATH"),
         ("url: ''", "nodes[2].segment_size: '1GiB': must be 0 or absent: the node's cache_server gives memory"),
     ],
 )  # fmt: skip
@@ -261,17 +246,12 @@ def test_a_mistake_about_a_cache_server_is_refused_in_one_message(server: str, m
     refused(GOOD.replace("role: decode", engine) + f"  - {{name: c, role: cache-server, {server}}}\n", message)
 
 
-def test_an_engine_section_is_needed_where_engines_are() -> None:
-    tree = yaml.safe_load(GOOD)
-    del tree["engine"]
-    refused(yaml.safe_dump(tree), "engine: missing, but nodes[1] is a prefill node")
-
-
 VLLM = """\
 engine: {kind: vllm, model: m, args: {max-model-len: 8192, lora: [1, a]}}
 nodes:
   - {name: master, role: master}
   - {name: d0, role: decode, env: {CUDA_VISIBLE_DEVICES: "0"}}
+  - {name: p0, role: prefill, events_port: 5570}
 """
 
 
@@ -283,16 +263,36 @@ nodes:
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
         ("max-model-len: 8192", "tp: 1031", "tensor-parallel sizes 1031 cut a chunk into more than 1024 parts"),
+        ("max-model-len: 8192", "port: 8000", "engine.args.port: 8000: is set by pd-cache itself"),
+        ("env: ", "args: {served_model_name: x}, env: ", "nodes[1].args.served_model_name: 'x': is set by pd-cache itself"),
+        ("max-model-len", "Max Model Len", "engine.args: must be the name of a flag"),
+        ("max-model-len: 8192", "api-key: [a, b]", "engine.args.api-key: must be a single text: pd-cache passes it to vLLM in VLLM_API_KEY"),
+        ("env: ", "args: {api_key: true}, env: ", "nodes[1].args.api_key: True: must be a single text"),
+        ("5570", "65535", "nodes[2].events_port: 65535: must be below 65535"),
+        ("5570", "50051", "nodes[2].events_port: 50051: master already uses this port"),
+        ("5570", "50050", "nodes[2].events_port: 50050: master already uses this port"),
+        ("max-model-len: 8192", "kv-events-config: '{}'", "nodes[2].events_port: 5570: sets vLLM's kv-events-config, which `args` sets, too"),
     ],
 )  # fmt: skip
-def test_a_mistake_among_the_arguments_of_vllm_is_named_by_its_key(old: str, new: str, message: str) -> None:
-    assert load(VLLM).engine
+def test_a_mistake_in_a_file_of_vllm_is_named_by_its_key(old: str, new: str, message: str) -> None:
     refused(VLLM.replace(old, new, 1), message)
 
 
-@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)])
-def test_a_host_that_no_name_service_takes_is_refused(host: str) -> None:
-    refused(f"nodes: [{{name: m, role: master, host: {host}}}]\n", "nodes[0].host")
+def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_sizes_of_nodes() -> None:
+    refused(
+        "cache: {chunk_size: 256}\n" + VLLM.replace("max-model-len: 8192", "block-size: 96"),
+        "must be a multiple of engine.args.block-size 96, e.g. 192 or 288",
+    )
+    text = VLLM.replace("max-model-len: 8192", "tp: 4").replace("env: ", "args: {tensor-parallel-size: 6}, env: ")
+    assert load(text).shards == 12
+    refused(
+        "cache: {shards: 6}\n" + text, "cache.shards: 6: must be a multiple of the tensor-parallel size 4 of nodes[2]"
+    )
+
+
+def test_a_host_that_no_name_service_takes_is_refused() -> None:
+    for host in ("a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)):
+        refused(f"nodes: [{{name: m, role: master, host: {host}}}]\n", "nodes[0].host")
 
 
 def test_a_date_is_text() -> None:
@@ -313,9 +313,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
             load_config(tmp_path / file)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_file_with_changes_at_random_is_read_or_refused_in_one_line(seed: int) -> None:
-    rng = random.Random(seed)
+def test_a_file_with_changes_at_random_is_read_or_refused_in_one_line() -> None:
+    rng = random.Random(0)
     text = "\n".join(line.partition("#")[0] for line in CONFIGS[0].read_text().splitlines())
     words = [*re.findall(r"\S+", text), "010", "1e999", "[", "{", "*a", "&a", "null", "~", "'", "\x1b", "é"]
     messages, read = [], 0
