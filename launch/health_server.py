@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 
 import msgspec
@@ -76,9 +77,10 @@ def serving(
     Raises RoleError for the same reason as `exposed`.
     """
     try:
-        server = _Server((host, port), _handler(respond), connections)
+        server = _Server((host, port), _handler(respond))
     except OSError as error:
         raise RoleError(f"port {port} of {host}: {error.strerror}") from None
+    server.room = threading.BoundedSemaphore(connections)
     thread = threading.Thread(target=server.serve_forever, name="pd-cache-http", daemon=True)
     thread.start()
     try:
@@ -89,26 +91,17 @@ def serving(
         thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(socketserver.ThreadingTCPServer):
+    """An HTTPServer would look up the host's name first, which may wait for a name server."""
+
     daemon_threads = True
     block_on_close = False
-    address_family = socket.AF_INET
-
+    allow_reuse_address = True
     request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], connections: int) -> None:
-        self._room = threading.BoundedSemaphore(connections)
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        # without the look-up of the host's name, which may wait for a name server
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+    room: threading.BoundedSemaphore
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if self._room.acquire(blocking=False):
+        if self.room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -119,7 +112,7 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self.room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Says nothing: a client that goes away in the middle is no event."""

@@ -74,7 +74,7 @@ def running(
         hosts = ", ".join(sorted({node.host for node in config.nodes}))
         raise ConfigError(f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}")
     check_machine(config, source, mine)
-    resolved = choose_sockets(choose_ports(config))
+    resolved = choose_ports(config, mine)
     text = dump_config(resolved)
     with temporary_folder() as folder, note(_note_of(source.file), text) as noted:
         if not noted:
@@ -113,53 +113,44 @@ def _program(node: Node, file: Path) -> Program:
 # --- which node, and on which ports ------------------------------------------------------------------------------------
 
 
-def choose_ports(config: ClusterConfig, nodes: Iterable[Node] | None = None) -> ClusterConfig:
-    """Returns the same cluster with a free port wherever one of `nodes` (by default, all of this machine) has port 0."""
-    mine = {node.name for node in (local_nodes(config) if nodes is None else nodes)}
+def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
+    """Returns the same cluster with a free port wherever one of `nodes` has port 0, and with the address of each cache server written out:
+    a process with another environment would choose another folder for it."""
+    mine = {node.name for node in nodes}
     with ExitStack() as stack:
-        nodes = []
+        chosen: list[Node] = []
         for node in config.nodes:
-            chosen = {}
+            ports = {}
             for field in PORT_FIELDS:
                 port = getattr(node, field, None)
                 if field == "versions_port" and isinstance(node, MasterNode):
                     port = node.versions
                 if node.name in mine and port == 0:
                     # kept until all are chosen, so that no two nodes get the same port
-                    holder = stack.enter_context(bound_socket(node.host, 0))
-                    chosen[field] = holder.getsockname()[1]
-            nodes.append(msgspec.structs.replace(node, **chosen))
-        return msgspec.structs.replace(config, nodes=tuple(nodes))
-
-
-def choose_sockets(config: ClusterConfig) -> ClusterConfig:
-    """Returns the same cluster with the address of each cache server written out: a process with another environment would choose another
-    folder."""
-    nodes = (
+                    ports[field] = stack.enter_context(bound_socket(node.host, 0)).getsockname()[1]
+            chosen.append(msgspec.structs.replace(node, **ports))
+        config = msgspec.structs.replace(config, nodes=tuple(chosen))
+    written = (
         msgspec.structs.replace(node, url=config.server_url(node)) if isinstance(node, CacheServerNode) else node
         for node in config.nodes
     )
-    return msgspec.structs.replace(config, nodes=tuple(nodes))
+    return msgspec.structs.replace(config, nodes=tuple(written))
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
     """Returns the node to launch: the one named, or the only one of the role on this machine. Raises ConfigError otherwise."""
-    candidates = [node for node in config.nodes if node.role == role]
     if name is not None:
-        for node in candidates:
-            if node.name == name:
-                return node
-        known = ", ".join(node.name for node in candidates) or "none"
-        raise ConfigError(f"--node {name}: no {role} node of that name in the file; there are: {known}")
-    local = [node for node in local_nodes(config) if node.role == role]
-    if len(local) == 1:
-        return local[0]
-    if not candidates:
-        raise ConfigError(
-            f"the file has no node of the role {role}; roles there: {', '.join(sorted({node.role for node in config.nodes}))}"
-        )
-    names = ", ".join(node.name for node in local) or "none"
-    raise ConfigError(f"{len(local)} {role} nodes belong on this machine ({names}); say which with --node NAME")
+        found = [node for node in config.by_role(role) if node.name == name]
+        what = "of that name"
+    else:
+        found = [node for node in local_nodes(config) if node.role == role]
+        what = "on this machine"
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(node.name for node in config.by_role(role)) or "none"
+    raise ConfigError(
+        f"expected one {role} node {what}, got {len(found)}; the file has: {known}; say which with --node NAME"
+    )
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:

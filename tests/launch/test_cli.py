@@ -75,7 +75,7 @@ def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], 
 
 def test_launch_refuses_a_node_that_is_not_there_and_a_port_that_nobody_could_know(tmp_path: Path) -> None:
     file = str(cluster_file(tmp_path))
-    assert "no decode node of that name in the file; there are: decode-0" in refused(
+    assert "expected one decode node of that name, got 0; the file has: decode-0" in refused(
         "launch", "decode", "-c", file, "--node", "x"
     )
     assert "nodes[0].port: 0: a decode node has to know this port" in refused("launch", "decode", "-c", file)
