@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import email.message
-import json
 import os
 import shutil
 import subprocess
@@ -172,7 +171,6 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
     (tmp_path / "files").mkdir()
     file = str(cluster_file(tmp_path / "files"))
     command = ("-P", "-m", "launch")  # as the installed script, which does not look into the working directory
-    assert json.loads(run(unpacked, tmp_path, *command, "demo", "--json", "-c", file))["all_equal"]
     up = subprocess.Popen(
         [sys.executable, *command, "up", "-c", file],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, stdout=subprocess.PIPE, text=True,

@@ -121,7 +121,9 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(
             assert 'pd_cache_tokens_total{op="store",outcome="stored"}' in page.read().decode()
         assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
         node.send(signal.SIGTERM)
-        wait_for(lambda: node.address not in health(cluster)["prefill"], 2, "it left before it ended")
+        answers = [ask(cluster)]
+        wait_for(lambda: answers.append(ask(cluster)) or node.address not in health(cluster)["prefill"], 5, "it left")
+        assert {answer.status for answer in answers} == {200}
 
 
 def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doctor_name_them(

@@ -21,7 +21,7 @@ from bench.lib.load import Destination, generate
 from bench.lib.targets import clusters_proxy, past_prefill
 from launch.doctor.probe import peer_report
 from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
-from launch.status import cluster_status
+from launch.status import NodeStatus, cluster_status
 from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
@@ -71,44 +71,36 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         process.stdout.close()
 
 
-def test_the_ready_line_and_the_files_own_record_say_https(guarded: Guarded) -> None:
+def proxy_row(guarded: Guarded) -> NodeStatus:
+    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+    return row
+
+
+def test_status_and_doctor_ask_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
     assert guarded.url.startswith("https://127.0.0.1:")
-    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+    row = proxy_row(guarded)
     assert row.record.address == guarded.url
-
-
-def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
-    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
     assert row.state in NO_DECODE_NODE
     assert row.in_flight == 0
     assert row.up_since is not None
-
-
-def test_doctor_asks_for_peers_with_the_key(guarded: Guarded) -> None:
-    (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
     report = peer_report(row, proxy_access(guarded.config))
     assert report is not None
     assert report.node == "proxy"
     assert peer_report(row) is None
 
 
-def test_without_the_key_files_status_says_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:
-    hidden = [guarded.folder / "monitors"]
-    for file in hidden:
-        file.rename(f"{file}.hidden")
+def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:
+    file = guarded.folder / "monitors"
+    hidden = file.rename(f"{file}.hidden")
     try:
         assert proxy_access(guarded.config).key == ""
-        (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
+        row = proxy_row(guarded)
         assert row.state in NO_DECODE_NODE
         assert row.in_flight is None
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(f"{guarded.url}/metrics", access=proxy_access(guarded.config))
     finally:
-        for file in hidden:
-            Path(f"{file}.hidden").rename(file)
-
-
-def test_a_certificate_that_nobody_vouches_for_is_refused(guarded: Guarded) -> None:
+        hidden.rename(file)
     with pytest.raises(ssl.SSLCertVerificationError, match="CERTIFICATE_VERIFY_FAILED"):
         fetch(f"{guarded.url}/health", access=NOBODY)
 
