@@ -179,8 +179,7 @@ def top(file: Path, once: bool, interval: float) -> None:
         with signals_as_exceptions():
             shown(config, once=once, interval_s=interval)
     except StoppedError as stopped:
-        if stopped.code != 128 + signal.SIGINT:
-            raise
+        raise SystemExit(0 if stopped.code == 128 + signal.SIGINT else stopped.code) from None
 
 
 @main.command()
