@@ -111,7 +111,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "launch.status._SYNC_S",
         "launch.status._TIMEOUT_S",
-        "launch.doctor.checks._DATE_S",
         "launch.doctor.checks._LDD_S",
         "launch.doctor._MASTER_S",
         "launch.doctor.probe._PEERS_S",
