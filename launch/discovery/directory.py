@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -28,8 +27,6 @@ from pd_cache.cluster import (
 from pd_cache.cluster.checks import ELECTION_S
 from pd_cache.cluster.machine import port_of
 from pd_cache.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def open_directory(config: ClusterConfig, on_change: Callable[[View], None] | None = None) -> Directory:
@@ -59,7 +56,6 @@ class Member:
         self._config = config
         self._node = node
         self._registration: Any = None
-        self._announced = False
         self.namespaces: tuple[Namespace, ...] = ()
         """Those of its model's groups of layers. Set it before `announce`, on a node that keeps a cache and knows them."""
         self.kv_tokens = 0
@@ -76,11 +72,10 @@ class Member:
         return {"version": pd_cache.__version__, **_described(self.namespaces)}
 
     def announce(self, address: str) -> None:
-        """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer."""
+        """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer. Call it only once."""
         record = describe_node(self._config, self._node, address, self.namespaces)
         record = msgspec.structs.replace(record, master=self.master).telling(About(kv_tokens=self.kv_tokens))
-        if self._registration is not None and not self._announced:
-            self._announced = True
+        if self._registration is not None:
             self._registration.announce(record)
 
     def leave(self) -> None:
