@@ -351,8 +351,9 @@ class EtcdWatch(Directory):
                 if response.events:  # the first response says only that the watch was made
                     self._apply(response.events)
         finally:
-            self._break_off()
-            self._client = self._stream = None
+            stream, self._client, self._stream = self._stream, None, None
+            if stream is not None:
+                stream.cancel()
 
     def _tick(self) -> None:
         """Checks etcd and the doubted nodes. A check is needed because a stream of changes is silent when its other end is gone."""
