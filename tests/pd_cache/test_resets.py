@@ -13,7 +13,6 @@ import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
 from pd_cache.mover import ChunkRun
-from pd_cache.tiers.memory import TierKind
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
@@ -59,24 +58,6 @@ def test_chunks_of_old_weights_are_loaded_from_no_tier_of_no_node(pool: Pool, tm
         assert one.store(TOKENS, SLOTS) == len(TOKENS)
         assert all(other.retrieve(TOKENS, OTHER))
         assert all(holds_token(other.cache, other.layout, TOKENS[: at + 1], OTHER[at]) for at in TOKENS)
-
-
-def test_a_load_during_which_the_weights_change_is_a_miss(
-    pool: Pool, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with host(pool, model=model) as one, host(pool, model=model) as other:
-        stored(one)
-        assert all(one.retrieve(TOKENS, OTHER))
-        get = one.engine.mover._get
-
-        def get_while_weights_change(run: ChunkRun, timeout: float | None, kinds: list[TierKind]) -> str:
-            reason = get(run, timeout, kinds)
-            assert other.engine.reset()
-            return reason
-
-        monkeypatch.setattr(one.engine.mover, "_get", get_while_weights_change)
-        assert not any(one.retrieve(TOKENS, OTHER))
-        assert one.troubles("retrieve")["reset"] == len(TOKENS) // CHUNK
 
 
 def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: Pool, model: str) -> None:

@@ -46,6 +46,15 @@ def ours(shared: Path) -> Path:
     return shared / f"pd-cache-{os.geteuid()}"
 
 
+@pytest.fixture
+def session(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A session's folder, as a shell has it and a service does not."""
+    folder = tmp_path / "session"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
+
+
 def test_the_folder_is_made_for_us_alone(ours: Path) -> None:
     with own_folder():
         assert stat.S_IMODE(ours.stat().st_mode) == 0o700
@@ -53,38 +62,28 @@ def test_the_folder_is_made_for_us_alone(ours: Path) -> None:
         pass  # and found again
 
 
-def test_a_session_folder_of_our_own_is_preferred(tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+def test_a_session_folder_is_taken_if_it_is_provably_our_own(
+    ours: Path, session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert runtime_folder() == session / "pd-cache"
     session.chmod(0o755)
     assert runtime_folder() == ours
+    session.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(session, STRANGER, STRANGER)
+        assert runtime_folder() == ours
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     assert runtime_folder() == ours
 
 
+@pytest.mark.usefixtures("session")
 def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_with_a_folder_of_its_own(
-    tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch
+    ours: Path,
 ) -> None:
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
     ours.symlink_to("nowhere")
     with note("n", "text") as left:
         assert left
         assert read_note("n") == "text"
-
-
-@needs_root
-def test_a_session_folder_of_another_user_is_not_taken(
-    tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
-    os.chown(session, STRANGER, STRANGER)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    assert runtime_folder() == ours
 
 
 @needs_root
@@ -132,12 +131,8 @@ def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
     assert os.listdir(ours) == []
 
 
-def test_a_note_is_found_by_a_process_of_another_environment(
-    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A service has no session folder, and the shell that asks for its status has one."""
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
+def test_a_note_of_a_service_is_found_by_a_shell(session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
     with note("n", "text"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
         assert read_note("n") == "text"
@@ -164,11 +159,8 @@ with note("n", "text"), temporary_folder() as folder, lock_file(Path(sys.argv[1]
 
 
 @pytest.fixture
-def writer(tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+def writer(tmp_path: Path, session: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that keeps a note, a temporary folder and a lock, until it is killed."""
-    session = tmp_path / "session"
-    session.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
     command = [sys.executable, "-c", WRITER, str(tmp_path / "lock")]
     pipe = subprocess.PIPE
     with ExitStack() as stack:
