@@ -210,7 +210,8 @@ def test_after_a_reset_that_was_not_taken_the_version_before_is_outdated_even_if
         assert scene.side.reset()
     else:
         running(scene, later, block=20)
-    assert scene.step(a=CHUNK).stores == []
+    stores = scene.step(a=CHUNK, b=CHUNK).stores
+    assert [store.chunks.blocks[0] for store in stores] == ([] if how == "is reset again" else [20]), "not a"
 
 
 def test_a_lookup_without_an_answer_says_nothing_of_epochs() -> None:
