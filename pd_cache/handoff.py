@@ -40,9 +40,6 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the namespace in which the chunks are stored; a node of another namespace need not wait. Empty if unknown."""
     further: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=256)] = ()
     """Fingerprints of the namespaces of the model's other layer groups. A node that needs one that is not among them need not wait."""
-    adapter: Fingerprint = ""
-    """Distinguishes the chunks of a LoRA adapter; a node where the request's adapter has another one need not wait. Empty without an
-    adapter, or if unknown."""
     prefill: PrefillWork | None = None
 
     def serves(self, namespaces: Sequence[str]) -> bool:
@@ -100,7 +97,6 @@ def read_params(params: object) -> Handoff:
 def write_params(announcement: Announcement) -> dict[str, Any]:
     """Returns the `kv_transfer_params` for a prefill node's answer."""
     ours = msgspec.to_builtins(announcement)
-    for name in ("further", "adapter"):
-        if not ours[name]:
-            del ours[name]
+    if not announcement.further:
+        del ours["further"]
     return {"do_remote_prefill": True, "pd_cache": ours}

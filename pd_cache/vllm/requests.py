@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, root, stride_hashes
+from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
 from pd_cache.handoff import Handoff
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, MissReason, RequestReport
@@ -128,8 +128,8 @@ class TrackedRequest:
         self.refused = False
         """Whether it was counted that the adapter cannot be identified."""
         self.handoff = handoff
-        self.why_not_awaited = ""
-        """Why what a prefill node has announced is of no use to the request; empty if it is."""
+        self.foreign = False
+        """Whether what a prefill node has announced is stored in other namespaces than those of this node."""
         self.arrived = arrived
         self.names: list[bytes] = []
         """Names of the whole chunks so far; grows with the request."""
@@ -245,14 +245,6 @@ class PromptChunks:
         if adapter is not None:
             tracked.identity = digest
         return not self._by_tokens or tracked.request.prompt_embeds is None
-
-    def adapter_tag(self, tracked: TrackedRequest) -> str:
-        """Returns what distinguishes the names of chunks of the request's adapter from those of others; empty without an adapter."""
-        adapter = tracked.adapter
-        if adapter is None or not tracked.identity:
-            return ""
-        named = () if self._by_tokens else (adapter.name, adapter.path)  # vLLM's hashes take these in
-        return root((tracked.identity, *named)).hex()
 
     def names(self, tracked: TrackedRequest, count: int) -> list[bytes]:
         """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""

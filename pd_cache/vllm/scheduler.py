@@ -293,7 +293,6 @@ class SchedulerSide:
                 prefix_tokens=chunks * self._chunk,
                 namespace=self._namespaces[0],
                 further=self._namespaces[1:],
-                adapter=self._chunks.adapter_tag(tracked),
                 prefill=PrefillWork(
                     cached, max(0, request.num_prompt_tokens - cached), ours.get(KEY, {}).get("reason", "")
                 ),
@@ -359,7 +358,7 @@ class SchedulerSide:
             announced // self._chunk * self._chunk, self._plan.most(tracked.request) * self._chunk
         ):
             return reason
-        return "other_namespace" if tracked.why_not_awaited == "other_namespace" else "deadline"
+        return "other_namespace" if tracked.foreign else "deadline"
 
     def _fits(self, request: Request, end: int) -> bool:
         """Returns whether this request and all that hold blocks for a load could compute the rest of their tokens at the same time.
@@ -391,20 +390,16 @@ class SchedulerSide:
     def _awaited(self, tracked: TrackedRequest, now: float) -> int:
         """Returns how long a prefix, in tokens, the request waits for because a prefill node is storing it."""
         announced = tracked.handoff.announced
-        if announced is None or tracked.why_not_awaited or now >= tracked.arrived + self._plan.settings.handoff_wait_s:
+        if announced is None or tracked.foreign or now >= tracked.arrived + self._plan.settings.handoff_wait_s:
             return 0
         if not announced.serves(self._namespaces):
-            tracked.why_not_awaited = "other_namespace"
+            tracked.foreign = True
             theirs = ", ".join((announced.namespace, *announced.further))
             detail = f"a prefill node stores in {theirs}, this node reads {', '.join(self._namespaces)}"
-        elif announced.adapter and announced.adapter != self._chunks.adapter_tag(tracked):
-            tracked.why_not_awaited = "other_adapter"
-            detail = "a prefill node computed with another LoRA adapter"
-        else:
-            most = self._plan.most(tracked.request) - self._plan.ahead
-            return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
-        self.metrics.trouble("lookup", tracked.why_not_awaited, detail=detail)
-        return 0
+            self.metrics.trouble("lookup", "other_namespace", detail=detail)
+            return 0
+        most = self._plan.most(tracked.request) - self._plan.ahead
+        return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
 
     def _load_part(
         self, tracked: TrackedRequest, place: int, ids: Sequence[Sequence[int]], proposed: ProposedLoad

@@ -552,7 +552,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "transfer-params", _params, (BadParams,),
             (
-                _json(write_params(Announcement(prefix_tokens=4096, namespace="0" * 16, adapter="1" * 32, prefill=PrefillWork(1, 2)))),
+                _json(write_params(Announcement(prefix_tokens=4096, namespace="0" * 16, prefill=PrefillWork(1, 2)))),
                 _json({"do_remote_decode": True, "do_remote_prefill": False}),
             ),
             _JSON,

@@ -180,56 +180,24 @@ def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_pa
     assert {len(name) for name in names[0]} == {16}
 
 
-def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_is_counted_once(
-    scene: Scene, tmp_path: Path
+@pytest.mark.parametrize("written", [False, True])
+def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_it_stores_all_of_its_chunks(
+    scene: Scene, tmp_path: Path, written: bool
 ) -> None:
     folder = tmp_path / "adapter"
     known(scene.adapters, folder)
     request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
-    scene.side.track(request)
     for _ in range(3):
         assert scene.ask(request) == (0, False)
     scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
-    request.num_computed_tokens = len(PROMPT)
-    params = scene.finish(request)
-    assert scene.lookups.asked == []
-    assert scene.troubles("lookup", "adapter_unreadable") == 1
-    assert params is not None
-    assert params["pd_cache"]["prefix_tokens"] == 0, "nobody waits for what is not stored"
-
-
-def test_once_the_digest_is_known_a_request_that_computes_stores_all_of_its_chunks(
-    scene: Scene, tmp_path: Path
-) -> None:
-    folder = tmp_path / "adapter"
-    known(scene.adapters, folder)
-    request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
-    assert scene.ask(request) == (0, False)
-    scene.begin(request)
-    assert scene.step(a=CHUNK).stores == []
-    write_adapter(folder)
-    # a look that had begun before says that there is none
-    wait_for(lambda: known(scene.adapters, folder).digest)
+    assert (scene.lookups.asked, scene.troubles("lookup", "adapter_unreadable")) == ([], 1), "it is counted once"
+    if written:
+        write_adapter(folder)
+        wait_for(lambda: known(scene.adapters, folder).digest)  # a look that had begun before says that there is none
     request.num_computed_tokens = CHUNK
-    (store,) = scene.step(a=2 * CHUNK + 3).stores
-    assert len(store.chunks.names) == 3
+    stores = scene.step(a=2 * CHUNK + 3).stores
+    assert [len(store.chunks.names) for store in stores] == ([3] if written else [])
     request.num_computed_tokens = len(PROMPT)
-    params = scene.finish(request)
-    assert params is not None
-    assert params["pd_cache"]["prefix_tokens"] == 3 * CHUNK
-
-
-def test_a_hand_off_of_another_adapter_is_not_waited_for(scene: Scene, tmp_path: Path) -> None:
-    ours, theirs = write_adapter(tmp_path / "ours"), write_adapter(tmp_path / "theirs", b"other weights")
-    announced = []
-    for number, folder in enumerate((ours, theirs)):
-        request = Request(f"p{number}", PROMPT, {"do_remote_decode": True}, lora_request=identified(scene, folder))
-        stored(scene, request)
-        request.num_computed_tokens = len(PROMPT)
-        announced.append(scene.finish(request))
-    expected: list[tuple[int | None, bool]] = [(None, False), (0, False)]
-    for number, (params, answer) in enumerate(zip(announced, expected, strict=True)):
-        request = Request(f"d{number}", PROMPT, params, lora_request=identified(scene, ours))
-        assert scene.ask(request) == answer
-    assert scene.troubles("lookup", "other_adapter") == 1
+    announced = scene.finish(request)["pd_cache"]["prefix_tokens"]
+    assert announced == (3 * CHUNK if written else 0), "nobody waits for what is not stored"
