@@ -91,26 +91,52 @@ def test_a_bad_extra_config_is_refused_in_words(extra: dict[str, Any], message: 
         read_settings(given, "kv_producer")
 
 
+STATE = KVLayout(kind=PageKind.OPAQUE, layers=2, blocks=4, block_size=64, pieces=1, piece_bytes=4096, dtype="uint8")
+HALVES = [(range(1), True), (range(1, 2), True)]
+UNCUT = r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "shards", "expected"),
+    ("kept", "ranks", "replicas", "shards", "expected"),
     [
-        (1, 1, 0, [(range(1), True)]),
-        (1, 1, 4, [(range(4), True)]),
-        (2, 1, 0, [(range(1), True), (range(1, 2), True)]),
-        (2, 1, 4, [(range(2), True), (range(2, 4), True)]),
-        (4, 2, 4, [(range(2), True), (range(2), False), (range(2, 4), True), (range(2, 4), False)]),
+        (layout(), 1, 1, 0, [(range(1), True)]),
+        (layout(), 1, 1, 4, [(range(4), True)]),
+        (layout(), 2, 1, 0, HALVES),
+        (layout(), 2, 1, 4, [(range(2), True), (range(2, 4), True)]),
+        (layout(), 4, 2, 4, [(range(2), True), (range(2), False), (range(2, 4), True), (range(2, 4), False)]),
+        (layout(), 3, 1, 4, "common multiple"),
+        (layout(), 1, 1, 3, "8 KV heads cannot be cut into 3"),
+        (layout(PageKind.HEADS_LAST), 1, 1, 2, "LBHNC"),
+        (layout(PageKind.KV_OUTER), 2, 1, 4, "cannot be cut"),
+        (layout(PageKind.MLA, heads=1), 4, 4, 8, [(range(1), True), *[(range(1), False)] * 3]),
+        (layout(heads=1), 4, 4, 8, [(range(1), True), *[(range(1), False)] * 3]),
+        (STATE, 2, 1, 0, HALVES),
+        (STATE, 2, 1, 2, HALVES),
+        (STATE, 2, 1, 4, UNCUT),
+        (STATE, 1, 1, 4, UNCUT),
     ],
 )
 def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
-    ranks: int, replicas: int, shards: int, expected: list[tuple[range, bool]]
+    kept: KVLayout, ranks: int, replicas: int, shards: int, expected: list[tuple[range, bool]] | str
 ) -> None:
+    """One KV head stands for latents, whose tensors may look like it."""
+    from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.model import place_of
 
-    places = [
-        place_of("m", layout(), "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards)
-        for rank in range(ranks)
-    ]
-    assert [(place.metadata.shards, place.stores) for place in places] == expected
+    latent, state = kept.pieces == 1 and kept is not STATE, LayerGroup(layers="0-2", keeps="a state", tail=1)
+    options: dict[str, Any] = {"latent": latent, "group": state if kept is STATE else None}
+
+    def place(rank: int, ranks: int, replicas: int) -> Any:
+        return place_of("m", kept, "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards, **options)
+
+    if isinstance(expected, str):
+        with pytest.raises(UnsupportedModelError, match=expected):
+            place(0, ranks, replicas)
+        return
+    places = [place(rank, ranks, replicas) for rank in range(ranks)]
+    assert [(one.metadata.shards, one.stores) for one in places] == expected
+    if latent:
+        assert {one.metadata for one in places} == {place(0, 1, 1).metadata}, "nodes of any size share"
 
 
 def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
@@ -204,57 +230,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
     with pytest.raises(UnsupportedModelError, match=message) as refusal:
         check_supported(config, cache)
     assert "/models/m" in str(refusal.value)
-
-
-@pytest.mark.parametrize("kind", [PageKind.MLA, PageKind.HEADS_FIRST])
-def test_latents_are_stored_once_whatever_the_size_and_shape(kind: PageKind) -> None:
-    from pd_cache.vllm.model import place_of
-
-    mla = layout(kind, heads=1)
-
-    def place(rank: int, ranks: int, shards: int) -> Any:
-        return place_of("m", mla, "deepseek", rank=rank, ranks=ranks, replicas=ranks, shards=shards, latent=True)
-
-    places = [place(rank, 4, 8) for rank in range(4)]
-    assert [place.stores for place in places] == [True, False, False, False]
-    assert {place.metadata for place in places} == {place(0, 1, 0).metadata}
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "shards", "message"),
-    [
-        (PageKind.HEADS_LAST, 1, 2, "LBHNC"),
-        (PageKind.KV_OUTER, 2, 4, "cannot be cut"),
-        (PageKind.HEADS_FIRST, 3, 4, "common multiple"),
-        (PageKind.HEADS_FIRST, 1, 3, "8 KV heads cannot be cut into 3"),
-    ],
-)
-def test_sizes_that_cannot_share_are_refused(kind: PageKind, ranks: int, shards: int, message: str) -> None:
-    from pd_cache.errors import UnsupportedModelError
-    from pd_cache.vllm.model import place_of
-
-    with pytest.raises(UnsupportedModelError, match=message):
-        place_of("m", layout(kind), "llama", rank=0, ranks=ranks, replicas=1, shards=shards)
-
-
-def test_states_are_those_of_one_size_of_nodes() -> None:
-    from pd_cache.errors import UnsupportedModelError
-    from pd_cache.vllm.model import place_of
-
-    state = KVLayout(kind=PageKind.OPAQUE, layers=2, blocks=4, block_size=64, pieces=1, piece_bytes=4096, dtype="uint8")
-    kept = LayerGroup(layers="0-2", keeps="a state of float32 [4, 4]", tail=1)
-
-    def shards(ranks: int, wanted: int) -> list[range]:
-        places = [
-            place_of("m", state, "qwen", rank=rank, ranks=ranks, replicas=1, shards=wanted, group=kept)
-            for rank in range(ranks)
-        ]
-        return [place.metadata.shards for place in places]
-
-    assert shards(2, 0) == shards(2, 2) == [range(1), range(1, 2)]
-    for ranks in (1, 2):
-        with pytest.raises(UnsupportedModelError, match=r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"):
-            shards(ranks, 4)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +392,15 @@ HITS = (
 """Of each group of a model: what it keeps, its blocks' size, and its window."""
 
 
+def kept_of(shape: list[tuple[str, int, int]]) -> Any:
+    from pd_cache.vllm.layers import KeptLayers
+
+    return [
+        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
+        for at, (kind, size, window) in enumerate(shape)
+    ]
+
+
 @pytest.mark.parametrize("shape", HITS)
 @pytest.mark.parametrize("chunk", [64, 192])
 def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple[str, int, int]], chunk: int) -> None:
@@ -428,18 +412,13 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
     )
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    from pd_cache.vllm.layers import KeptLayers
-
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
     kinds = [kind for kind, _, _ in shape]
     groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
     theirs = MooncakeStoreCoordinator(
         groups, scheduler_block_size=chunk, hash_block_size=16, use_eagle="draft" in kinds
     )
-    kept: Any = [
-        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
-        for at, (kind, size, window) in enumerate(shape)
-    ]
+    kept = kept_of(shape)
     ours = LayerGroups(
         [group(one.tail(chunk), chunk_size=chunk, layers=str(one.number), ahead=one.ahead) for one in kept]
     )
@@ -467,7 +446,7 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from pd_cache.vllm.layers import KeptLayers, own_hit
+    from pd_cache.vllm.layers import own_hit
 
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
     kinds = [kind for kind, _, _ in shape]
@@ -489,10 +468,7 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
     )
     every: Any = lambda value, groups: [theirs.block_pool.null_block] * len(groups)  # noqa: E731
     theirs.block_pool.get_cached_block = every
-    kept: Any = [
-        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
-        for at, (kind, size, window) in enumerate(shape)
-    ]
+    kept = kept_of(shape)
     for tokens in range(1, 4 * math.lcm(*sizes) + 2):
         hashes: Any = [bytes(32)] * (tokens // hashed)
         _, length, _ = theirs.find_longest_cache_hit(hashes, tokens - 1)
