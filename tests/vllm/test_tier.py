@@ -14,7 +14,6 @@ from tests.support.adapters import options_of
 from tests.support.pool import Pool
 from tests.support.vllm_tier import offloading_config
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import *  # noqa: F403
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 

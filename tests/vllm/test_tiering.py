@@ -16,7 +16,6 @@ from bench.lib.model import write_model
 from bench.lib.vllm_server import vllm_server
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import *  # noqa: F403
 from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun
 
 pytestmark = [pytest.mark.slow(seconds=120), pytest.mark.timeout(1800)]
