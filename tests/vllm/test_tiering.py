@@ -56,12 +56,16 @@ def both(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]:
         yield [wait() for wait in ready]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model most of whose layers have a sliding window: vLLM keeps their KV in groups."""
+    return write_model(tmp_path_factory.mktemp("tiering") / "gemma3", kind="gemma3", layers=6)
+
+
 def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_same_tokens(
-    vllm_pool: Pool, new_prompt: Callable[[int], list[int]], tmp_path: Path
+    folder: Path, vllm_pool: Pool, new_prompt: Callable[[int], list[int]]
 ) -> None:
-    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool. Most of the
-    model's layers have a sliding window, so vLLM keeps their KV in groups."""
-    folder = write_model(tmp_path / "gemma3", kind="gemma3", layers=6)
+    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool."""
     salt, before, prompt = uuid.uuid4().hex, vllm_pool.keys(), new_prompt(PROMPT)
     with both(tiered(folder, vllm_pool, salt), tiered(folder, vllm_pool, salt)) as (a, b):
         first = a.complete(prompt)
