@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.error
-import urllib.parse
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -23,17 +22,17 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, View, open_directory
-from launch.figures import Samples, read_node, read_samples, total
-from launch.http import NOBODY, Access, fetch, proxy_access
+from launch.figures import read_node, read_samples, total
+from launch.http import NOBODY, Access, proxy_access
 from launch.masters import LEADER, Segment, master_health, segments_at
 from launch.versions import known_versions
+from launch.watched import TIMEOUT_S, get_text, is_asked
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
 from pd_cache.cluster.machine import host_of, is_local, shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0
-_TIMEOUT_S = 2.0
 _AT_A_TIME = 16
 NOT_ASKED = "not asked"
 NO_ANSWER = "no answer"
@@ -236,18 +235,16 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     """`access`: key and certificates for proxies."""
     row = NodeStatus(record=record)
     try:
-        if record.role == "store" and record.metrics is not None:
-            _ask_store(record.metrics, row)
-        elif record.role == "store":
-            row.state = f"{NOT_ASKED}: it has no metrics_port; its memory shows in the master's row"
+        if not is_asked(record):
+            row.state = NOT_ASKED
+            if record.role in ("store", "master"):
+                row.state += ": it has no metrics_port; its memory shows in the master's row"
         elif record.role == "master":
             _ask_master(row)
-        elif record.role == "cache-server":
+        elif record.role == "cache-server" and (record.metrics is None or is_local(row.host)):
             _ask_server(row)
-        elif record.address.startswith("http"):
-            _ask_http(record.address, row, access if record.role == "proxy" else NOBODY)
         else:
-            row.state = NOT_ASKED
+            _ask_http(row, access if record.role == "proxy" else NOBODY)
     except OSError as error:
         row.state = f"{NO_ANSWER}: {getattr(error, 'reason', error)}"
     except (PdCacheError, ValueError) as error:
@@ -256,59 +253,36 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
 
 
 def _ask_server(row: NodeStatus) -> None:
-    address, metrics = row.record.address, row.record.metrics
-    if (
-        metrics is not None
-        and address.startswith("ipc://")
-        and not is_local(urllib.parse.urlsplit(metrics).hostname or "")
-    ):
-        _read_cache(read_samples(_get(metrics, "/metrics")), row)
-        return
-    if address.endswith(":0"):
+    """Asks a cache server of this machine over its socket, where it says more than its metrics do."""
+    if row.record.address.endswith(":0"):
         raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
 
     from pd_cache.server.connection import server_status
 
-    report = server_status(address, _TIMEOUT_S)
-    _read_cache(read_samples(report.metrics), row)
+    report = server_status(row.record.address, TIMEOUT_S)
+    read_metrics(report.metrics, row)
     row.up_since, row.in_flight = report.up_since, report.in_flight
     row.record = msgspec.structs.replace(row.record, version=report.software)
 
 
 def _ask_master(row: NodeStatus) -> None:
-    if row.record.metrics is None:
-        row.state = f"{NOT_ASKED}: it does not tell where its metrics are"
-        return
-    health = master_health(_known(row.record.metrics), _TIMEOUT_S)
+    assert row.record.metrics is not None, "one without metrics is not asked"
+    samples = read_samples(get_text(f"{row.record.metrics}/metrics"))
+    health = master_health(row.record.metrics, TIMEOUT_S)
     row.leads = "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
-    samples = read_samples(_get(row.record.metrics, "/metrics"))
     row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
     refused = total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
 
 
-def _ask_store(metrics: str, row: NodeStatus) -> None:
+def _ask_http(row: NodeStatus, access: Access) -> None:
     with _refusals(row, "/health", worst=500):
-        _read_health(_get(metrics, "/health"), row)
-        _read_cache(read_samples(_get(metrics, "/metrics")), row)
-
-
-def _ask_http(address: str, row: NodeStatus, access: Access) -> None:
-    with _refusals(row, "/health", worst=500):
-        _read_health(_get(address, "/health", access), row)
+        told = read_about(get_text(f"{row.url}/health", access))
+        row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version).telling(told)
     if access.guarded and not access.key:
         return  # this machine has no readable key for its metrics
     with _refusals(row, "/metrics", worst=400):
-        read_metrics(_get(address, "/metrics", access), row)
-
-
-def read_metrics(text: str, row: NodeStatus) -> None:
-    """Completes a row from an engine's or a proxy's `/metrics`. Raises ValueError for text that Prometheus could not read."""
-    samples = read_samples(text)
-    _read_cache(samples, row)
-    reading = read_node(samples, 0.0)
-    if reading.queued is not None or reading.running is not None:
-        row.in_flight = int((reading.queued or 0) + (reading.running or 0))
+        read_metrics(get_text(f"{row.url}/metrics", access), row)
 
 
 @contextlib.contextmanager
@@ -322,15 +296,9 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
                 row.state = f"degraded: {path} answers {error.code}"
 
 
-def _read_health(body: str, row: NodeStatus) -> None:
-    """Version and namespace, if the node registered without them."""
-    told = read_about(body)
-    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version)
-    row.record = row.record.telling(told)
-
-
-def _read_cache(samples: Samples, row: NodeStatus) -> None:
-    """Reads what `CacheMetrics` and prometheus_client's process collector export."""
+def read_metrics(text: str, row: NodeStatus) -> None:
+    """Completes a row from what a node of ours exports. Raises ValueError for text that Prometheus could not read."""
+    samples = read_samples(text)
     if "pd_cache_pool_up" in samples and not total(samples, "pd_cache_pool_up"):
         row.state = "degraded: its pool does not answer"
     asked = total(samples, "pd_cache_prompt_tokens_total")
@@ -346,19 +314,10 @@ def _read_cache(samples: Samples, row: NodeStatus) -> None:
         for labels, value in samples.get(name, ())
         if value and labels.get("reason") != "missing"
     }
-    started = samples.get("process_start_time_seconds")
-    row.up_since = started[0][1] if started else None
-
-
-def _get(address: str, path: str, access: Access = NOBODY) -> str:
-    return fetch(f"{_known(address)}{path}", _TIMEOUT_S, access).decode(errors="replace")
-
-
-def _known(address: str) -> str:
-    """Returns the address. Raises ValueError if only `up` knows its port."""
-    if address.endswith(":0"):
-        raise ValueError("its port is 0 in this file, chosen by `up`")
-    return address
+    reading = read_node(samples, 0.0)
+    row.up_since = reading.started
+    if reading.queued is not None or reading.running is not None:
+        row.in_flight = int((reading.queued or 0) + (reading.running or 0))
 
 
 # --- showing -----------------------------------------------------------------------------------------------------------

@@ -66,13 +66,13 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
         if record.role == "cache-server":
             text = _server_metrics(record)
         elif record.role in ("master", "store"):
-            text = _get(f"{record.metrics}/metrics")
+            text = get_text(f"{record.metrics}/metrics")
         else:
-            text = _get(f"{record.address}/metrics", access if record.role == "proxy" else NOBODY)
+            text = get_text(f"{record.address}/metrics", access if record.role == "proxy" else NOBODY)
         at = clock()
         if record.role == "master":
             with contextlib.suppress(OSError, ValueError):
-                segments = read_segments(_get(f"{record.metrics}/get_segments_detail").encode())
+                segments = read_segments(get_text(f"{record.metrics}/get_segments_detail").encode())
         with _reading:
             return NodeAnswer(record.name, at, read_node(read_samples(text), at), segments=segments)
     except urllib.error.HTTPError as error:
@@ -85,14 +85,15 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
 
 def _server_metrics(record: NodeRecord) -> str:
     if record.metrics is not None and urllib.parse.urlsplit(record.metrics).port:
-        return _get(f"{record.metrics}/metrics")
+        return get_text(f"{record.metrics}/metrics")
 
     from pd_cache.server.connection import server_status
 
     return server_status(record.address, TIMEOUT_S).metrics
 
 
-def _get(url: str, access: Access = NOBODY) -> str:
+def get_text(url: str, access: Access = NOBODY) -> str:
+    """Returns what a node answers. Raises OSError if it does not, ValueError if only `up` knows its port."""
     if urllib.parse.urlsplit(url).port == 0:
         raise ValueError("its port is 0 in this file, chosen by `up`")
     return fetch(url, TIMEOUT_S, access, most=_LARGEST).decode(errors="replace")
