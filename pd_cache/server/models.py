@@ -68,7 +68,6 @@ class Model:
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
-        """What the engine group has stored or found here."""
         self.keeps_tail = group.layers is not None and group.layers.tail > 0
         """Whether a store may leave out blocks that no load needs."""
 

@@ -89,16 +89,6 @@ def name() -> str:
     return uuid.uuid4().hex
 
 
-def test_what_one_engine_stores_another_one_finds_and_loads(
-    server: CacheServer, engine: Engine, tokens: Any, name: str
-) -> None:
-    engine.store(name, tokens)
-    with Engine(server.url, engine.model) as other:
-        assert other.lookup(name, tokens) == 3 * CHUNK
-        assert other.retrieve(name, tokens, first_block=20) == set()
-        assert other.holds(tokens[: 3 * CHUNK], first_block=20)
-
-
 def test_it_shares_chunks_with_engines_that_have_their_own_cache(
     pool: Pool, server: CacheServer, tokens: Any, name: str
 ) -> None:
@@ -317,17 +307,6 @@ def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: ServerCache, tokens
             cache.store(cache.name_chunks(tokens), places)
     assert not cache.connection.fence.taken
     assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
-
-
-def test_an_engine_that_has_no_scheduler_says_itself_that_its_weights_have_changed(
-    cache: ServerCache, tokens: Any
-) -> None:
-    names = cache.name_chunks(tokens)
-    assert cache.store(names, WHOLE) == [StoreOutcome.NEW] * 3
-    before = cache.epoch
-    assert cache.reset() not in (None, before)
-    assert cache.lookup(names) == 0
-    assert cache.epoch != before
 
 
 def test_a_wait_that_an_exception_ends_leaves_no_ticket_and_no_place(

@@ -71,25 +71,15 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda one: type(one).__name__)
-def test_every_request_is_read_as_it_was_sent(request_: Any) -> None:
-    assert decode_request(encode(2**63, request_)) == (2**63, request_)
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda one: type(one).__name__)
-def test_every_answer_is_read_as_it_was_sent(answer: Any) -> None:
-    assert decode_answer(encode(7, answer)) == (7, answer)
+@pytest.mark.parametrize("message", [*REQUESTS, *ANSWERS], ids=lambda one: type(one).__name__)
+def test_every_message_is_read_as_it_was_sent(message: Any) -> None:
+    decode: Any = decode_request if message in REQUESTS else decode_answer
+    assert decode(encode(2**63, message)) == (2**63, message)
 
 
 @given(st.lists(st.binary(min_size=11, max_size=11)))
 def test_names_are_split_as_they_were_joined(names: list[bytes]) -> None:
     assert split_names(join_names(names)) == names
-
-
-@pytest.mark.parametrize("names", [[b"x" * 7], [b"x" * 17], [b"x" * 16, b"x" * 15]])
-def test_names_of_odd_lengths_are_value_errors(names: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="chunk names"):
-        join_names(names)
 
 
 def of_version(version: int, number: int = 7) -> bytes:
