@@ -440,7 +440,7 @@ class _PendingMove:
             self.place = self.event = None
             self.outcome = self.outcome or self.future.outcome()
         self._ended = True
-        self._count(self.outcome)
+        self._count()
         return True
 
     def wait(self) -> None:
@@ -469,7 +469,7 @@ class _PendingMove:
         if self.outcome is None:
             self.outcome = "abandoned"
 
-    def _count(self, outcome: Answer | str | None) -> None:
+    def _count(self) -> None:
         """Judges the outcome and counts it, once."""
         raise NotImplementedError
 
@@ -483,8 +483,8 @@ class PendingRetrieve(_PendingMove):
     restored = Loaded(0)
     """The same, with the tiers that the chunks came from, and why not more were loaded."""
 
-    def _count(self, outcome: Answer | str | None) -> None:
-        metrics = self._cache.metrics
+    def _count(self) -> None:
+        metrics, outcome = self._cache.metrics, self.outcome
         if not isinstance(outcome, Loaded) or outcome.chunks > self._chunks:
             reason = outcome if isinstance(outcome, str) else "nonsense"
             metrics.trouble("retrieve", reason, self._chunks)
@@ -513,8 +513,8 @@ class PendingStore(_PendingMove):
         self.outcomes = [StoreOutcome.NOT] * chunks
         """The outcome of each chunk; known once the store has ended."""
 
-    def _count(self, outcome: Answer | str | None) -> None:
-        metrics = self._cache.metrics
+    def _count(self) -> None:
+        metrics, outcome = self._cache.metrics, self.outcome
         if not isinstance(outcome, Stored) or len(outcome.outcomes) != len(self.outcomes):
             self.failure = outcome if isinstance(outcome, str) else "nonsense"
             metrics.trouble("store", self.failure, len(self.outcomes))

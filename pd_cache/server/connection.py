@@ -45,7 +45,6 @@ _SOON_S = 0.02
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 
-
 KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
@@ -263,22 +262,15 @@ class ServerConnection:
 
 def server_welcome(url: str, timeout: float) -> Welcome:
     """Returns how the server names and sizes chunks. Raises CacheServerError if it does not answer, ValueError for a bad address."""
-    connection = ServerConnection(url, None, "observer", connect_timeout_s=timeout)
-    try:
-        welcome = connection.welcome
-        assert welcome is not None  # the constructor has waited for it
-        return welcome
-    finally:
-        connection.close()
+    with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
+        assert connection.welcome is not None  # the constructor has waited for it
+        return connection.welcome
 
 
 def server_status(url: str, timeout: float) -> StatusReport:
     """Returns what the server is doing. Raises CacheServerError if it does not answer, ValueError for a bad address."""
-    connection = ServerConnection(url, None, "observer", connect_timeout_s=timeout)
-    try:
+    with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
         report = connection.ask(StatusQuery(), timeout)
-    finally:
-        connection.close()
     if not isinstance(report, StatusReport):
         raise CacheServerError(f"a question for its status was answered with {type(report).__name__}")
     return report
