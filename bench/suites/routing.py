@@ -34,8 +34,8 @@ import click
 from bench.lib.report import Report, Table, at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
-from launch.proxy.events import BlockBudget, KnownCache, leading
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 

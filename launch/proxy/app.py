@@ -20,7 +20,7 @@ from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import Overview, Peers, ProxyMetrics
-from launch.proxy.nodes import HealthChecks, NodePools, new_session
+from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import ID_HEADER, REQUEST_ID, Requests
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
@@ -113,8 +113,8 @@ class Proxy:
         # a request holds one connection at a time; the rest is for health checks and connections that are being closed
         session = new_session(config.max_requests + 128, config.connect_timeout_s, app[_VIA])
         self.requests.session = session
-        checks = HealthChecks(self._pools, config.health_interval_s, config.health_timeout_s)
-        checking, stop_following = asyncio.create_task(checks.run(session)), self._files.follow()
+        checks = check_health(self._pools, session, config.health_interval_s, config.health_timeout_s)
+        checking, stop_following = asyncio.create_task(checks), self._files.follow()
         try:
             yield
         finally:

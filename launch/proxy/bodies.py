@@ -45,7 +45,6 @@ class ApiError(PdCacheError):
         """In seconds."""
 
     def body(self) -> bytes:
-        """Returns `{"error": {...}}` as JSON."""
         return msgspec.json.encode(error_body(self.message, self.status, param=self.param, code=self.code))
 
     def response(self) -> web.Response:
@@ -91,7 +90,6 @@ class BodyShare:
         return True
 
     def give_back(self) -> None:
-        """Gives back everything: the body is not needed any more."""
         self._memory.used -= self._taken
         self._taken = 0
 
@@ -203,8 +201,6 @@ class _ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """The body of a request for a completion."""
-
     def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
         """`prompt`: the field that holds the prompt. Raises ApiError 400 if no node could use the body."""
         _check_fields(body)
@@ -242,7 +238,6 @@ class Completion:
             )
 
     def prompt(self) -> RoutedPrompt:
-        """Returns what routing needs to know about the prompt."""
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
 
     def plain(self) -> bool:
@@ -275,7 +270,6 @@ class Completion:
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def for_tokenize(self) -> bytes:
-        """Returns the body for a node's `/tokenize`."""
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
     def for_prefill(self) -> bytes:

@@ -14,7 +14,7 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +23,7 @@ from aiohttp import web
 from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, overloaded, read_body
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Keys
-from launch.proxy.prefixes import NamedPrompt
+from launch.proxy.prefixes import NamedPrompt, leading
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json
@@ -62,7 +62,6 @@ class BlockBudget:
 
     @property
     def used(self) -> int:
-        """How many blocks are known."""
         return sum(map(len, list(self.caches)))
 
     def grant(self, count: int) -> int:
@@ -70,16 +69,6 @@ class BlockBudget:
         granted = max(0, min(count, self.most - self.used))
         self.refused += count - granted
         return granted
-
-
-def leading(prefix: Sequence[int], known: Container[int]) -> int:
-    """Returns how many of the first blocks of a prompt are known."""
-    count = 0
-    for block in prefix:
-        if block not in known:
-            break
-        count += 1
-    return count
 
 
 class KnownCache:
@@ -103,7 +92,6 @@ class KnownCache:
         return sum(map(len, list(self._sets.values())))
 
     def apply(self, steps: Iterable[Step]) -> None:
-        """Takes in what the node has published, in order."""
         for step in steps:
             if isinstance(step, Forget):
                 self._sets = {}
@@ -200,7 +188,6 @@ class CacheView:
 
     @property
     def following(self) -> bool:
-        """Whether any node publishes events."""
         return bool(self._caches)
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
@@ -242,7 +229,6 @@ class CacheView:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields for `/health`."""
         feeds: Mapping[Hashable, Any] = self._subscriber.describe()
         sizes = {key: len(known) for key, known in self._caches.items()}
         return {
@@ -253,7 +239,6 @@ class CacheView:
         }
 
     def close(self) -> None:
-        """Stops following. Waits for the subscriber's thread."""
         self._subscriber.close()
 
 
@@ -282,8 +267,6 @@ def read_query(body: bytes) -> Query:
 
 
 class CacheQuery:
-    """Answers queries from the index."""
-
     def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
         """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does."""
         self._direct = direct
@@ -314,11 +297,7 @@ class CacheQuery:
         if query.tenant_id not in (None, "", _TENANT):
             return {}
         model = self._direct.model
-        if (
-            query.lora_name
-            or query.lora_id not in (None, -1)
-            or (model is not None and query.model not in (None, model))
-        ):
+        if query.lora_name or query.lora_id not in (None, -1) or (model and query.model not in (None, model)):
             return {_TENANT: {}}
         prompt = await self._direct.look_up(query.token_ids, query.cache_salt, "query")
         if prompt is None:
@@ -326,11 +305,9 @@ class CacheQuery:
         if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):
             sizes = f"{prompt.block_tokens} or {prompt.chunk_tokens}"
             raise ApiError(400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size")
-        return {
-            _TENANT: {
-                name: {"longest_matched": longest, **media, "DP": {"0": longest}}
-                for name, media in self._caches.hits(prompt).items()
-                if query.instance_id in (None, name)
-                for longest in (max(media.values()),)
-            }
-        }
+        found: dict[str, dict[str, object]] = {}
+        for name, media in self._caches.hits(prompt).items():
+            if query.instance_id in (None, name):
+                longest = max(media.values())
+                found[name] = {"longest_matched": longest, **media, "DP": {"0": longest}}
+        return {_TENANT: found}

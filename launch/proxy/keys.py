@@ -75,8 +75,6 @@ def _digest(key: str) -> bytes:
 
 
 class Keys:
-    """The keys in force."""
-
     def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
         """Reads the files that the configuration names, and reads them again whenever `files` sees a change.
 
@@ -192,8 +190,6 @@ _Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class _WatchedFile:
-    """Files that are loaded together."""
-
     def __init__(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         self.what, self._files, self._load = what, files, load
         self._seen = _signature(files)  # first, so that a file that changes while it is read is read again
@@ -230,7 +226,6 @@ class WatchedFiles:
         self._watched.append(_WatchedFile(what, files, load))
 
     def look(self) -> None:
-        """Loads the files that changed since the last look."""
         for watched in self._watched:
             watched.look()
 

@@ -85,8 +85,6 @@ _MARK = f'"{KEY}"'.encode()
 
 
 class HopReport(msgspec.Struct, frozen=True):
-    """What one node did for a request."""
-
     hop: str
     node: str
     """The node's URL."""
@@ -109,7 +107,6 @@ class RecentTrips:
         self._trips: RecentReports[Trip] = RecentReports(2000)
 
     def note(self, request_id: str, trip: Trip) -> None:
-        """Remembers a request. One of the same client and id is replaced."""
         for key in (request_id, f"{trip.client} {request_id}"):
             self._trips.note(key, trip)
 
@@ -140,8 +137,6 @@ Peers = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class Overview:
-    """Serves these pages."""
-
     def __init__(
         self,
         pools: NodePools,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -131,7 +131,6 @@ async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """Returns the headers of a node's answer that the client gets."""
     return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
 
 
@@ -141,7 +140,6 @@ async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
 
 
 def passed_on(refusal: Refusal) -> web.Response:
-    """Returns a node's refusal, unchanged."""
     response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
     if refusal.status == 503:
         response.headers.setdefault("Retry-After", "1")
@@ -188,8 +186,6 @@ def _told(error: BaseException) -> str:
 
 
 class NodePools:
-    """Follows views, and logs what changed."""
-
     def __init__(
         self,
         config: ProxyConfig,
@@ -219,7 +215,6 @@ class NodePools:
         """For each model, when a node was last known to serve it."""
 
     def update(self, view: View) -> None:
-        """Uses the view's nodes from now on."""
         before, now = _addresses(self._view), _addresses(view)
         for name, address in sorted(now.items() - before.items()):
             log.info("node %s has come, at %s", name, address)
@@ -254,11 +249,9 @@ class NodePools:
         return None
 
     def stale_s(self, now: float) -> float:
-        """Returns for how many seconds discovery has not answered."""
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Returns the fields for `/health`."""
         lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
         return {
             "discovery_stale_s": round(self.stale_s(now), 1),
@@ -312,34 +305,19 @@ def _addresses(view: View) -> dict[str, str]:
     return {record.name: record.address for record in view.nodes}
 
 
-class HealthChecks:
-    """Keeps `NodePool.checked` up to date. A node is well if it answers anything but a 5xx."""
+async def check_health(
+    nodes: NodePools, session: aiohttp.ClientSession, interval_s: float, timeout_s: float
+) -> NoReturn:
+    """Keeps `NodePool.checked` up to date, for ever. The first checks are after one interval."""
+    places = asyncio.Semaphore(_AT_A_TIME)
+    ill: dict[str, bool] = {}
 
-    def __init__(self, nodes: NodePools, interval_s: float, timeout_s: float) -> None:
-        self._nodes = nodes
-        self._pools = list(nodes.pools.values())
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._well: dict[str, bool] = {}
-
-    async def run(self, session: aiohttp.ClientSession) -> None:
-        """Checks for ever, the first time after one interval."""
-        places = asyncio.Semaphore(_AT_A_TIME)
-        while True:
-            await asyncio.sleep(self._interval_s)
-            await asyncio.gather(
-                *(self._check(session, places, pool, url) for pool in self._pools for url in pool.urls())
-            )
-            known = {url for pool in self._pools for url in pool.urls()}
-            self._well = {url: well for url, well in self._well.items() if url in known}
-
-    async def _check(self, session: aiohttp.ClientSession, places: asyncio.Semaphore, pool: NodePool, url: str) -> None:
+    async def check(pool: NodePool, url: str) -> None:
         async with places:
-            why = ""
             try:
-                why = await asyncio.wait_for(self._ask(session, url), self._timeout_s)
+                why = await asyncio.wait_for(_why_ill(nodes, session, url), timeout_s)
             except TimeoutError:
-                why = f"no answer within {self._timeout_s:g} s"
+                why = f"no answer within {timeout_s:g} s"
             except HopError as error:
                 if error.reason == "exhausted":
                     return  # our own trouble, which says nothing about the node
@@ -347,21 +325,29 @@ class HealthChecks:
             except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
-        if self._well.get(url, True) != (not why):
+        if ill.get(url, False) != bool(why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
-        self._well[url] = not why
+        ill[url] = bool(why)
         pool.checked(url, alive=not why)
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str) -> str:
-        """Returns why the node is not well; empty if it is."""
-        answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
-        try:
-            if answer.status == 508:
-                return "its address leads back to this proxy"
-            if answer.status >= 500:
-                return f"status {answer.status}"
-            body = await read_all(answer, _MAX_ANSWER)
-        finally:
-            answer.close()
-        self._nodes.told_namespace(url, read_about(body))
-        return ""
+    while True:
+        await asyncio.sleep(interval_s)
+        checks = [(pool, url) for pool in nodes.pools.values() for url in pool.urls()]
+        await asyncio.gather(*(check(pool, url) for pool, url in checks))
+        for url in ill.keys() - {url for _, url in checks}:
+            del ill[url]
+
+
+async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:
+    """Returns why a node is not well; empty if it is. It is well if it answers anything but a 5xx."""
+    answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
+    try:
+        if answer.status == 508:
+            return "its address leads back to this proxy"
+        if answer.status >= 500:
+            return f"status {answer.status}"
+        body = await read_all(answer, _MAX_ANSWER)
+    finally:
+        answer.close()
+    nodes.told_namespace(url, read_about(body))
+    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
@@ -22,7 +22,7 @@ _LEAST_BLOCK_TOKENS = 64
 
 
 class NamedPrompt(NamedTuple):
-    """A prompt by the hashes of its blocks and the names of its chunks."""
+    """A prompt by the hashes of its blocks."""
 
     fingerprint: str
     """That of the namespace in which this is so."""
@@ -30,20 +30,9 @@ class NamedPrompt(NamedTuple):
     blocks: Sequence[int] = ()
     """The short hashes of its whole blocks; empty if chunks are not named by the engine's blocks."""
     block_tokens: int = 1
-    chunks: Sequence[int] = ()
-    """The short hashes of the names of its whole chunks."""
     chunk_tokens: int = 1
     pool_tokens: int | None = None
     """How much of it the pool holds, in tokens; None if that is not known."""
-
-    @classmethod
-    def of(
-        cls, fingerprint: str, tokens: int, block_hashes: Iterable[bytes], block_tokens: int, names: Iterable[bytes], chunk_tokens: int
-    ) -> NamedPrompt:  # fmt: skip
-        """Returns the prompt of `tokens` tokens with these hashes of blocks and names of chunks."""
-        blocks = [int.from_bytes(value[-8:], "big") for value in block_hashes]
-        chunks = [int.from_bytes(value[-8:], "big") for value in names]
-        return cls(fingerprint, tokens, blocks, block_tokens, chunks, chunk_tokens)
 
 
 class RoutedPrompt(NamedTuple):
@@ -84,6 +73,16 @@ def count_tokens(text: bytes) -> int:
     return max(1, len(text) // _BYTES_A_TOKEN)
 
 
+def leading(blocks: Iterable[Hashable], known: Container[Hashable]) -> int:
+    """Returns how many of the first blocks of a prompt are known."""
+    count = 0
+    for block in blocks:
+        if block not in known:
+            break
+        count += 1
+    return count
+
+
 class PrefixIndex:
     """Remembers the blocks that a node's own cache probably holds: those last sent to the node, as many as it has room for."""
 
@@ -99,16 +98,9 @@ class PrefixIndex:
 
     def match(self, prompt: RoutedPrompt) -> int:
         """Returns how many tokens from the start of the prompt the node has seen."""
-        known = self._blocks
-        matched = 0
-        for block in prompt.blocks:
-            if block not in known:
-                break
-            matched += 1
-        return min(prompt.tokens, int(matched * prompt.block_tokens))
+        return min(prompt.tokens, int(leading(prompt.blocks, self._blocks) * prompt.block_tokens))
 
     def add(self, prompt: RoutedPrompt) -> None:
-        """Notes that the node computes this prompt."""
         known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
         # last block first, so that the end of a prompt is evicted first, and not the beginning that others share
         for block in reversed(prompt.blocks):
@@ -145,10 +137,9 @@ class PromptNamer:
     def name(self, tokens: list[int], salt: str | None) -> Naming:
         """Returns the hashes of a prompt. Raises ValueError if a token is none. Takes 0.3 µs a token."""
         if self._hasher is None:
-            hashes, step = [], 1
-            names = self._database.hash_tokens(tokens, salt_keys(salt))
+            names, blocks, step = self._database.hash_tokens(tokens, salt_keys(salt)), [], 1
         else:
-            step = self._hasher.block_size
-            hashes = self._hasher.hashes(tokens, salt)
+            hashes, step = self._hasher.hashes(tokens, salt), self._hasher.block_size
             names = stride_hashes(hashes, self.chunk_size // step)
-        return Naming(NamedPrompt.of(self.fingerprint, len(tokens), hashes, step, names, self.chunk_size), names)
+            blocks = [int.from_bytes(value[-8:], "big") for value in hashes]
+        return Naming(NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size), names)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeVar
 
 import aiohttp
@@ -60,8 +61,6 @@ MAX_BODY = LARGEST_BODY
 _FEW_RETRIES = 100
 _LAST_WORDS_S = 1.0
 """How long it may take to inform a client that its stream broke."""
-_MAX_ANSWER = 4 << 20
-"""The most bytes of a prefill node's answer, and of a list of models."""
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 _NO_TOKENIZE_S = 30.0
@@ -134,7 +133,6 @@ class Exchange:
             self.reports[hop] = report
 
     def trip(self) -> Trip:
-        """Returns which nodes the request went to, and what these reported."""
         hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
         return Trip(self.client, tuple(hops))
 
@@ -186,10 +184,9 @@ class Requests:
         """How many judgements of prompts in a row took too long."""
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the pages."""
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post(CHAT, self._complete)
-        app.router.add_get("/v1/models", self._list_models, allow_head=False)
+        for path in ("/v1/completions", CHAT):
+            app.router.add_post(path, partial(self._answered, self._read_and_complete))
+        app.router.add_get("/v1/models", partial(self._answered, self._admit_and_list), allow_head=False)
 
     async def drain(self, limit_s: float) -> None:
         """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
@@ -201,14 +198,8 @@ class Requests:
 
     # --- from its key to its end -----------------------------------------------------------------------------------
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._read_and_complete)
-
-    async def _list_models(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, self._admit_and_list)
-
     async def _answered(
-        self, request: web.Request, answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+        self, answer: Callable[[Exchange], Awaitable[web.StreamResponse]], request: web.Request
     ) -> web.StreamResponse:
         """Checks the client's key and runs `answer`. Counts and logs the request."""
         exchange = Exchange(request, self.retries, BodyShare(self.bodies), self._tracing)
@@ -394,21 +385,21 @@ class Requests:
         if node is None or now < self._tokenize_after:
             return None
         try:
-            answer = await self._ask(exchange, "POST", f"{node}/tokenize", completion.for_tokenize())
-            try:
-                if answer.status == 200:
-                    tokens = read_tokens(await read_all(answer, LARGEST_BODY))
-                    self._slow = 0
-                    return tokens
-                if answer.status in (400, 422) or answer.status >= 500:
-                    return None  # this prompt's own fault, or possibly so
-                raise HopError("error", f"status {answer.status}")
-            finally:
-                answer.close()
-        except (HopError, ValueError) as error:
-            self._pause_tokenizing()
-            log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
-            return None
+            said = await self._whole(exchange, "POST", f"{node}/tokenize", completion.for_tokenize(), read_tokens)
+        except HopError as error:
+            if error.reason in ("busy", "error"):
+                return None  # possibly this prompt's own fault
+            why = str(error)
+        else:
+            if not isinstance(said, Refusal):
+                self._slow = 0
+                return said
+            if said.status in (400, 422):
+                return None  # this prompt's own fault
+            why = f"status {said.status}"
+        self._pause_tokenizing()
+        log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, why)
+        return None
 
     def _pause_tokenizing(self) -> None:
         self._slow, self._tokenize_after = 0, time.monotonic() + _NO_TOKENIZE_S
@@ -417,6 +408,21 @@ class Requests:
         """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
         assert self.session is not None
         return await send(self.session, method, url, exchange.headers(self._keys), body)
+
+    async def _whole(
+        self, exchange: Exchange, method: str, url: str, body: bytes | None, read: Callable[[bytes], T]
+    ) -> T | Refusal:
+        """Returns what `read` makes of a node's whole answer, or the node's refusal. Raises HopError if the node fails."""
+        answer = await self._ask(exchange, method, url, body)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                return await refusal_of(answer)
+            return read(await read_all(answer, LARGEST_BODY))
+        except ValueError as error:
+            raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()
 
     def _failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
         """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
@@ -442,7 +448,8 @@ class Requests:
             exchange.nodes["prefill"] = node
             try:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node):
-                    answer = await asyncio.wait_for(self._prefill_at(exchange, node, body), left)
+                    asking = self._whole(exchange, "POST", node + exchange.request.path, body, _read_prefilled)
+                    answer = await asyncio.wait_for(asking, left)
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
                 whole = left > limit_s / 2
@@ -451,24 +458,13 @@ class Requests:
             except HopError as error:
                 self._failed(exchange, "prefill", node, attempts, error)
             else:
-                attempts.answered(node, time.monotonic(), well=isinstance(answer, HandedOver))
-                return answer
+                attempts.answered(node, time.monotonic(), well=not isinstance(answer, Refusal))
+                if isinstance(answer, Refusal):
+                    return answer
+                handoff, report = answer
+                exchange.note_report("prefill", report)
+                return handoff
         return None
-
-    async def _prefill_at(self, exchange: Exchange, node: str, body: bytes) -> Refusal | HandedOver:
-        answer = await self._ask(exchange, "POST", node + exchange.request.path, body)
-        try:
-            await check_status(answer)
-            if answer.status >= 400:
-                return await refusal_of(answer)
-            whole = await read_all(answer, _MAX_ANSWER)
-            handoff = read_handoff(whole)
-            exchange.note_report("prefill", read_report(whole))
-            return handoff
-        except ValueError as error:
-            raise HopError("garbage", str(error)) from error
-        finally:
-            answer.close()
 
     # --- the decode hop ------------------------------------------------------------------------------------------
 
@@ -504,7 +500,6 @@ class Requests:
         return self._given_up(exchange, attempts, failures)
 
     def _given_up(self, exchange: Exchange, attempts: Attempts, failures: list[HopError]) -> web.Response:
-        """Returns the answer to a request that no decode node answered."""
         refusals = {error.reason: error.refusal for error in failures if error.refusal is not None}
         if attempts.blamed:
             if "error" in refusals:
@@ -545,7 +540,6 @@ class Requests:
         return response
 
     def _note(self, exchange: Exchange, ending: bytes) -> None:
-        """Remembers a request whose answer is complete."""
         exchange.note_report("decode", read_report(ending))
         self.trips.note(exchange.id, exchange.trip())
 
@@ -580,7 +574,8 @@ class Requests:
             tried.append(node)
             exchange.nodes["decode"] = node
             try:
-                said = await asyncio.wait_for(self._models_at(exchange, node), _LIST_AT_ONE_S)
+                asking = self._whole(exchange, "GET", node + exchange.request.path, None, read_models)
+                said = await asyncio.wait_for(asking, _LIST_AT_ONE_S)
             except TimeoutError:
                 failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
                 self._failed(exchange, "decode", node, None, failure)
@@ -592,17 +587,9 @@ class Requests:
                 return said
         return refusal
 
-    async def _models_at(self, exchange: Exchange, node: str) -> list[msgspec.Raw] | Refusal:
-        answer = await self._ask(exchange, "GET", node + exchange.request.path, None)
-        try:
-            await check_status(answer)
-            if answer.status >= 400:
-                return await refusal_of(answer)
-            return read_models(await read_all(answer, _MAX_ANSWER))
-        except ValueError as error:
-            raise HopError("garbage", str(error)) from error
-        finally:
-            answer.close()
+
+def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
+    return read_handoff(answer), read_report(answer)
 
 
 def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:

@@ -128,7 +128,6 @@ class NodePool:
             node.cache = caches.get(url)
 
     def urls(self) -> list[str]:
-        """Returns the URLs of all nodes."""
         return list(self._nodes)
 
     def models(self) -> set[str]:
@@ -144,7 +143,6 @@ class NodePool:
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
 
     def loads(self) -> Mapping[str, float]:
-        """Returns the work that each node has been given and has not done."""
         return {url: node.load for url, node in self._nodes.items()}
 
     def pick(
@@ -191,7 +189,6 @@ class NodePool:
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
-        """Counts the request as work of the node while the block runs."""
         node = self._node(url)
         work = 1.0 if self._hop == "decode" else max(1.0, self._prefix_work(node, prompt))
         if self._learns:
@@ -211,7 +208,6 @@ class NodePool:
         return self._nodes.get(url) or _RoutedNode(Target(url), self._failures, 0.0)
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        """Counts a failure against the node."""
         self._node(url).breaker.failed(reason, now)
 
     def suspect(self, url: str) -> bool:
@@ -224,7 +220,6 @@ class NodePool:
         return node.suspicions <= self._failures
 
     def succeeded(self, url: str) -> None:
-        """Notes that the node answered a request well."""
         node = self._node(url)
         node.suspicions = 0
         node.breaker.succeeded()
@@ -282,11 +277,9 @@ class NodeBreaker:
         """Whether the breaker is open because no connection could be made."""
 
     def allows(self, now: float) -> bool:
-        """Returns whether a request may be sent at `now`."""
         return now >= self._skip_until
 
     def wait(self, now: float) -> float:
-        """Returns the seconds until the breaker allows a request."""
         return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:
@@ -296,7 +289,6 @@ class NodeBreaker:
             self._skip_until = now + _FIRST_SKIP_S
 
     def succeeded(self) -> None:
-        """Notes that the node answered as it should."""
         self._failures = self._opened = 0
         self._skip_until = 0.0
         self._on_trial = self.unreachable = False
@@ -330,11 +322,9 @@ class RetryBudget:
         self._filled_at: float | None = None
 
     def asked(self, now: float) -> None:
-        """Notes that a request arrived."""
         self._fill(now, self._fraction)
 
     def allows(self, now: float) -> bool:
-        """Returns whether a request may be retried at `now`."""
         self._fill(now)
         return self._left >= 1.0
 
@@ -404,7 +394,6 @@ class Attempts:
         return node
 
     def failed(self, node: str, reason: Reason, now: float) -> None:
-        """Notes how the node that `next` returned failed."""
         if reason == "exhausted":
             self._over = True
         elif reason in ("unreachable", "timeout"):

@@ -121,7 +121,6 @@ class UiPages:
     # --- what runs while somebody follows ------------------------------------------------------------------------
 
     def update(self, view: View) -> None:
-        """Uses the view's nodes from now on."""
         self._view = view
 
     def _start(self) -> None:

@@ -38,8 +38,6 @@ def prompt_sources(report: RequestReport) -> dict[str, float]:
 
 
 class SlowRequest(NamedTuple):
-    """A request that took long."""
-
     request_id: str
     at: float
     """When it ended, by the caller's clock."""
@@ -65,8 +63,6 @@ class Flow(NamedTuple):
 
 
 class Minute(msgspec.Struct):
-    """The requests of one minute."""
-
     number: int
     """Minutes since the clock's zero."""
     requests: int = 0
@@ -78,8 +74,6 @@ class Minute(msgspec.Struct):
 
 
 class RecentRequests:
-    """The requests of the last hour."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: seconds that never go back."""
         self._clock = clock

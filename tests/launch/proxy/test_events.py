@@ -1,44 +1,75 @@
-"""The index of blocks: after any events it says what a node has, within its budget."""
+"""The index of blocks, `/query`, and requests that go where events say that their prompt is."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.discovery import View
+from launch.proxy.direct import DirectRule
 from launch.proxy.events import BlockBudget, KnownCache
 from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
 from launch.proxy.routing import NodePool, Target
-from pd_cache.chunks import describe_hashes
-from pd_cache.events import ClearedEvent, EventBatch, Forget, KvEvent, RemovedEvent, StoredEvent
-from tests.support.proxy import NAMESPACE
+from pd_cache.chunks import BlockHasher, describe_hashes
+from pd_cache.cluster import NodeRecord
+from pd_cache.events import (
+    ClearedEvent,
+    EventBatch,
+    EventEndpoints,
+    Forget,
+    KvEvent,
+    RemovedEvent,
+    StoredEvent,
+)
+from tests.launch.proxy.test_direct import Lookups
+from tests.support.events import EventPublisher
+from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, scenario, until
 
-SPACE = "f" * 16
+FINGERPRINT = "f" * 16
+SPACE = msgspec.structs.replace(
+    NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("sha256", "vllm-none-hash", "")
+)
+TOKENS = list(range(1000))
+HASHES = BlockHasher(16, SPACE.hash_seed).hashes(TOKENS)
 
 
-def prompt(blocks: list[int], chunks: list[int] = [], pool_tokens: int = 0) -> NamedPrompt:  # noqa: B006
-    return NamedPrompt(SPACE, 16 * len(blocks) + 5, blocks, 16, chunks, 64, pool_tokens)
+def prompt(blocks: list[int], pool_tokens: int = 0) -> NamedPrompt:
+    return NamedPrompt(FINGERPRINT, 16 * len(blocks) + 5, blocks, 16, 64, pool_tokens)
 
 
-def cache(*events: KvEvent, budget: BlockBudget | None = None) -> KnownCache:
-    made = KnownCache(budget or BlockBudget(1000))
-    made.fingerprint = SPACE
+def cache(*events: KvEvent) -> KnownCache:
+    made = KnownCache(BlockBudget(1000))
+    made.fingerprint = FINGERPRINT
     made.apply([EventBatch(1.0, list(events))])
     return made
 
 
+# --- the index -------------------------------------------------------------------------------------------------------
+
+hashes = st.lists(st.integers(0, 15))
+media = st.sampled_from([None, "GPU", "CPU", "STORAGE"])
 events = st.one_of(
-    st.builds(lambda hashes, medium: StoredEvent(hashes, medium=medium), st.lists(st.integers(0, 15)), st.sampled_from([None, "GPU", "CPU", "STORAGE"])),
-    st.builds(lambda hashes, medium: RemovedEvent(hashes, medium), st.lists(st.integers(0, 15)), st.sampled_from([None, "GPU", "CPU", "STORAGE"])),
+    st.builds(lambda hashes, medium: StoredEvent(hashes, medium=medium), hashes, media),
+    st.builds(RemovedEvent, hashes, media),
     st.just(ClearedEvent()),
     st.just(Forget.ALL),
-)  # fmt: skip
+)
 
 
 @given(st.lists(events, max_size=30), st.lists(st.integers(0, 15), unique=True))
 def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | Forget], blocks: list[int]) -> None:
     budget = BlockBudget(1000)
     known, model = KnownCache(budget), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
+    known.fingerprint = FINGERPRINT
     for event in happened:
         known.apply([event if isinstance(event, Forget) else EventBatch(1.0, [event])])
         if isinstance(event, StoredEvent | RemovedEvent):
@@ -48,6 +79,7 @@ def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | F
                 change(event.block_hashes)
         else:
             model = {"GPU": set(), "CPU": set()}
+        assert known.knows(prompt([1])) == (event is not Forget.ALL), "if not, the proxy guesses"
     there = 0
     while there < len(blocks) and any(blocks[there] in one for one in model.values()):
         there += 1
@@ -68,38 +100,20 @@ def test_no_history_takes_more_than_the_budget(stored: list[list[int]], most: in
 
 
 def test_hashes_of_either_form_and_prompts_meet() -> None:
-    tokens, space = list(range(100)), NAMESPACE
-    blocks = {"hash_mode": "blocks", "hash_seed": describe_hashes("sha256", "vllm-none-hash", "")}
-    import msgspec
-
-    naming = PromptNamer(msgspec.structs.replace(space, **blocks)).name(tokens, None)
-    assert len(naming.prompt.blocks) == 6
-    from pd_cache.chunks import BlockHasher
-
-    whole = BlockHasher(16, blocks["hash_seed"]).hashes(tokens)
-    for hashes in (whole, [int.from_bytes(one, "big") & (1 << 64) - 1 for one in whole]):
-        known = cache(StoredEvent(list(hashes[:4]), medium="GPU"))
-        assert known.tokens(naming.prompt) == 64
-
-
-def test_after_a_loss_nothing_is_known_until_events_come_again() -> None:
-    known = cache(StoredEvent([1, 2]))
-    known.apply([Forget.ALL])
-    assert not known.knows(prompt([1, 2])), "so the proxy guesses, as for a node without events"
-    known.apply([Forget.ALL, EventBatch(2.0, [StoredEvent([1])])])
-    assert known.knows(prompt([1, 2]))
+    named = PromptNamer(SPACE).name(TOKENS[:100], None).prompt
+    assert len(named.blocks) == 6
+    for hashes in (HASHES[:4], [int.from_bytes(one, "big") & (1 << 64) - 1 for one in HASHES[:4]]):
+        assert cache(StoredEvent(list(hashes), medium="GPU")).tokens(named) == 64
 
 
 def test_what_is_under_way_counts_until_it_is_answered() -> None:
-    known = cache(StoredEvent([1, 2]))
-    begun = known.begin(prompt([1, 2, 3, 4]))
-    again = known.begin(prompt([1, 2, 3]))
-    assert known.tokens(prompt([1, 2, 3, 4, 5])) == 64
-    known.end(begun)
-    assert known.tokens(prompt([1, 2, 3, 4, 5])) == 48
-    known.end(again)
-    assert known.tokens(prompt([1, 2, 3, 4, 5])) == 32
-    assert not known._under_way
+    known, asked = cache(StoredEvent([1, 2])), prompt([1, 2, 3, 4, 5])
+    begun, again = known.begin(prompt([1, 2, 3, 4])), known.begin(prompt([1, 2, 3]))
+    tokens = [known.tokens(asked)]
+    for one in (begun, again):
+        known.end(one)
+        tokens.append(known.tokens(asked))
+    assert tokens == [64, 48, 32]
 
 
 def test_layers_with_a_window_say_nothing_of_prefixes() -> None:
@@ -114,8 +128,8 @@ def test_layers_with_a_window_say_nothing_of_prefixes() -> None:
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def routed(blocks: list[int], **more: int) -> RoutedPrompt:
-    return RoutedPrompt(16 * len(blocks) + 5, [], 64, prompt(blocks, **more))
+def routed(*blocks: int, pool_tokens: int = 0) -> RoutedPrompt:
+    return RoutedPrompt(16 * len(blocks) + 5, [], 64, prompt(list(blocks), pool_tokens))
 
 
 def pool(**caches: KnownCache) -> NodePool:
@@ -125,39 +139,164 @@ def pool(**caches: KnownCache) -> NodePool:
     return made
 
 
-def test_the_node_whose_events_say_that_it_has_the_prompt_is_taken() -> None:
-    nodes = pool(a=cache(StoredEvent([1])), b=cache(StoredEvent([1, 2, 3])))
-    assert nodes.pick(0.0, routed([1, 2, 3, 4])) == "b"
-
-
-def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it() -> None:
-    nodes = pool(a=cache(), b=cache())
-    first, second = str(nodes.pick(0.0, routed([9]))), str(nodes.pick(0.0, routed([9])))
-    with nodes.working(second, routed([1, 2, 3])):
-        pass
-    assert nodes.pick(0.0, routed([1, 2, 3])) == first, (
-        "the events do not say that the second kept it, and the first is next"
-    )
-
-
-def test_what_the_pool_holds_makes_nodes_equal_as_far_as_loading_is_cheap() -> None:
-    nodes = pool(a=cache(StoredEvent([1, 2, 3])), b=cache())
-    for cost, taken in ((0.0, {"a", "b"}), (0.5, {"a"})):
-        nodes.load_cost = cost
-        assert {nodes.pick(0.0, routed([1, 2, 3, 4], pool_tokens=48)) for _ in range(4)} == taken
+@pytest.mark.parametrize(
+    ("a", "b", "load_cost", "asked", "taken"),
+    [
+        ([1], [1, 2, 3], 0.0, routed(1, 2, 3, 4), {"b"}),
+        ([1, 2], [9], 0.0, routed(5, 6), {"a", "b"}),
+        ([1, 2, 3], [], 0.0, routed(1, 2, 3, 4, pool_tokens=48), {"a", "b"}),  # the pool holds as much
+        ([1, 2, 3], [], 0.5, routed(1, 2, 3, 4, pool_tokens=48), {"a"}),  # but to load it is not free
+    ],
+)
+def test_the_node_with_the_fewest_tokens_to_compute_is_taken(
+    a: list[int], b: list[int], load_cost: float, asked: RoutedPrompt, taken: set[str]
+) -> None:
+    nodes = pool(a=cache(StoredEvent(a)), b=cache(StoredEvent(b)))
+    nodes.load_cost = load_cost
+    assert {nodes.pick(0.0, asked) for _ in range(4)} == taken
 
 
 def test_a_queue_that_is_longer_than_the_difference_sends_the_prompt_elsewhere() -> None:
     nodes = pool(a=cache(StoredEvent([1, 2, 3])), b=cache())
-    with nodes.working("a", routed(list(range(100, 110)))):
-        assert nodes.pick(0.0, routed([1, 2, 3, 4])) == "b"
+    with nodes.working("a", routed(*range(100, 110))):
+        assert nodes.pick(0.0, routed(1, 2, 3, 4)) == "b"
+
+
+def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it() -> None:
+    nodes = pool(a=cache(), b=cache())
+    first, second = str(nodes.pick(0.0, routed(9))), str(nodes.pick(0.0, routed(9)))
+    with nodes.working(second, routed(1, 2, 3)):
+        pass
+    assert nodes.pick(0.0, routed(1, 2, 3)) == first, "events do not say that the second kept it, and the first is next"
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_node_without_events_is_guessed_beside_one_with_events(known: bool) -> None:
-    blocks = [b"x", b"y"]
-    text = RoutedPrompt(128, blocks, 64, prompt([1, 2, 3, 4, 5, 6, 7]) if known else None)
+    text = RoutedPrompt(128, [b"x", b"y"], 64, prompt([1, 2, 3, 4, 5, 6, 7]) if known else None)
     nodes = pool(a=cache(StoredEvent([1, 2])))
     with nodes.working("b", text):
         pass
     assert nodes.pick(0.0, text) == "b", "it was sent there, and `a` has less of it"
+
+
+# --- /query, before real publishers ----------------------------------------------------------------------------------
+
+
+class Publishing(NamedTuple):
+    """A proxy whose two prefill nodes publish events."""
+
+    c: Cluster
+    nodes: list[EventPublisher]
+    pool: Lookups
+
+    async def query(self, status: int = 200, **body: Any) -> Any:
+        async with self.c.session.post(self.c.url + "/query", json={"token_ids": TOKENS, **body}) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
+
+    async def hits(self, **body: Any) -> dict[str, dict[str, Any]]:
+        return (await self.query(**body))["default"]  # type: ignore[no-any-return]
+
+    async def knows(self, blocks: int) -> None:
+        """Waits until the proxy knows so many blocks."""
+        known = -1
+        while known != blocks:
+            async with self.c.get("/health") as response:
+                known = int((await response.json())["events"]["blocks"])
+
+
+@asynccontextmanager
+async def publishing(folder: Path, found: int = 0) -> AsyncIterator[Publishing]:
+    lookups = Lookups(found)
+    direct = DirectRule(256, lambda pool: lookups, timeout_s=60.0)
+    with ExitStack() as stack:
+        async with cluster(prefill=2, direct=direct, policy="prefix_aware") as c:
+            c.proxy._pools._master = lambda view: "127.0.0.1:1"
+            ends = [EventEndpoints(f"ipc://{folder}/{n}", f"ipc://{folder}/{n}.replay") for n in range(2)]
+            made = [stack.enter_context(closing(EventPublisher(one))) for one in ends]
+            fields = SPACE.described()
+            records = [
+                NodeRecord(name=f"prefill-{n}", role="prefill", address=node.url, events=ends[n].stream, replays=ends[n].replay, **fields)
+                for n, node in enumerate(c.prefill)
+            ]  # fmt: skip
+            records += [NodeRecord(name="decode-0", role="decode", address=c.decode[0].url, **fields)]
+            records += [NodeRecord(name="master", role="master", address="127.0.0.1:1")]
+            for node in (*c.prefill, *c.decode):
+                node.health = answers(200, fields)
+            c.proxy.update(View(tuple(records)))
+            yield Publishing(c, made, lookups)
+
+
+def gpu(blocks: int) -> list[KvEvent]:
+    return [StoredEvent(list(HASHES[:blocks]), block_size=16, medium="GPU", group_idx=0)]
+
+
+@scenario
+async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_path: Path) -> None:
+    async with publishing(tmp_path, found=256) as p:
+        p.nodes[0].publish(gpu(10))
+        p.nodes[1].publish([*gpu(40), RemovedEvent([HASHES[30]], "GPU", 0)])
+        await p.knows(10 + 39)
+        assert await p.hits(model="tiny", block_size=16) == {
+            "prefill-0": {"longest_matched": 256, "GPU": 160, "CPU": 256, "DISK": 0, "DP": {"0": 256}},
+            "prefill-1": {"longest_matched": 480, "GPU": 480, "CPU": 256, "DISK": 0, "DP": {"0": 480}},
+        }
+        assert list(await p.hits(instance_id="prefill-1")) == ["prefill-1"]
+        p.pool.found = 0
+        assert (await p.hits())["prefill-0"]["CPU"] == 0, "the pool is asked each time"
+        assert (await p.hits(cache_salt="tenant"))["prefill-1"]["longest_matched"] == 0
+        assert await p.hits(lora_name="adapter") == {}
+        assert await p.query(tenant_id="another") == {}
+        assert (await p.query(status=400, block_size=7))["error"]["param"] == "block_size"
+        assert (await p.hits(token_ids=[]))["prefill-0"]["longest_matched"] == 0
+
+
+@scenario
+async def test_what_is_no_query_is_refused_and_bodies_that_do_not_come_hold_up_no_other(tmp_path: Path) -> None:
+    async with publishing(tmp_path) as p:
+        host, _, port = p.c.url.removeprefix("http://").rpartition(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+        for _, writer in opened:
+            writer.write(b"POST /query HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n")
+            await writer.drain()
+        bodies = {
+            400: (b"", b"[]", b"{}", b'{"token_ids": "x"}', b'{"token_ids": [-1]}', b'{"token_ids": [4294967296]}', b'{"token_ids": [1], "cache_salt": 5}'),
+            413: (b"[" + b"1," * (3 << 20),),
+            200: (b'{"token_ids": [1]}',),
+        }  # fmt: skip
+        for status, refused in bodies.items():
+            for body in refused:
+                async with p.c.session.post(p.c.url + "/query", data=io.BytesIO(body)) as response:
+                    assert response.status == status, body[:50]
+        for _, writer in opened:
+            writer.close()
+
+
+@scenario
+async def test_a_prompt_goes_where_events_say_that_it_is_until_its_node_has_evicted_it_or_is_gone(
+    tmp_path: Path,
+) -> None:
+    async with publishing(tmp_path) as p:
+
+        async def asked() -> list[int]:
+            async with p.c.post({"prompt": TOKENS}) as response:
+                assert response.status == 200
+            return [len(node.bodies) for node in p.c.prefill]
+
+        p.nodes[0].publish(gpu(3))
+        p.nodes[1].publish(gpu(50))
+        await p.knows(53)
+        for number in range(1, 4):
+            assert await asked() == [0, number]
+        p.nodes[1].publish([RemovedEvent(list(HASHES[:50]), "GPU", 0)])
+        await p.knows(3)
+        assert await asked() == [1, 3], "the other has evicted it, whatever was sent there"
+        p.nodes[1].publish(gpu(6))
+        await p.knows(9)
+        nodes = p.c.proxy._pools._view.nodes
+        p.c.proxy.update(View(tuple(record for record in nodes if record.name != "prefill-0")))
+        await p.knows(6)
+        await until(lambda: len(p.c.proxy._pools.caches._subscriber.describe()) == 1, "its publisher is left")
+        restarted = (msgspec.structs.replace(one, instance="anew") if one.role == "prefill" else one for one in nodes)
+        p.c.proxy.update(View(tuple(restarted)))
+        await p.knows(9)  # what the new instances say
