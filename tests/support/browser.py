@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import shutil
@@ -105,11 +104,6 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    async def picture(self, file: Path) -> None:
-        """Writes the whole page as a PNG."""
-        found = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(found["data"]))
 
     def said(self, method: str) -> list[dict[str, Any]]:
         """Returns the parameters of all events of one kind."""

@@ -1,29 +1,124 @@
-"""The memory that bodies of requests take, and descriptors that run out: neither costs a node, nor the proxy."""
+"""Bodies of requests: what nodes are sent of them, the memory that they take, and descriptors that run out."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import io
+import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launch.proxy import nodes
-from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, Completion
+from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, Completion, HandedOver, read_handoff
 from launch.supervise import end, spawn_child
 from tests.support.pool import free_port
 from tests.support.proxy import Node, answers, cluster, error_of, hangs, scenario, until
 from transfer.settings import ByteSize
 
 MIB = 1 << 20
+
+# --- what nodes are sent ---------------------------------------------------------------------------------------------
+
+
+def test_the_prefill_body_asks_for_one_token_and_promises_a_remote_decode() -> None:
+    body = {
+        "model": "m", "prompt": [1, 2], "max_tokens": 99, "stream": True, "stream_options": {"include_usage": True},
+        "temperature": 0.5, "min_tokens": 7, "seed": 3, "kv_transfer_params": {"remote_host": "evil"},
+    }  # fmt: skip
+    assert json.loads(Completion(json.dumps(body).encode()).for_prefill()) == {
+        "model": "m", "prompt": [1, 2], "max_tokens": 1, "stream": False, "temperature": 0.5, "seed": 3,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }  # fmt: skip
+
+
+def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:
+    params = '{"x" : 1.50, "n": 123456789012345678901234567890, "x": "\\u00e9", "deep": [{"a": null}]}'
+    handoff = read_handoff(f'{{"id": "p", "kv_transfer_params": {params}, "choices": []}}'.encode())
+    body = Completion(b'{"prompt": "a", "prompt": "x", "temperature": 0.70}').for_decode(handoff)
+    assert body == f'{{"prompt":"x","temperature":0.70,"kv_transfer_params":{params}}}'.encode()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(fields=st.dictionaries(st.text(max_size=8), json_values, max_size=6), params=json_values)
+def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object], params: object) -> None:
+    fields = {**fields, "prompt": [1, 2, 3], "max_tokens": 5}
+    fields.pop("max_completion_tokens", None)
+    fields.pop("kv_transfer_params", None)
+    completion = Completion(json.dumps(fields).encode())
+    assert json.loads(completion.for_decode(None)) == fields
+    handoff = read_handoff(json.dumps({"kv_transfer_params": params}).encode())
+    expected = fields if params is None else {**fields, "kv_transfer_params": params}
+    assert json.loads(completion.for_decode(handoff)) == expected
+    assert not HandedOver()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b"null", b"<html>", b'{"a": 1', b'"' + b"x" * 100, b'{"a":' + b"[" * 100_000]
+)
+def test_a_prefill_answer_that_is_no_object_is_refused(answer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_handoff(answer)
+
+
+def fields(count: int) -> bytes:
+    return b",".join(b'"%x":1' % number for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *((body, None) for body in (b"", b"not json", b"[1, 2]", b"null", b'"prompt"', b'{"prompt": "x"', b'{"prompt": NaN}')),
+        *((body, None) for body in (b'{"prompt": "\xff"}', b'{"\xff": 1, "prompt": "x"}', '{"prompt": "x"}'.encode("utf-16"))),
+        (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", None),
+        (b"{}", "prompt"),
+        (b'{"prompt": null}', "prompt"),
+        *((b'{"prompt": "x", "max_tokens": %b}' % count, "max_tokens") for count in (b"-1", b'"12"', b"1.5", b"true")),
+        (b'{"prompt": "x", "max_completion_tokens": -3}', "max_completion_tokens"),
+        (b'{"prompt": "x", ' + fields(1000) + b"}", None),
+        (b'{"prompt": [' + b'{"a":1},' * 60_000 + b"{}], " + fields(1000) + b"}", None),
+        (b'{"prompt": "x", ' + fields(60_000) + b"}", None),
+    ],
+)  # fmt: skip
+def test_a_request_that_no_node_could_serve_is_a_400(body: bytes, param: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        Completion(body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (caught.value.code == "too_many_fields") == (fields(1000) in body)
+    error = json.loads(caught.value.body())["error"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "x", ' + fields(999) + b"}",
+        b'{"prompt": [' + b'{"a":1},' * 60_000 + b"{}]}",
+        b'{"prompt": "' + b":" * 60_000 + b'", "tools": [{' + fields(60_000) + b"}]}",
+    ],
+)
+def test_a_body_may_have_a_thousand_fields_of_whatever_content(body: bytes) -> None:
+    Completion(body)
+
+
+# --- memory, and descriptors -------------------------------------------------------------------------------------------
 
 
 def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones() -> None:
@@ -117,49 +212,16 @@ def proxy_process(node: str, folder: Path) -> Iterator[tuple[str, int]]:
             assert not end([process], 20)
 
 
-def many_keys() -> bytes:
-    return b'{"prompt": "x", ' + b",".join(b'"%x":1' % number for number in range(1_400_000)) + b"}"
-
-
-BODIES = {
-    "many keys": many_keys,
-    "a long text": lambda: b'{"prompt": "' + b"x" * ((147 << 20) // 10) + b'"}',
-    "many token ids": lambda: b'{"prompt": [' + b"7," * ((147 << 20) // 20) + b"7]}",
-    "many messages": lambda: b'{"prompt": [' + b"{}," * ((147 << 20) // 30) + b"{}]}",
-    "many escapes in a text": lambda: b'{"prompt": "' + b'\\":' * ((147 << 20) // 30) + b'"}',
-    "many colons in a text": lambda: b'{"prompt": "' + b":" * ((147 << 20) // 10) + b'"}',
+BODIES: dict[str, Callable[[int], bytes]] = {
+    "many keys": lambda size: b'{"prompt": "x", ' + fields(size // 11) + b"}",
+    "a long text": lambda size: b'{"prompt": "' + b"x" * size + b'"}',
+    "many token ids": lambda size: b'{"prompt": [' + b"7," * (size // 2) + b"7]}",
+    "many messages": lambda size: b'{"prompt": [' + b"{}," * (size // 3) + b"{}]}",
+    "many colons": lambda size: b'{"prompt": "' + b'\\":' * (size // 3) + b'"}',
 }
 
 
-def fields(count: int) -> bytes:
-    return b",".join(b'"%x":1' % number for number in range(count))
-
-
-@pytest.mark.parametrize(
-    ("body", "many"),
-    [
-        (b'{"prompt": "x", ' + fields(999) + b"}", False),
-        (b'{"prompt": "x", ' + fields(1000) + b"}", True),
-        (b'{"prompt": [' + b'{"a":1},' * 60_000 + b"{}]}", False),
-        (b'{"prompt": [' + b'{"a":1},' * 60_000 + b"{}], " + fields(1000) + b"}", True),
-        (b'{"prompt": "x", ' + fields(60_000) + b"}", True),
-        (b'{"prompt": "' + b":" * 60_000 + b'", "tools": [{' + fields(60_000) + b"}]}", False),
-    ],
-)
-def test_a_body_may_have_a_thousand_fields_of_whatever_content(body: bytes, many: bool) -> None:
-    if not many:
-        Completion(body)
-        return
-    with pytest.raises(ApiError) as refused:
-        Completion(body)
-    assert (refused.value.status, refused.value.code) == (400, "too_many_fields")
-
-
-@pytest.mark.parametrize("kind", list(BODIES))
-def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(kind: str, tmp_path: Path) -> None:
-    body = BODIES[kind]()
-    assert 13 << 20 < len(body) <= 16 << 20
-
+def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(tmp_path: Path) -> None:
     @scenario
     async def asked() -> None:
         node = Node(answers(200, {}))
@@ -168,16 +230,18 @@ def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_giga
             with proxy_process(node.url, tmp_path) as (url, pid):
                 async with aiohttp.ClientSession() as session:
 
-                    async def status() -> int:
+                    async def status(body: bytes) -> int:
                         async with session.post(f"{url}/v1/completions", data=io.BytesIO(body)) as response:
                             return response.status
 
-                    statuses = await asyncio.gather(*(status() for _ in range(14)))
-                    assert set(statuses) <= ({400, 503} if kind == "many keys" else {200, 503}), statuses
-                    async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as response:
-                        assert response.status == 200
-                memory = Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]
-                assert int(memory) < 1 << 20, f"{memory} KiB at most"
+                    for kind, make in BODIES.items():
+                        body = make(147 * MIB // 10)
+                        assert 13 * MIB < len(body) <= 16 * MIB
+                        statuses = await asyncio.gather(*(status(body) for _ in range(14)))
+                        assert set(statuses) <= ({400, 503} if kind == "many keys" else {200, 503}), (kind, statuses)
+                        assert await status(b'{"prompt": "x"}') == 200
+                        memory = Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]
+                        assert int(memory) < 1 << 20, f"{kind}: {memory} KiB at most"
         finally:
             await node.stop()
 

@@ -1,31 +1,50 @@
-"""Keys of clients and of those who watch, and files of them that change."""
+"""Keys of clients and of those who watch, the proxy's certificate, and files of them that change."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import ssl
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import aiohttp
 import pytest
 
+from launch.proxy import Proxy
 from launch.proxy.bodies import ApiError
-from launch.proxy.keys import Keys, WatchedFiles, read_keys
-from pd_cache.cluster import ProxyConfig
+from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
+from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
-from tests.support.proxy import answers, cluster, scenario, until
+from tests.support.etcd import make_certificates
+from tests.support.proxy import Node, cluster, decodes, scenario, until, view
 
 KEY = "sk-0123456789abcdef"
+Certificates = dict[str, tuple[str, str]]
 
 
-def keys_file(folder: Path, text: str) -> str:
-    (folder / "keys").write_text(text)
-    return str(folder / "keys")
+class KeysFile:
+    """A file of clients' keys, and those in force."""
+
+    def __init__(self, folder: Path, text: str = f"alice {KEY}") -> None:
+        self.path, self.files = folder / "keys", WatchedFiles()
+        self.path.write_text(text)
+        self.keys = Keys(ProxyConfig(api_keys_file=str(self.path)), self.files)
+
+    def client(self, key: str) -> str:
+        return self.keys.client(f"Bearer {key}")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeysFile:
+    return KeysFile(tmp_path)
 
 
 def test_a_key_names_its_client(tmp_path: Path) -> None:
-    file = keys_file(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n")
-    keys = Keys(ProxyConfig(api_keys_file=file), WatchedFiles())
+    keys = KeysFile(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n").keys
     assert keys.client(f"Bearer {KEY}") == "alice"
     assert keys.client(f"bearer {KEY}x") == "bob"
     for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}y", "Bearer", "Bearer \udce4"):
@@ -36,143 +55,220 @@ def test_a_key_names_its_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("read", "text", "told"),
     [
-        ("", "holds no keys"),
-        ("alice\n", ":1: expected `NAME KEY`"),
-        ("alice short\n", ":1: expected `NAME KEY`"),
-        (f"al/ice {KEY}\n", ":1: expected `NAME KEY`"),
-        (f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
-        (f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key is already on another line"),
+        (read_keys, None, "cannot be read"),
+        (read_keys, "", "holds no keys"),
+        (read_keys, "alice\n", ":1: expected `NAME KEY`"),
+        (read_keys, "alice short\n", ":1: expected `NAME KEY`"),
+        (read_keys, f"al/ice {KEY}\n", ":1: expected `NAME KEY`"),
+        (read_keys, f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
+        (read_keys, f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key is already on another line"),
+        (read_node_key, None, "cannot be read"),
+        (read_node_key, "", "one key"),
+        (read_node_key, "one two", "one key"),
     ],
 )
 def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, read: Any, text: str | None, told: str
 ) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(ConfigError, match=told) as error:
-        read_keys(keys_file(tmp_path, text))
+        read(str(file))
     assert KEY not in str(error.value)
 
 
-def test_keys_that_change_are_in_force_at_the_next_look(tmp_path: Path) -> None:
-    file, files = tmp_path / "keys", WatchedFiles()
-    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
-    file.write_text(f"bob {KEY}-of-bob")
-    files.look()
-    assert keys.client(f"Bearer {KEY}-of-bob") == "bob"
+def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes() -> None:
+    with pytest.raises(ValueError, match="every client could use the nodes' key"):
+        ProxyConfig(node_key_file="key")
+
+
+# --- files that change -----------------------------------------------------------------------------------------------
+
+
+def rewrite(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+def rewrite_with_equal_size_and_times(file: Path, text: str) -> None:
+    before = file.stat()
+    assert len(text) == before.st_size
+    file.write_text(text)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def swap_a_link(file: Path, text: str) -> None:
+    """As secrets are mounted."""
+    (file.parent / "two").write_text(text)
+    (file.parent / "next").symlink_to("two")
+    (file.parent / "next").rename(file)
+
+
+@pytest.mark.parametrize("change", [rewrite, rewrite_with_equal_size_and_times, swap_a_link])
+def test_keys_that_change_are_in_force_at_the_next_look(keys: KeysFile, change: Any) -> None:
+    change(keys.path, f"alice {KEY[:-1]}X")
+    keys.files.look()
+    assert keys.client(f"{KEY[:-1]}X") == "alice"
     with pytest.raises(ApiError, match="valid API key"):
-        keys.client(f"Bearer {KEY}")
+        keys.client(KEY)
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])
 def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_is_logged_once(
-    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+    keys: KeysFile, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, files = tmp_path / "keys", WatchedFiles()
-    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
     if content is None:
-        file.unlink()
+        keys.path.unlink()
     else:
-        file.write_text(content)
-    files.look()
-    files.look()
-    assert keys.client(f"Bearer {KEY}") == "alice"
+        keys.path.write_text(content)
+    keys.files.look()
+    keys.files.look()
+    assert keys.client(KEY) == "alice"
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "the previous contents stay in force" in line.getMessage()
-    file.write_text(f"bob {KEY}-of-bob")
-    files.look()
-    assert keys.client(f"Bearer {KEY}-of-bob") == "bob"
+    keys.path.write_text(f"bob {KEY}-of-bob")
+    keys.files.look()
+    assert keys.client(f"{KEY}-of-bob") == "bob"
 
 
 def test_a_file_that_could_not_be_read_for_a_moment_is_read_later_though_it_looks_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: KeysFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, files = tmp_path / "keys", WatchedFiles()
-    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
-    file.write_text(f"bob {KEY}-of-bob")
+    def denied(*_: object, **__: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    keys.path.write_text(f"bob {KEY}-of-bob")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", _denied)
-        patch.setattr(Path, "read_bytes", _denied)
-        patch.setattr("builtins.open", _denied)
-        files.look()
-    assert keys.client(f"Bearer {KEY}") == "alice"
-    files.look()
-    assert keys.client(f"Bearer {KEY}-of-bob") == "bob"
-
-
-def _denied(*_: object, **__: object) -> NoReturn:
-    raise PermissionError(13, "Permission denied")
-
-
-def test_secrets_that_are_swapped_by_a_link_are_read_again(tmp_path: Path) -> None:
-    for name, key in (("one", KEY), ("two", f"{KEY}-2")):
-        (tmp_path / name).write_text(f"alice {key}")
-    link, files = tmp_path / "keys", WatchedFiles()
-    link.symlink_to("one")
-    keys = Keys(ProxyConfig(api_keys_file=str(link)), files)
-    (tmp_path / "next").symlink_to("two")
-    (tmp_path / "next").rename(link)
-    files.look()
-    assert keys.client(f"Bearer {KEY}-2") == "alice"
+        patch.setattr(Path, "read_text", denied)
+        keys.files.look()
+    assert keys.client(KEY) == "alice"
+    keys.files.look()
+    assert keys.client(f"{KEY}-of-bob") == "bob"
 
 
 @scenario
-async def test_a_running_proxy_notices_new_keys(tmp_path: Path) -> None:
-    file = keys_file(tmp_path, f"alice {KEY}")
-    async with cluster(api_keys_file=file) as c:
-        new = {"Authorization": f"Bearer {KEY}-2"}
-        async with c.post(headers=new) as response:
-            assert response.status == 401
-        keys_file(tmp_path, f"alice {KEY}-2")
-        keys = c.proxy._keys
-        await until(lambda: keys.may_watch(f"Bearer {KEY}-2"), "the new key is known", 10)
-        async with c.post(headers=new) as response:
-            assert response.status == 200
-
-
-@scenario
-async def test_a_node_key_that_changes_is_sent_from_then_on(tmp_path: Path) -> None:
-    node_key = tmp_path / "node-key"
-    node_key.write_text("first\n")
-    files = {"api_keys_file": keys_file(tmp_path, f"alice {KEY}"), "node_key_file": str(node_key)}
+async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice {KEY}")
+    (tmp_path / "node-key").write_text("first\n")
+    files = {f"{name}_file": str(tmp_path / file) for name, file in (("api_keys", "keys"), ("node_key", "node-key"))}
     async with cluster(0, 1, **files) as c:
-        c.decode[0].default = answers(200, {})
-        node_key.write_text("of-the-second\n")
-        c.proxy._files.look()
-        async with c.post(headers={"Authorization": f"Bearer {KEY}"}) as response:
-            assert response.status == 200
-        assert c.decode[0].headers[0]["Authorization"] == "Bearer of-the-second"
-
-
-def test_a_file_edited_in_place_with_equal_size_and_times_is_read_again(tmp_path: Path) -> None:
-    file, files = tmp_path / "keys", WatchedFiles()
-    keys = Keys(ProxyConfig(api_keys_file=keys_file(tmp_path, f"alice {KEY}")), files)
-    before = file.stat()
-    file.write_text(f"alice {KEY[:-1]}X")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    files.look()
-    assert keys.client(f"Bearer {KEY[:-1]}X") == "alice"
+        headers = {"Authorization": f"Bearer {KEY}-2"}
+        async with c.post(headers=headers) as response:
+            assert response.status == 401
+        (tmp_path / "keys").write_text(f"alice {KEY}-2")
+        (tmp_path / "node-key").write_text("of-the-second\n")
+        status, sent = 401, ""
+        while (status, sent) != (200, "Bearer of-the-second"):
+            async with c.post(headers=headers) as response:
+                status = response.status
+            sent = c.decode[0].headers[-1]["Authorization"] if c.decode[0].headers else ""
+            await asyncio.sleep(0.05)
 
 
 @scenario
-async def test_a_file_whose_reading_hangs_holds_up_neither_other_files_nor_the_end(tmp_path: Path) -> None:
-    hangs, file = threading.Event(), keys_file(tmp_path, f"alice {KEY}")
-    (tmp_path / "node-key").write_text("first")
-    files = WatchedFiles()
-    first = [True]
+async def test_a_file_whose_reading_hangs_holds_up_no_other(tmp_path: Path) -> None:
+    hangs, other, first = threading.Event(), tmp_path / "other", [True]
+    other.write_text("first")
 
     def load() -> None:
         if not first:
             hangs.wait(60)
         first.clear()
 
-    files.add("a file", [str(tmp_path / "node-key")], load)
-    keys = Keys(ProxyConfig(api_keys_file=file), files)
-    stop = files.follow()
+    keys = KeysFile(tmp_path)
+    keys.files.add("a file", [str(other)], load)
+    stop = keys.files.follow()
     try:
-        (tmp_path / "node-key").write_text("second")
-        keys_file(tmp_path, f"alice {KEY}-2")
-        await until(lambda: keys.may_watch(f"Bearer {KEY}-2"), "the other file was read")
+        other.write_text("second")
+        keys.path.write_text(f"alice {KEY}-2")
+        await until(lambda: keys.keys.may_watch(f"Bearer {KEY}-2"), "the other file was read")
     finally:
         stop.set()
         hangs.set()
+
+
+# --- the certificate -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+@asynccontextmanager
+async def listening(certificates: Certificates, folder: Path) -> AsyncIterator[tuple[str, WatchedFiles]]:
+    """The URL of a proxy with the server's certificate, in the files `cert.pem` and `key.pem` of a folder."""
+    give(certificates, folder, "server")
+    settings = ServerTlsConfig(cert_file=str(folder / "cert.pem"), key_file=str(folder / "key.pem"))
+    node, files = Node(decodes), WatchedFiles()
+    await node.start()
+    proxy = Proxy(ProxyConfig(health_interval_s=3600, drain_s=0.2, tls=settings), files=files)
+    await proxy.setup()
+    try:
+        proxy.update(view((), [node.url]))
+        yield await proxy.listen("127.0.0.1", 0, ServerTls(settings, files).context), files
+    finally:
+        await proxy.close()
+        await node.stop()
+
+
+def give(certificates: Certificates, folder: Path, name: str, *, key: bool = True) -> None:
+    """Writes the certificate of that name into the folder, and its key."""
+    for file, source in zip(("cert.pem", "key.pem")[: 2 if key else 1], certificates[name], strict=False):
+        (folder / file).write_text(Path(source).read_text())
+
+
+def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_but_no_bad_one(
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pems = {name: Path(pair[0]).read_text().strip() for name, pair in certificates.items()}
+
+    async def shown(url: str) -> str:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=5)).strip()
+
+    @scenario
+    async def asked() -> None:
+        trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=certificates["ca"][0]))
+        async with (
+            listening(certificates, tmp_path) as (url, files),
+            aiohttp.ClientSession(connector=trusting) as session,
+        ):
+            for stream, expected in ((False, b"hello"), (True, b"[DONE]")):
+                async with session.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}) as response:
+                    assert response.status == 200
+                    assert expected in await response.read()
+            assert await shown(url) in pems["server"]
+            give(certificates, tmp_path, "client", key=False)
+            files.look()  # the certificate of one, the key of the other
+            assert "key values mismatch" in caplog.text
+            assert await shown(url) in pems["server"]
+            give(certificates, tmp_path, "client")
+            files.look()
+            assert await shown(url) in pems["client"]
+
+    asked()
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "message"),
+    [
+        ("missing", "server", "No such file or directory: .*missing"),
+        ("server", "missing", "No such file or directory: .*missing"),
+        ("server", "client", "key values mismatch"),
+        ("server", "encrypted", "a pass phrase"),
+        ("broken", "server", "cert_file must be a certificate"),
+    ],
+)
+def test_files_that_are_no_certificate_and_key_are_refused(
+    certificates: Certificates, tmp_path: Path, cert: str, key: str, message: str
+) -> None:
+    encrypted = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIB\n-----END ENCRYPTED PRIVATE KEY-----\n"
+    (tmp_path / "encrypted").write_text(encrypted)
+    (tmp_path / "broken").write_text("nonsense")
+    own = {name: (str(tmp_path / name),) * 2 for name in ("missing", "encrypted", "broken")}
+    cert_file, key_file = (certificates | own)[cert][0], (certificates | own)[key][1]
+    with pytest.raises(ConfigError, match=f"proxy.tls: .*{message}"):
+        ServerTls(ServerTlsConfig(cert_file=cert_file, key_file=key_file), WatchedFiles())

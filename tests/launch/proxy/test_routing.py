@@ -1,4 +1,4 @@
-"""The proxy's pure parts: which node is next, and what each hop is sent."""
+"""Which node is next, and whose fault a failure is: the pure parts of routing, under any history of nodes and requests."""
 
 from __future__ import annotations
 
@@ -7,66 +7,202 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from launch.discovery import View
-from launch.proxy.bodies import ApiError, Completion, HandedOver, read_handoff
 from launch.proxy.direct import DirectRule
-from launch.proxy.keys import Admission
 from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, count_tokens, read_prompt
-from launch.proxy.routing import Hop, NodeBreaker, NodePool, Policy, Target
+from launch.proxy.routing import Attempts, Hop, NodeBreaker, NodePool, Policy, Reason, RetryBudget, Target, Trial
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
+from tests.support.proxy import InOrder
 
 TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
 
 
+def pool_of(*urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", **options: Any) -> NodePool:
+    pool = NodePool(hop, policy, **options)
+    pool.update(Target(url) for url in urls)
+    return pool
+
+
+# --- any history -----------------------------------------------------------------------------------------------------
+
+NODES = "abcd"
+MODES: dict[str, Reason | None] = {
+    "answers": None, "fails": "error", "dies": "disconnected", "answers nonsense": "garbage", "hangs": "timeout", "is full": "busy",
+    "is gone": "unreachable",
+}  # fmt: skip
+AT_FAULT = ("unreachable", "timeout")
+SENT = ("error", "disconnected", "garbage", "timeout")
+"""The reasons of requests that a node has begun to work on."""
+
+
+class Routing(RuleBasedStateMachine):
+    """Nodes answer, die, hang, leave and come back, while some clients send requests that every node fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.pool = pool_of(*NODES, policy="prefix_aware", breaker_failures=2, rng=InOrder())
+        self.budget = RetryBudget(10**6)
+        self.modes = dict.fromkeys(NODES, "answers")
+        self.always_well = set(NODES)
+
+    @rule(node=st.sampled_from(NODES), mode=st.sampled_from(list(MODES)))
+    def change(self, node: str, mode: str) -> None:
+        self.modes[node] = mode
+        if mode not in ("answers", "is full"):
+            self.always_well.discard(node)
+
+    @rule(passed=TIMES)
+    def wait(self, passed: float) -> None:
+        self.now += passed
+
+    @rule(node=st.sampled_from(NODES))
+    def check(self, node: str) -> None:
+        self.pool.checked(node, alive=MODES[self.modes[node]] not in AT_FAULT)
+
+    @rule(left=st.sets(st.sampled_from(NODES), max_size=3))
+    def leave(self, left: set[str]) -> None:
+        self.pool.update(Target(node) for node in NODES if node not in left)
+
+    @rule(poison=st.sampled_from([None, None, *SENT[:3]]), block=st.integers(0, 3))
+    def request(self, poison: Reason | None, block: int) -> None:
+        well = {node for node, up in self.pool.health(self.now).items() if up}
+        prompt = RoutedPrompt(100, [block])
+        attempts = Attempts(self.pool, Trial(self.budget), prompt)
+        answered, failed = "", {}
+        while (node := attempts.next(self.now)) is not None:
+            assert node not in failed, "each node at most once"
+            assert node in well or well <= failed.keys(), "one that is skipped only if there is no other"
+            with self.pool.working(node, prompt):
+                why = MODES[self.modes[node]] or poison
+            if why is None:
+                attempts.answered(node, self.now, well=True)
+                answered = node
+                break
+            failed[node] = why
+            attempts.failed(node, why, self.now)
+        sent = [why for why in failed.values() if why in SENT]
+        assert len(sent) <= 2, "no request costs more than two nodes"
+        if len(sent) < 2:  # no prompt is lost while a node is left to ask
+            assert answered or well <= failed.keys()
+
+    @invariant()
+    def no_node_is_blamed_for_a_bad_request(self) -> None:
+        health = self.pool.health(self.now)
+        assert all(health.get(node, True) for node in self.always_well)
+
+    @invariant()
+    def all_work_is_given_back(self) -> None:
+        assert set(self.pool.loads().values()) <= {0.0}
+        assert 1 <= self.pool.retry_after(self.now) <= 10
+
+
+TestRouting = Routing.TestCase
+TestRouting.settings = settings(stateful_step_count=40)
+
+
+# --- whose fault a failure is ----------------------------------------------------------------------------------------
+
+
+def request_of(pool: NodePool, fails: dict[str, Reason], budget: RetryBudget | None = None) -> str:
+    """The node that answered a request that some nodes fail; empty if none did."""
+    attempts = Attempts(pool, Trial(budget or RetryBudget(1000)))
+    while (node := attempts.next(0.0)) is not None:
+        if node not in fails:
+            attempts.answered(node, 0.0, well=True)
+            return node
+        attempts.failed(node, fails[node], 0.0)
+    return ""
+
+
+def decode_nodes(*urls: str, failures: int = 5) -> NodePool:
+    return pool_of(*urls, hop="decode", breaker_failures=failures, rng=InOrder())
+
+
+def test_refusals_do_not_make_up_for_failures() -> None:
+    pool = decode_nodes("a", "b", failures=2)
+    assert request_of(pool, {"a": "error"}) == "b"
+    refused = Attempts(pool, Trial(RetryBudget(1000)))
+    assert refused.next(0.0) == "a"
+    refused.answered("a", 0.0, well=False)
+    assert request_of(pool, {}) == "b"
+    assert request_of(pool, {"a": "error"}) == "b"
+    assert pool.health(0.0) == {"a": False, "b": True}
+
+
+def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_answering() -> None:
+    prefill, decode = decode_nodes("p", "q"), decode_nodes("d")
+    for _ in range(6):  # five in a row are believed to be the requests' fault
+        one = Trial(RetryBudget(1000))
+        before = Attempts(prefill, one)
+        while (node := before.next(0.0)) is not None:
+            before.failed(node, "disconnected", 0.0)
+    assert Attempts(decode, one).next(0.0) == "d"
+
+
+def test_two_broken_nodes_of_three_are_found_out() -> None:
+    pool, broken = decode_nodes("a", "b", "c"), {"a": "error", "b": "error"}
+    answered = [request_of(pool, broken) for _ in range(40)]  # type: ignore[arg-type]
+    assert answered.count("") <= 1, "the second try goes to a node that is known to answer"
+    assert pool.health(0.0) == {"a": False, "b": False, "c": True}
+
+
+@given(st.lists(st.booleans(), min_size=60, max_size=200), st.integers(2, 5), st.integers(0, 4))
+def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons: list[bool], nodes: int, broken: int) -> None:
+    urls = [str(n) for n in range(nodes)]
+    pool, bad = decode_nodes(*urls, failures=1), urls[broken % nodes]
+    for poison in poisons:
+        request_of(pool, dict.fromkeys(urls if poison else [bad], "error"))
+    good = poisons.count(False)
+    assert all(up for url, up in pool.health(0.0).items() if url != bad)
+    assert not pool.health(0.0)[bad] or good < 2 * nodes or good < len(poisons) // 2
+
+
+def test_retries_are_a_fraction_of_requests_and_a_few_a_second() -> None:
+    budget, made = RetryBudget(10, fraction=0.25, per_second=1.0), 0
+    for _ in range(100):
+        budget.asked(0.0)
+        if budget.allows(0.0):
+            budget.take(0.0)
+            made += 1
+    assert made == 10 + 24, "what was saved up, and of each four requests one"
+    assert [budget.allows(now) for now in (0.2, 1.0)] == [False, True]
+    assert [budget.allows(100.0) and budget.take(100.0) is None for _ in range(12)].count(True) == 10
+
+
+@pytest.mark.parametrize(("reason", "answered"), [("unreachable", "b"), ("busy", "b"), ("error", "")])
+def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_work_on_it(
+    reason: Reason, answered: str
+) -> None:
+    pool = decode_nodes("a", "b", failures=1)
+    assert request_of(pool, {"a": reason}, RetryBudget(0)) == answered
+    assert pool.health(0.0) == {"a": reason != "unreachable", "b": True}
+
+
 # --- breakers --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unreachable_node_is_skipped_for_a_second_then_tried_once_a_second() -> None:
-    breaker = NodeBreaker(5)
-    breaker.failed("unreachable", 10.0)
-    assert not breaker.allows(10.9)
-    assert breaker.allows(11.0)
-    breaker.sent(11.0)
-    assert not breaker.allows(11.5), "one request is enough to see"
-    assert breaker.allows(12.0)
-
-
-def test_the_skip_doubles_up_to_ten_seconds_and_an_answer_ends_it() -> None:
-    breaker, now, skips = NodeBreaker(5), 0.0, []
+def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time_up_to_ten() -> None:
+    breaker, now, skips = NodeBreaker(5), 10.0, []
     for _ in range(6):
         breaker.sent(now)
-        breaker.failed("unreachable", now)
+        for late in (0.0, 0.1):  # requests that fail together count once
+            breaker.failed("unreachable", now + late)
         skips.append(breaker.wait(now))
         now += skips[-1]
         assert breaker.allows(now)
     assert skips == [1, 2, 4, 8, 10, 10]
+    breaker.sent(now)
+    assert (breaker.allows(now + 0.5), breaker.allows(now + 1)) == (False, True), "one request a second is let through"
     breaker.succeeded()
     breaker.failed("unreachable", now)
     assert breaker.wait(now) == 1
-
-
-def test_requests_that_fail_together_count_as_one_failure() -> None:
-    breaker = NodeBreaker(5)
-    for now in (5.0, 5.1, 5.9):
-        breaker.failed("unreachable", now)
-    assert breaker.wait(5.9) == pytest.approx(0.1)
-
-
-def test_a_node_that_fails_requests_is_skipped_after_several_in_a_row() -> None:
-    breaker = NodeBreaker(3)
-    for _ in range(2):
-        breaker.failed("error", 0)
-    breaker.succeeded()
-    for _ in range(2):
-        breaker.failed("error", 0)
-    assert breaker.allows(0)
-    breaker.failed("error", 0)
-    assert not breaker.allows(0.9)
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["unreachable", "error", "sent", "ok"]), TIMES)))
@@ -85,10 +221,25 @@ def test_no_skip_is_longer_than_ten_seconds_and_an_answer_always_ends_it(
         else:
             breaker.failed(event, now)
             in_a_row += 1
-            assert event == "error" or not breaker.allows(now)
-            assert in_a_row < limit or not breaker.allows(now)
+            assert not breaker.allows(now) or (event == "error" and in_a_row < limit)
         assert breaker.wait(now) <= 10
     assert breaker.allows(now + 10)
+
+
+def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
+    pool = pool_of("a", "b", breaker_failures=1)
+    for node, reason in (("a", "unreachable"), ("b", "error")):
+        pool.failed(node, reason, 0)  # type: ignore[arg-type]
+        pool.checked(node, alive=True)
+    assert pool.health(0) == {"a": True, "b": False}
+
+
+def test_a_node_that_fails_its_check_is_left_out_unless_all_do() -> None:
+    pool = pool_of("a", "b")
+    pool.checked("a", alive=False)
+    assert [pool.pick(0) for _ in range(2)] == ["b", "b"]
+    pool.checked("b", alive=False)
+    assert {pool.pick(0), pool.pick(0)} == {"a", "b"}, "then the checks are not believed"
 
 
 # --- prompts and prefixes --------------------------------------------------------------------------------------------
@@ -112,26 +263,18 @@ def test_token_ids_are_counted_and_text_is_guessed(text: bytes, tokens: int) -> 
 @given(st.binary(max_size=9000), st.binary(max_size=9000), st.binary(max_size=9000))
 def test_prompts_share_as_many_blocks_as_they_share_bytes(common: bytes, one: bytes, other: bytes) -> None:
     first, second = read_prompt(common + one), read_prompt(common + other)
-    shared = sum(1 for a, b in zip(first.blocks, second.blocks, strict=False) if a == b)
-    assert shared >= len(common) // 2048
     for index in range(min(len(first.blocks), len(second.blocks))):
         end = 2048 * (index + 1)
         assert (first.blocks[index] == second.blocks[index]) == ((common + one)[:end] == (common + other)[:end])
-
-
-def test_prompts_of_different_isolation_share_nothing() -> None:
-    text = ids(2000)
-    assert not set(read_prompt(text, b"a").blocks) & set(read_prompt(text, b"b").blocks)
+    assert not set(first.blocks) & set(read_prompt(common + one, b"another model").blocks)
 
 
 def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings() -> None:
     index = PrefixIndex(1000)
     index.add(RoutedPrompt(1000, ["a", "b", "c", "d"], 250))
     assert index.match(RoutedPrompt(1200, ["a", "b", "c", "x"], 250)) == 750
-    assert index.match(RoutedPrompt(1200, ["x", "b"], 250)) == 0
     index.add(RoutedPrompt(500, ["y", "z"], 250))
     assert index.match(RoutedPrompt(1000, ["a", "b", "c", "d"], 250)) == 500
-    assert index.match(RoutedPrompt(500, ["y", "z"], 250)) == 500
     assert index.match(RoutedPrompt(400, ["y", "z"], 250)) == 400, "never more than the prompt"
 
 
@@ -151,27 +294,14 @@ def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
-def pool_of(*urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", **options: int) -> NodePool:
-    pool = NodePool(hop, policy, **options)
-    pool.update(Target(url) for url in urls)
-    return pool
-
-
 def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones() -> None:
     begun = set()
     for seed in range(20):
-        pool = NodePool("prefill", rng=Random(seed))
-        pool.update(map(Target, "abc"))
+        pool = pool_of("a", "b", "c", rng=Random(seed))
         taken = [pool.pick(0) for _ in range(7)]
         assert (sorted(map(str, taken[:3])), taken[3:6], taken[6]) == (["a", "b", "c"], taken[:3], taken[0])
         begun.add(taken[0])
     assert begun == {"a", "b", "c"}
-
-
-def test_a_node_that_joins_is_taken_and_one_that_left_is_not() -> None:
-    pool = pool_of("a", "b")
-    pool.update([Target("b"), Target("c")])
-    assert sorted(str(pool.pick(0)) for _ in range(4)) == ["b", "b", "c", "c"]
 
 
 def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
@@ -183,40 +313,31 @@ def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
     assert pool.health(0.5) == {"a": True, "b": True}
 
 
-def test_the_least_loaded_prefill_node_has_the_fewest_tokens_to_compute() -> None:
-    pool = pool_of("a", "b", policy="least_loaded")
-    with (
-        pool.working("a", RoutedPrompt(1000)),
-        pool.working("b", RoutedPrompt(300)),
-        pool.working("b", RoutedPrompt(300)),
-    ):
+def test_the_least_loaded_prefill_node_has_the_fewest_tokens_and_the_decode_node_with_room_is_taken() -> None:
+    pool, prompt = pool_of("a", "b", policy="least_loaded"), RoutedPrompt(300)
+    with pool.working("a", RoutedPrompt(1000)), pool.working("b", prompt), pool.working("b", prompt):
         assert pool.loads() == {"a": 1000, "b": 600}
         assert pool.pick(0) == "b"
-    assert pool.loads() == {"a": 0, "b": 0}
+    decode = NodePool("decode", "prefix_aware")
+    decode.update([Target("small", max_running=2), Target("large", max_running=8)])
+    with decode.working("small"), decode.working("large"), decode.working("large"):
+        assert decode.pick(0, RoutedPrompt(5)) == "large"
 
 
-def test_the_decode_node_with_room_is_taken() -> None:
-    pool = NodePool("decode", "prefix_aware")
-    pool.update([Target("small", max_running=2), Target("large", max_running=8)])
-    with pool.working("small"), pool.working("large"), pool.working("large"):
-        assert pool.pick(0, RoutedPrompt(5)) == "large"
-
-
-def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
+def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_is_longer_than_what_that_saves() -> None:
     pool = pool_of("a", "b", "c", policy="prefix_aware")
-    first = read_prompt(ids(2000))
-    node = pool.pick(0, first)
-    assert node is not None
-    with pool.working(node, first):
+    known = read_prompt(ids(2000))
+    with pool.working("a", known):
         pass
-    again = read_prompt(ids(2000, 500))
-    assert [pool.pick(0, again) for _ in range(3)] == [node] * 3
+    assert [pool.pick(0, read_prompt(ids(2000, 500))) for _ in range(3)] == ["a"] * 3
     assert len({pool.pick(0, read_prompt(ids(2000, first=50_000))) for _ in range(3)}) == 3
+    for queued, taken in ((1000, "a"), (3000, "b")):
+        with pool.working("a", RoutedPrompt(queued)), pool.working("c", RoutedPrompt(4000)):
+            assert pool.pick(0, known) == taken
 
 
 def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() -> None:
-    config = ProxyConfig(policy="prefix_aware")
-    pools = NodePools(config, DirectRule(0), rng=Random(0))
+    pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0), rng=Random(0))
     pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))
     with pool.working("http://a:1", RoutedPrompt(3)):
@@ -225,184 +346,4 @@ def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() ->
     for prompt in (known, read_prompt(ids(2000, first=50_000))):
         with pool.working("http://a:1", prompt):
             pass
-    assert {pool.pick(0, known) for _ in range(2)} == {"http://a:1", "http://b:1"}, (
-        "the second took the first one's room"
-    )
-
-
-def test_a_queue_that_is_longer_than_what_the_cache_saves_sends_it_elsewhere() -> None:
-    pool = pool_of("a", "b", policy="prefix_aware")
-    known = read_prompt(ids(2000))
-    with pool.working("a", known):
-        pass
-    with pool.working("a", RoutedPrompt(1000)):
-        assert pool.pick(0, known) == "a"
-    with pool.working("a", RoutedPrompt(3000)):
-        assert pool.pick(0, known) == "b"
-
-
-def test_where_no_check_succeeds_the_checks_are_not_believed() -> None:
-    pool = pool_of("a", "b")
-    pool.checked("a", alive=False)
-    assert [pool.pick(0) for _ in range(2)] == ["b", "b"]
-    pool.checked("b", alive=False)
-    assert {pool.pick(0), pool.pick(0)} == {"a", "b"}
-
-
-def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
-    pool = pool_of("a", "b", breaker_failures=1)
-    pool.failed("a", "unreachable", 0)
-    pool.failed("b", "error", 0)
-    pool.checked("a", alive=True)
-    pool.checked("b", alive=True)
-    assert pool.health(0) == {"a": True, "b": False}
-
-
-@pytest.mark.parametrize(("now", "seconds"), [(0.0, 1), (0.5, 1), (1.0, 1), (99.0, 1)])
-def test_retry_after_is_at_least_a_second(now: float, seconds: int) -> None:
-    pool = pool_of("a")
-    pool.failed("a", "unreachable", 0.0)
-    assert pool.retry_after(now) == seconds
-    assert pool_of().retry_after(now) == 1
-
-
-@given(
-    st.sampled_from(["round_robin", "least_loaded", "prefix_aware"]),
-    st.sampled_from(["prefill", "decode"]),
-    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["pick", "down", "up", "leave", "join"]), TIMES)),
-)  # fmt: skip
-def test_a_node_is_picked_exactly_if_one_is_well_and_all_work_is_given_back(
-    policy: Policy, hop: Hop, events: list[tuple[str, str, float]]
-) -> None:
-    pool, now, there = pool_of(*"abcd", hop=hop, policy=policy), 0.0, set("abcd")
-    for node, event, passed in events:
-        now += passed
-        if event == "down":
-            pool.failed(node, "unreachable", now)
-        elif event == "up":
-            pool.succeeded(node)
-        elif event in ("leave", "join"):
-            there = there - {node} if event == "leave" else there | {node}
-            pool.update(Target(url) for url in sorted(there))
-        else:
-            well = {url for url, up in pool.health(now).items() if up}
-            picked = pool.pick(now, RoutedPrompt(100, ["x", node]))
-            assert (picked in well) if well else picked is None
-            if picked is not None:
-                with pool.working(picked, RoutedPrompt(100, ["x", node])):
-                    pool.update(Target(url) for url in sorted(there))
-        assert set(pool.loads()) == there
-        assert set(pool.loads().values()) <= {0.0}
-        assert 1 <= pool.retry_after(now) <= 10
-
-
-# --- admission -------------------------------------------------------------------------------------------------------
-
-
-def test_one_client_cannot_take_every_place() -> None:
-    admission = Admission(3, 2)
-    with admission.admitted("a"), admission.admitted("a"):
-        with pytest.raises(ApiError) as refused, admission.admitted("a"):
-            pass
-        assert (refused.value.status, refused.value.retry_after) == (429, 1)
-        with admission.admitted("b"):
-            with pytest.raises(ApiError) as refused, admission.admitted("c"):
-                pass
-            assert (refused.value.status, refused.value.retry_after) == (503, 1)
-    assert admission.running() == 0
-
-
-# --- bodies ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_prefill_body_asks_for_one_token_and_promises_a_remote_decode() -> None:
-    body = {
-        "model": "m", "prompt": [1, 2], "max_tokens": 99, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.5, "min_tokens": 7, "seed": 3, "kv_transfer_params": {"remote_host": "evil"},
-    }  # fmt: skip
-    assert json.loads(Completion(json.dumps(body).encode()).for_prefill()) == {
-        "model": "m", "prompt": [1, 2], "max_tokens": 1, "stream": False, "temperature": 0.5, "seed": 3,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-    }  # fmt: skip
-
-
-def test_what_is_handed_over_keeps_its_bytes() -> None:
-    params = '{"x" : 1.50, "n": 123456789012345678901234567890, "x": "\\u00e9", "deep": [{"a": null}]}'
-    handoff = read_handoff(f'{{"id": "p", "kv_transfer_params": {params}, "choices": []}}'.encode())
-    body = Completion(b'{"prompt": "x", "temperature": 0.70}').for_decode(handoff)
-    assert body == f'{{"prompt":"x","temperature":0.70,"kv_transfer_params":{params}}}'.encode()
-
-
-@pytest.mark.parametrize("answer", [b"{}", b'{"kv_transfer_params": null}', b'{"choices": []}'])
-def test_a_prefill_node_may_have_nothing_to_hand_over(answer: bytes) -> None:
-    handoff = read_handoff(answer)
-    assert not handoff
-    assert b"kv_transfer_params" not in Completion(b'{"prompt": "x"}').for_decode(handoff)
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"null", b"<html>", b'{"a": 1', b'"' + b"x" * 100, b'{"a":' + b"[" * 100_000]
-)
-def test_a_prefill_answer_that_is_no_object_is_refused(answer: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        read_handoff(answer)
-
-
-def test_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:
-    assert Completion(b'{"prompt": "a", "prompt": "b"}').for_decode(None) == b'{"prompt":"b"}'
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (b"", None),
-        (b"not json", None),
-        (b"[1, 2]", None),
-        (b"null", None),
-        (b'"prompt"', None),
-        (b'{"prompt": "x"', None),
-        (b'{"prompt": NaN}', None),
-        (b'{"prompt": "\xff"}', None),
-        (b'{"\xff": 1, "prompt": "x"}', None),
-        ('{"prompt": "x"}'.encode("utf-16"), None),
-        (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", None),
-        (b"{}", "prompt"),
-        (b'{"prompt": null}', "prompt"),
-        (b'{"prompt": "x", "max_tokens": -1}', "max_tokens"),
-        (b'{"prompt": "x", "max_tokens": "12"}', "max_tokens"),
-        (b'{"prompt": "x", "max_tokens": 1.5}', "max_tokens"),
-        (b'{"prompt": "x", "max_tokens": true}', "max_tokens"),
-        (b'{"prompt": "x", "max_completion_tokens": -3}', "max_completion_tokens"),
-    ],
-)
-def test_a_request_that_no_node_could_serve_is_a_400(body: bytes, param: str | None) -> None:
-    with pytest.raises(ApiError) as caught:
-        Completion(body)
-    assert (caught.value.status, caught.value.param) == (400, param)
-    error = json.loads(caught.value.body())["error"]
-    assert error["type"] == "invalid_request_error"
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(fields=st.dictionaries(st.text(max_size=8), json_values, max_size=6), params=json_values)
-def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object], params: object) -> None:
-    fields = {name: value for name, value in fields.items() if name not in ("max_tokens", "max_completion_tokens")}
-    fields |= {"prompt": [1, 2, 3], "max_tokens": 5}
-    fields.pop("kv_transfer_params", None)
-    completion = Completion(json.dumps(fields).encode())
-    assert json.loads(completion.for_decode(None)) == fields
-    handoff = read_handoff(json.dumps({"kv_transfer_params": params}).encode())
-    expected = fields if params is None else {**fields, "kv_transfer_params": params}
-    assert json.loads(completion.for_decode(handoff)) == expected
-    assert not HandedOver()
+    assert {pool.pick(0, known) for _ in range(2)} == {"http://a:1", "http://b:1"}, "the second took the first's room"

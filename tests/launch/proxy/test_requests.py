@@ -1,0 +1,488 @@
+"""What becomes of a request at its nodes, of one that takes too long or is given up, and what the proxy remembers of it.
+
+`tests/golden/test_proxy_answers.py` has what clients get in each case, and `test_proxy_ways.py` which nodes are asked if some fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from launch.proxy import Proxy
+from launch.proxy import requests as requests_module
+from launch.proxy.bodies import ApiError
+from launch.proxy.keys import Admission
+from launch.proxy.metrics import REPORT_BYTES, read_report
+from pd_cache.cluster import ProxyConfig
+from pd_cache.reasons import RequestReport
+from tests.support.proxy import (
+    EVENTS,
+    PARAMS,
+    abort,
+    answers,
+    begin,
+    cluster,
+    decodes,
+    disconnects,
+    error_of,
+    hangs,
+    jump,
+    says,
+    scenario,
+    streams_then,
+    until,
+    view,
+)
+
+BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
+PREFILL = RequestReport.of(600, 256, reason="never_stored")
+DECODE = RequestReport.of(600, 256, found=512, loaded=512, reason="evicted")
+TRAP = json.dumps({"text": '"report": {"asked": 1}'})
+
+# --- answers pass --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_stream_is_passed_on_chunk_by_chunk() -> None:
+    seen = [asyncio.Event() for _ in EVENTS]
+
+    async def one_by_one(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        for event, was_seen in zip(EVENTS, seen, strict=True):
+            await response.write(event)
+            await was_seen.wait()  # the next is written when the client has this one
+        return response
+
+    async with cluster() as c:
+        c.decode[0].script = [one_by_one]
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert response.content_type == "text/event-stream"
+            for event, was_seen in zip(EVENTS, seen, strict=True):
+                assert await response.content.readexactly(len(event)) == event
+                was_seen.set()
+            assert await response.content.read() == b""
+
+
+@scenario
+async def test_requests_are_spread_over_the_nodes_and_connections_to_them_are_used_again() -> None:
+    nowhere = "http://a..b:80"  # a name that cannot be looked up costs no request
+    async with cluster(["", "", nowhere], ["", nowhere, "", ""]) as c:
+        for number in range(6):
+            async with c.post({"prompt": "x", "stream": number % 2 == 0}) as response:
+                assert response.status == 200
+                await response.read()
+        assert [len(node.bodies) for node in c.prefill] == [3, 3]
+        assert [len(node.bodies) for node in c.decode] == [2, 2, 2]
+        assert [len(set(node.peers)) for node in (*c.prefill, *c.decode)] == [1] * 5
+
+
+@scenario
+async def test_a_large_prompt_and_a_large_answer_pass() -> None:
+    prompt, answer = list(range(400_000)), os.urandom(3 << 20)
+    async with cluster() as c:
+        c.decode[0].script = [says(answer)]
+        async with c.post(data=io.BytesIO(json.dumps({"prompt": prompt}).encode())) as response:
+            assert await response.read() == answer
+        assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == prompt
+
+
+# --- nodes that fail, and clients that make them --------------------------------------------------------------------------
+
+
+@scenario
+async def test_one_clients_poison_costs_no_other_client_an_answer() -> None:
+    async def fails_poison(request: web.Request) -> web.StreamResponse:
+        poison = (await request.json())["prompt"] == "poison"
+        return await (answers(500, BOOM) if poison else decodes)(request)
+
+    async with cluster(2, 2) as c:
+        for node in c.decode:
+            node.default = fails_poison
+        for number in range(60):
+            poison = number % 10 != 0
+            async with c.post({"prompt": "poison" if poison else "good"}) as response:
+                assert response.status == (500 if poison else 200)
+                if poison:
+                    assert await response.json() == BOOM
+        async with c.get("/health") as response:
+            assert all((await response.json())["decode"].values())
+
+
+@pytest.mark.usefixtures("long_skips")
+@scenario
+async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one() -> None:
+    async def only_lists(request: web.Request) -> web.StreamResponse:
+        return await (decodes if request.method == "GET" else answers(500, BOOM))(request)
+
+    async def no_lists(request: web.Request) -> web.StreamResponse:
+        return await (answers(500) if request.method == "GET" else decodes)(request)
+
+    async with cluster(0, 2, breaker_failures=2) as c:
+        c.decode[0].default = only_lists
+        for _ in range(8):
+            for asking in (c.get("/v1/models"), c.post()):
+                async with asking as response:
+                    assert response.status == 200
+        assert c.decode[0].paths.count("/v1/completions") == 2
+        c.decode[0].default = c.decode[1].default = no_lists
+        for asking, status in ((c.get("/v1/models"), 500), (c.post(), 200)):
+            async with asking as response:
+                assert response.status == status
+
+
+@scenario
+async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        await response.prepare(request)
+        return await hangs(request)
+
+    async with cluster(0, 2) as c:
+        c.decode[0].default = endless
+        async with c.post() as response:
+            assert response.status == 200
+
+
+@scenario
+async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes() -> None:
+    async with cluster(0, 2) as c:
+        c.decode[0].default = c.decode[1].default = says(b"", 500)
+        c.proxy.requests.retries._left = 1.0
+        c.proxy.requests.retries._per_second = 0.0
+        for _ in range(4):
+            async with c.post() as response:
+                assert response.status == 500
+        assert len(c.decode[0].bodies + c.decode[1].bodies) == 5
+        assert c.metric("retries_refused_total") == 3
+
+
+@scenario
+async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout() -> None:
+    with socket.socket() as full, socket.socket() as one, socket.socket() as two:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for filler in (one, two):  # the kernel drops further handshakes now
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with cluster([url], 1, connect_timeout_s=0.2) as c:
+            async with c.post() as response:
+                assert response.status == 200
+            assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
+
+
+@scenario
+async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event_of_its_own() -> None:
+    sent = [EVENTS[0], b'data: {"cho']
+    async with cluster(1, 2) as c:
+        c.decode[0].default = streams_then(sent, disconnects)
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert response.status == 200
+            body = await response.read()
+        before = b"".join(sent) + b"\n\n"
+        assert body.startswith(before)
+        match = re.fullmatch(rb"data: (\{.*\})\n\n", body[len(before) :])
+        assert match is not None
+        assert json.loads(match[1])["error"]["code"] == "node_failed"
+        assert c.decode[1].bodies == []
+        assert c.metric("answers_cut_total", code="node_failed") == 1
+
+
+@scenario
+async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = await begin(request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"})
+        await asyncio.sleep(0.05)
+        abort(request)
+        return response
+
+    async with cluster() as c:
+        c.decode[0].script = [half]
+        async with c.post() as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+
+@scenario
+async def test_a_record_that_leads_back_to_the_proxy_is_asked_once_told_and_left_out() -> None:
+    proxy = Proxy(ProxyConfig(health_interval_s=0.02, policy="round_robin"))
+    await proxy.setup()
+    try:
+        url = await proxy.listen("127.0.0.1", 0)
+        proxy.update(view([], [url]))
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as response:
+                assert (response.status, (await error_of(response))["code"]) == (508, "loop_detected")
+            asked = proxy.metrics.registry.get_sample_value("pd_cache_proxy_requests_total", {"status": "508"})
+            assert asked == 1
+            health: dict[str, dict[str, bool]] = {"decode": {url: True}}
+            while health["decode"][url]:
+                async with session.get(f"{url}/health") as response:
+                    health = await response.json()
+    finally:
+        await proxy.close()
+
+
+# --- deadlines, and clients that go away ----------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_prefill_or_a_stream_that_stalls_ends_when_the_requests_time_is_over() -> None:
+    async with cluster(1, 1, request_timeout_s=20) as c:
+        c.prefill[0].script = [hangs]
+        asking = asyncio.ensure_future(c.post().__aenter__())
+        await until(lambda: len(c.prefill[0].bodies) == 1, "the node has it")
+        jump(20)
+        async with await asking as response:
+            assert (response.status, (await error_of(response))["code"]) == (504, "timeout")
+        c.decode[0].default = streams_then(EVENTS[:1], hangs)
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+            jump(20)
+            body = await response.read()
+        assert json.loads(body.removeprefix(b"data: "))["error"]["code"] == "timeout"
+        await until(lambda: c.prefill[0].hung_up == c.decode[0].hung_up == 1, "the nodes were let go")
+
+
+@scenario
+async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over() -> None:
+    async def floods(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        while True:
+            await response.write(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async with cluster(0, 1, request_timeout_s=60) as c:
+        c.decode[0].default = floods
+        host, _, port = c.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
+        received = reader._buffer  # type: ignore[attr-defined]
+        await until(lambda: bool(received), "the answer has begun")
+        jump(60)
+        await until(lambda: c.metric("answers_cut_total", code="timeout") == 1, "cut off")
+        await until(lambda: c.decode[0].hung_up == 1 or not c.proxy.requests.running, "the node was let go")
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("hop", ["prefill", "decode", "stream"])
+@scenario
+async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop: str) -> None:
+    async with cluster() as c:
+        node = (c.prefill if hop == "prefill" else c.decode)[0]
+        node.default = streams_then(EVENTS[:1], hangs) if hop == "stream" else hangs
+        asking = asyncio.ensure_future(c.post({"prompt": "x", "stream": hop == "stream"}).__aenter__())
+        await until(lambda: len(node.bodies) == 1, "the node has the request")
+        if hop == "stream":
+            (await asking).close()
+        else:
+            asking.cancel()
+            await asyncio.wait({asking})
+        await until(lambda: node.hung_up == 1, "the node noticed")
+        await until(lambda: not c.proxy.requests.running, "the proxy forgot it")
+        assert hop != "prefill" or c.decode[0].bodies == []
+        await until(lambda: c.metric("requests_total", status="499") == 1, "counted")
+
+
+# --- what the proxy itself answers, and logs -------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_body_that_turns_out_to_be_too_large_is_a_413() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b" " * (1 << 20)
+
+    async with cluster() as c, c.post(data=chunks()) as response:
+        assert (response.status, (await error_of(response))["code"]) == (413, "request_too_large")
+
+
+def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(body: bytes) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(requests_module, "Completion", broken)
+
+    @scenario
+    async def asked() -> None:
+        async with cluster() as c, c.post() as response:
+            error = await error_of(response)
+            assert (response.status, error["code"]) == (500, "internal_error")
+            assert "secret" not in error["message"]
+
+    asked()
+
+
+def test_one_client_cannot_take_every_place() -> None:
+    admission = Admission(3, 2)
+
+    def refused(client: str) -> tuple[int, int | None]:
+        with pytest.raises(ApiError) as error, admission.admitted(client):
+            pass
+        return error.value.status, error.value.retry_after
+
+    with admission.admitted("a"), admission.admitted("a"):
+        assert refused("a") == (429, 1)
+        with admission.admitted("b"):
+            assert refused("c") == (503, 1)
+    assert admission.running() == 0
+
+
+def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
+    caplog.set_level("INFO", logger="launch.proxy")
+
+    @scenario
+    async def asked() -> None:
+        async with cluster(1, 2, api_keys_file=str(tmp_path / "keys")) as c:
+            c.prefill[0].default = disconnects
+            key = {"Authorization": "Bearer sk-0123456789abcdef"}
+            async with c.post(headers={"X-Request-Id": "it-is-me", **key}) as response:
+                assert response.status == 200
+            async with c.post(headers={"X-Request-Id": "nobody"}) as response:
+                assert response.status == 401
+            url = c.prefill[0].url
+        (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
+        assert "disconnected" in failed
+        (ended,) = [line for line in caplog.messages if line.startswith("request it-is-me: 200 in ")]
+        assert re.search(rf"client=alice prefill={url} decode=http://", ended)
+        assert any(line.startswith("request nobody: 401 in ") for line in caplog.messages)
+        assert "sk-0123456789abcdef" not in caplog.text
+
+    asked()
+
+
+def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    secret = b"Bearer sk-0123456789abcdef"
+
+    @scenario
+    async def asked() -> None:
+        proxy = Proxy(ProxyConfig())
+        await proxy.setup()
+        try:
+            port = int((await proxy.listen("127.0.0.1", 0)).rpartition(":")[2])
+            for _ in range(50):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"POST / HTTP/1.1\r\nAuthorization: " + secret + b"\r\nno header\r\n\r\n{prompt}")
+                assert (await reader.read()).startswith(b"HTTP/1.0 400 Bad Request\r\n")
+                writer.close()
+        finally:
+            await proxy.close()
+
+    asked()
+    text = "\n".join(f"{record.getMessage()} {record.exc_text or ''} {record.exc_info}" for record in caplog.records)
+    assert secret.decode() not in text
+    assert "prompt" not in text
+    assert len(caplog.records) == 1
+
+
+@scenario
+async def test_a_request_id_that_is_missing_or_strange_is_replaced() -> None:
+    async with cluster() as c:
+        for given in ("", "x" * 129, "a b", "a\tb", "é", 'a"b'):
+            async with c.post(headers={"X-Request-Id": given} if given else {}) as response:
+                made = response.headers["X-Request-Id"]
+                assert re.fullmatch("[0-9a-f]{32}", made)
+            assert c.prefill[0].headers[-1]["X-Request-Id"] == made
+        async with c.get("/nowhere") as response:
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
+
+
+@scenario
+async def test_metrics_are_served_from_a_registry_of_the_proxys_own() -> None:
+    async with cluster() as one, cluster() as other:
+        async with one.post() as response:
+            await response.read()
+        for c, requests in ((one, 1.0), (other, 0.0)):
+            async with c.get("/metrics") as response:
+                text = await response.text()
+                assert response.content_type == "text/plain"
+            assert ('pd_cache_proxy_requests_total{status="200"} 1.0' in text) == bool(requests)
+            assert f'pd_cache_proxy_node_up{{hop="decode",node="{c.decode[0].url}"}} 1.0' in text
+            assert f"pd_cache_proxy_first_byte_seconds_count {requests}" in text
+
+
+# --- what it remembers -----------------------------------------------------------------------------------------------------
+
+
+def told(report: RequestReport) -> dict[str, Any]:
+    return {"pd_cache": {"report": msgspec.to_builtins(report), "prefill": None}}
+
+
+def test_a_report_is_found_at_the_end_of_an_answer_and_not_in_a_generated_text() -> None:
+    answer = json.dumps(
+        {"choices": [{"text": "x" * 100_000}], **told(DECODE), "text": '"report": {"asked": 1}'}
+    ).encode()
+    assert read_report(answer) == read_report(answer[-REPORT_BYTES:]) == DECODE
+    for other in (
+        *(b"", b'"report"', b'"report": {', b'{"report": [1, 2]}', TRAP.encode(), b'"report": {"asked": "\xff"}'),
+        *(b'"report": {"asked": 1, "reason": "because"}', b'"report": {"asked": -1}'),
+    ):
+        assert read_report(other) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@scenario
+async def test_a_request_is_remembered_with_its_nodes_and_their_reports(stream: bool) -> None:
+    async with cluster() as c:
+        params = {**PARAMS, "pd_cache": {"prefix_tokens": 512, "report": msgspec.to_builtins(PREFILL)}}
+        c.prefill[0].script = [answers(200, {"choices": [], "kv_transfer_params": params})]
+        last = {"choices": [{"text": TRAP}], **told(DECODE)}
+        event = b"data: " + json.dumps(last).encode() + b"\n\n"
+        pieces = [b'data: {"choices": []}\n\n', event[:50], event[50:], b"data: [DONE]\n\n"]
+        c.decode[0].script = [streams_then(pieces, None) if stream else answers(200, last)]
+        async with c.post({"prompt": "Hi", "stream": stream}, headers={"X-Request-Id": "mine"}) as response:
+            await response.read()
+        assert c.decode[0].bodies[0]["kv_transfer_params"] == params, "passed on unread"
+        async with c.get("/requests/mine") as response:
+            assert await response.json() == {
+                "client": "",
+                "hops": [
+                    {"hop": "prefill", "node": c.prefill[0].url, "report": msgspec.to_builtins(PREFILL)},
+                    {"hop": "decode", "node": c.decode[0].url, "report": msgspec.to_builtins(DECODE)},
+                ],
+            }
+
+
+@pytest.mark.parametrize("monitors", [False, True])
+@scenario
+async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(
+    monitors: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("keys")
+    keys, watchers = folder / "keys", folder / "monitors"
+    keys.write_text("alice key-of-alice-0123456789\nbob key-of-bob-0123456789\ncarol key-of-carol-0123456789\n")
+    watchers.write_text("watch key-of-watch-0123456789\n")
+    files = {"api_keys_file": str(keys), **({"monitor_keys_file": str(watchers)} if monitors else {})}
+    async with cluster(prefill=0, **files) as c:
+
+        def by(name: str) -> dict[str, str]:
+            return {"X-Request-Id": "same", **({"Authorization": f"Bearer key-of-{name}-0123456789"} if name else {})}
+
+        for name in ("alice", "bob"):
+            async with c.post(headers=by(name)) as response:
+                assert response.status == 200
+        seen = {}
+        for name in ("alice", "bob", "carol", "watch", ""):
+            async with c.session.get(c.url + "/requests/same", headers=by(name)) as response:
+                seen[name] = (await response.json())["client"] if response.status == 200 else response.status
+        if monitors:
+            assert seen == {"alice": 401, "bob": 401, "carol": 401, "watch": "bob", "": 401}
+        else:
+            assert seen == {"alice": "alice", "bob": "bob", "carol": 404, "watch": 401, "": 401}
