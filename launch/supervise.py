@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -104,7 +104,7 @@ def stop_signals() -> list[signal.Signals]:
 def stop_on_signals() -> Iterator[StopFlag]:
     """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere."""
     flag = StopFlag()
-    with _handling(lambda number: flag.set()):
+    with _handling(lambda number, frame: flag.set()):
         yield flag
 
 
@@ -112,30 +112,24 @@ class StoppedError(SystemExit):
     """A signal asked the process to stop, while `signals_as_exceptions` was in force. Its code is 128 and the signal's number."""
 
 
-@contextmanager
-def signals_as_exceptions() -> Iterator[None]:
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise StoppedError(128 + number)
+
+
+def signals_as_exceptions() -> AbstractContextManager[None]:
     """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
-
-    def stop(number: int) -> NoReturn:
-        raise StoppedError(128 + number)
-
-    with _handling(stop):
-        yield
+    return _handling(_raise)
 
 
 @contextmanager
-def _handling(handle: Callable[[int], None]) -> Iterator[None]:
-    """Has signals that ask to stop go to `handle` while the block runs, and to their earlier handlers after that."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        handle(number)
-
-    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has signals that ask to stop go to `handler` while the block runs, and to their earlier handlers after that."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 # --- children ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
 from launch.supervise import ForeignProgram, Program, StopFlag, spawn
 from pd_cache.cluster import Argument
-from pd_cache.cluster.machine import free_port
+from pd_cache.cluster.machine import bound_socket
 
 _GRACE_S = 30.0
 _LINES = 60
@@ -30,7 +30,8 @@ def vllm_server(
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """
-    port = free_port("127.0.0.1")
+    with bound_socket("127.0.0.1", 0) as free:
+        port = int(free.getsockname()[1])
     command = (
         executable(program),
         "serve",

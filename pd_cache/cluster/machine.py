@@ -138,12 +138,6 @@ def is_bindable(host: str, port: int) -> bool:
         return False
 
 
-def free_port(host: str) -> int:
-    """Returns a port of `host` that was free a moment ago."""
-    with bound_socket(host, 0) as bound:
-        return int(bound.getsockname()[1])
-
-
 def bound_socket(host: str, port: int) -> socket.socket:
     """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is impossible."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]

@@ -18,7 +18,7 @@ import yaml
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
 from launch.versions import known_versions
-from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
+from pd_cache.cluster import ClusterConfig, MasterNode, ReferenceEngineConfig, read_config
 from pd_cache.cluster.machine import PORT_FIELDS
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
@@ -107,12 +107,12 @@ def nodes_with_server() -> list[dict[str, Any]]:
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:
     """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
-    nodes = [
-        msgspec.structs.replace(
-            node, **{field: free_port() for field in PORT_FIELDS if getattr(node, field, None) == 0}
-        )
-        for node in config.nodes
-    ]
+    nodes = []
+    for node in config.nodes:
+        chosen = {field: free_port() for field in PORT_FIELDS if getattr(node, field, None) == 0}
+        if isinstance(node, MasterNode) and node.versions == 0:
+            chosen["versions_port"] = free_port()  # ten above `port` may be another node's
+        nodes.append(msgspec.structs.replace(node, **chosen))
     return msgspec.structs.replace(config, nodes=tuple(nodes))
 
 
