@@ -143,7 +143,7 @@ class _EtcdOpener:
             self._turn += 1
 
 
-def _follow_up(
+def _repeat(
     opener: _EtcdOpener, closed: threading.Event, work: Callable[[Any], None], lost: Callable[[str], None]
 ) -> None:
     """Calls `work` with a client, and again whenever it ends, until `closed`. `lost` gets the reasons of failures."""
@@ -186,7 +186,7 @@ class EtcdRegistration:
         assert self._thread is None, "already announced"
         work = functools.partial(self._stay, record)
         self._thread = threading.Thread(
-            target=_follow_up,
+            target=_repeat,
             args=(self._opener, self._closed, work, self._lost),
             name="discovery-register",
             daemon=True,
@@ -319,7 +319,7 @@ class EtcdWatch(Directory):
         self._stream: Any = None
         work = (_EtcdOpener(settings), self._closed, self._follow, self._lost)
         self._threads = [
-            threading.Thread(target=_follow_up, args=work, name="discovery-watch", daemon=True),
+            threading.Thread(target=_repeat, args=work, name="discovery-watch", daemon=True),
             threading.Thread(target=self._tick, name="discovery-probe", daemon=True),
         ]
         for thread in self._threads:
