@@ -254,8 +254,8 @@ class WeightsVersion:
         """When it asked the question by whose answer it knows that, by the clock."""
         self._own = None if self._urls else FIRST
         self._since: int | None = None
-        """The number of a version that was current after the weights last changed. What a command says of all nodes later, it says of these
-        weights, too. None if it is not known yet."""
+        """The number of its own version; if that is not known, of one that was current after the weights last changed. What a command says of
+        all nodes later, it says of these weights, too. None if nothing is known yet."""
         self._as_started = True
         """Whether the weights have never changed, as far as this engine has said."""
         self._tried = not self._urls
@@ -292,9 +292,11 @@ class WeightsVersion:
         with self._lock:
             if label is None or self._own is None or not self._knows():
                 return "epoch_unknown"
-            if self._watches and not self._urls:
-                return ""
-            return "" if label == (self._known.label if self._urls else self._own) else "reset"
+            if not self._urls:
+                return "" if self._watches or label == self._own else "reset"
+            # An equal label is not enough: a command that was missed may have said that this engine has other weights, before the label was
+            # used again.
+            return "" if label == self._known.label and self._since == self._known.number else "reset"
 
     def reset(self, version: str | None = None, *, timeout: float = _RESET_S) -> str | None:
         """Says that this engine has other weights now: those of `version`, or those to which all engines that say so now have changed.
@@ -363,7 +365,7 @@ class WeightsVersion:
             log.info("%s: version %s is current", self._model, current.label or "(first)")
         self._known, self._asked = current, asked
         if self._watches:
-            self._own = current.label
+            self._own, self._since = current.label, current.number
         elif self._since is None:
             self._since = current.number
             if self._as_started and current.label == FIRST:

@@ -309,6 +309,22 @@ def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     assert polled(e) == ["w2"]
 
 
+def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_came_between() -> None:
+    """A command has said of it that it has other weights. So it has not those of the label, although that is its own."""
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("w1")
+    assert polled(a, far) == ["w1", "w1"]
+    far.wire.question = False
+    world.command("w2")
+    assert a.version.reset("w1") == "w1"
+    far.wire.question = True
+    assert polled(a, far) == ["w1", None]
+    assert far.version.why_not("w1") == "reset", "nor does a load count that began before"
+    assert far.version.reset("w1") == "w1"
+    assert polled(a, far) == ["w1", "w1"]
+
+
 def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of_it() -> None:
     world = World()
     wire = Wire(world.authority)
@@ -539,6 +555,8 @@ class Versions(RuleBasedStateMachine):
         self.stands_for: dict[str, int] = {FIRST: 0}
         self.command: tuple[Version, float] | None = None
         """A command under way, and when it is done."""
+        self.told: list[Engine] = []
+        """Those to which its weights were given."""
         self.floor = 0
         """The number of the last version that was reported as done."""
         self.highest = 0
@@ -588,6 +606,16 @@ class Versions(RuleBasedStateMachine):
         self.sent += engine.wire.sent
         engine.wire.sent = []
 
+    @precondition(lambda self: self.command is None)
+    @rule(engine=engines, data=st.data())
+    def go_back(self, engine: Engine, data: st.DataObject) -> None:
+        """An engine gets weights again that have a label."""
+        label = data.draw(st.sampled_from(sorted(self.stands_for.keys() - {FIRST}) or ["w0"]))
+        engine.weights = self.stands_for.setdefault(label, 0)
+        if engine.version.reset(label) is not None:
+            self.floor = max(self.floor, engine.version._known.number)
+        engine.wire.sent = []
+
     @precondition(lambda self: self.sent and self.command is None)
     @rule(data=st.data())
     def arrive_late_or_again(self, data: st.DataObject) -> None:
@@ -595,23 +623,27 @@ class Versions(RuleBasedStateMachine):
             self.world.authority.answer(data.draw(st.sampled_from(self.sent)))
 
     @precondition(lambda self: self.command is None)
-    @rule()
-    def begin_command(self) -> None:
+    @rule(data=st.data(), back=st.booleans())
+    def begin_command(self, data: st.DataObject, back: bool) -> None:
+        labels = sorted(self.stands_for.keys() - {FIRST}) if back else []
+        label = data.draw(st.sampled_from(labels)) if labels else f"w{self.highest + 1}"
         try:
             # before the weights change, as the authority may not answer
-            begun = self.world.command(f"w{self.highest + 1}")
+            begun = self.world.command(label)
         except UnavailableError:
             return
-        self.highest += 1
-        for engine in self.all:
-            engine.weights = self.highest
+        weights = self.stands_for.setdefault(label, self.highest + 1)
+        self.highest = max(self.highest, weights)
+        self.told = list(self.all)
+        for engine in self.told:
+            engine.weights = weights
         self.command = begun, self.world.clock.now + OVER_S
 
     @precondition(lambda self: self.command is not None)
     @rule(engine=engines)
     def change_of_the_command(self, engine: Engine) -> None:
         """An engine says by itself what the command says of it."""
-        if engine.weights == self.highest and self.command and self.world.clock.now < self.command[1]:
+        if self.command and engine in self.told and self.world.clock.now < self.command[1]:
             engine.version.reset()
 
     @precondition(lambda self: self.command is not None and self.world.clock.now >= self.command[1])
