@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -53,7 +54,15 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
-        return super().main(*args, **extra)
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with contextlib.suppress(OSError):
+                sys.stdout.close()
+            click.echo(f"pd-cache: {error.strerror}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

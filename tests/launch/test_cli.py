@@ -219,6 +219,15 @@ def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
     assert "prefill-0" in done.stdout
 
 
+@pytest.mark.parametrize("command", [["--help"], ["config", "example", "cluster"]])
+def test_output_that_does_not_fit_on_its_disk_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
+
+
 def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
     without = (
         "import sys; sys.modules['psutil'] = None; from launch.cli import main; main(['bench', 'server', '--help'])"
