@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pd_cache.errors import PoolUnavailableError
 from pd_cache.lookup import MooncakeLookupClient
 from tests.support.engines import Host, host
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
+from transfer.errors import PoolUnavailableError
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
@@ -42,7 +42,9 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
             assert node.store(TOKENS, SLOTS) == 0
             assert not any(node.retrieve(TOKENS, SLOTS))
         assert not node.engine.available
-        with pytest.raises(PoolUnavailableError, match="not reachable after 0.5 s: no connection: Connection refused"):
+        with pytest.raises(
+            PoolUnavailableError, match=r"not reachable after 0\.5 s: no connection: Connection refused"
+        ):
             node.engine.wait_available(0.5)
         assert node.engine.survey(node.engine.name_chunks(TOKENS)).reason == "pool_down"
         assert set(node.troubles("lookup")) == {"pool_down"}, (
