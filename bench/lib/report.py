@@ -6,13 +6,14 @@ The report is tables for people, one JSON object for scripts, and, if a bench ha
 from __future__ import annotations
 
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape as html_escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -20,10 +21,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as RichTable
 
-from bench.lib.plots import LinePlot
 from transfer.settings import ByteSize
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _UNCUT = 20
+_MARKED = 40
+"""Lines of up to so many points show each of them."""
+_TICKS = 10
+"""So many different x, or fewer, are the ticks."""
 option = functools.partial(click.option, show_default=True)
 
 
@@ -68,11 +75,47 @@ class Table(NamedTuple):
     """What a reader has to know about it, in a sentence or two."""
 
 
-class Figure(NamedTuple):
-    """A plot on the page; not shown in terminals."""
+class LinePlot(NamedTuple):
+    """Lines through points, on the page; not shown in terminals."""
 
-    plot: LinePlot
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
     caption: str = ""
+    log_x: bool = True
+    """x above zero, on a logarithmic scale."""
+    y_most: float | None = None
+    """Where the plot ends at the top; by default above the largest y."""
+
+    def svg(self) -> str:
+        """Returns the plot as an SVG document. Needs Matplotlib, of the extra `bench`."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        # text stays text, and the same figures give the same file
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pd-cache", "text.parse_math": False}):
+            figure = Figure(figsize=(7.5, 4.0), layout="constrained")
+            self._draw(figure.subplots())
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        text = file.getvalue()
+        return text[text.index("<svg") :]
+
+    def _draw(self, axes: Axes) -> None:
+        for name, points in self.lines.items():
+            x, y = zip(*points, strict=True) if points else ((), ())
+            axes.plot(x, y, label=name, marker="o" if len(points) <= _MARKED else "", markersize=4)
+        if self.log_x:
+            axes.set_xscale("log")
+            axes.minorticks_off()
+            axes.xaxis.set_major_formatter("{x:,.10g}")
+            if len(xs := sorted({x for points in self.lines.values() for x, _ in points})) <= _TICKS:
+                axes.set_xticks(xs)
+        axes.set_ylim(0, self.y_most)
+        axes.set(title=self.title, xlabel=self.x_label, ylabel=self.y_label)
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 @dataclass
@@ -82,7 +125,7 @@ class Report:
     title: str
     summary: str = ""
     """What was measured, in a sentence or two."""
-    parts: Sequence[Table | Figure] = ()
+    parts: Sequence[Table | LinePlot] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
 
@@ -184,7 +227,7 @@ def _page(report: Report, checks: Sequence[Check], results: Mapping[str, Any]) -
     parts = [
         f"<h1>{html_escape(report.title)}</h1><p>{html_escape(report.summary)}</p>",
         _table(Table("Targets", ("target", "value", "limit", ""), targets)) if checks else "",
-        *(_table(part) if isinstance(part, Table) else f"<figure>{part.plot.svg()}<figcaption>{html_escape(part.caption)}</figcaption></figure>" for part in report.parts),
+        *(_table(part) if isinstance(part, Table) else f"<figure>{part.svg()}<figcaption>{html_escape(part.caption)}</figcaption></figure>" for part in report.parts),
         _table(Table("How it was measured", ("", ""), list(report.about.items()))) if report.about else "",
         f"<details><summary>All figures, as JSON</summary><pre>{html_escape(json.dumps(results, indent=1))}</pre></details>",
     ]  # fmt: skip

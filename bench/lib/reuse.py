@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-
-
-class SimulatedCache(Protocol):
-    """A cache in simulation."""
-
-    def use(self, blocks: Sequence[int]) -> int:
-        """Returns how many of a prompt's blocks, from the first, are found; then all are kept."""
-
 
 B = TypeVar("B", bound=Hashable)
 
@@ -63,7 +55,7 @@ def _leading(blocks: Sequence[B], known: Container[B]) -> int:
     return found
 
 
-def hit_rate(requests: Iterable[Request], cache: SimulatedCache) -> float:
+def hit_rate(requests: Iterable[Request], cache: Infinite[int] | SimulatedLru) -> float:
     """The hit rate of a trace, from 0 to 1."""
     hit = total = 0
     for request in requests:

@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 from bench.lib.about import about
-from bench.lib.plots import LinePlot
 from bench.lib.pool import bench_transfer, own_master, raw_client
-from bench.lib.report import Check, Figure, Report, Table, at_least, at_most, finish, option, progress, report_options
+from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import Histogram, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
@@ -346,7 +345,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 def report_of(figures: dict[str, Any]) -> Report:
     """Returns the figures for people."""
     rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
-    parts: list[Table | Figure] = [
+    parts: list[Table | LinePlot] = [
         Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")
     ]
     if clients:
@@ -362,7 +361,7 @@ def report_of(figures: dict[str, Any]) -> Report:
                 for tokens in sorted({row["tokens"] for row in clients})
                 for kind in _KINDS
             }
-            parts.append(Figure(LinePlot(unit, "clients, on all nodes together", "", lines)))
+            parts.append(LinePlot(unit, "clients, on all nodes together", "", lines))
         parts.append(
             Table(
                 "As clients grow",

@@ -25,9 +25,8 @@ import click
 import msgspec
 
 from bench.lib.about import about
-from bench.lib.plots import LinePlot
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, Figure, Report, Table, at_most, finish, option, progress, report_options
+from bench.lib.report import Check, LinePlot, Report, Table, at_most, finish, option, progress, report_options
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
@@ -356,14 +355,16 @@ class Leader:
             "LRU, in simulation": [(float(room), hit_rate(self._trace, SimulatedLru(room))) for room in halved],
             "pool": sorted((float(room), found) for room, found in pools),
         }
-        plot = LinePlot("Hit rate against the pool's capacity", "capacity, chunks of 512 tokens", "hit rate", lines)
-        note = "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."
         caption = "The unbounded pool stands at the number of different chunks."
+        plot = LinePlot(
+            "Hit rate against the pool's capacity", "capacity, chunks of 512 tokens", "hit rate", lines, caption
+        )
+        note = "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."
         summary = (
             f"{len(self._trace)} requests, {most} different chunks, by {len(self._shares)} client(s). "
             "The hit rate is the tokens that were loaded, of all prompt tokens."
         )
-        parts: list[Table | Figure] = [Table("Pools", list(_COLUMNS.values()), cells, note), Figure(plot, caption)]
+        parts: list[Table | LinePlot] = [Table("Pools", list(_COLUMNS.values()), cells, note), plot]
         return Report("A trace on a real pool", summary, parts, facts)
 
 

@@ -18,8 +18,7 @@ import click
 import msgspec
 
 from bench.lib.about import about
-from bench.lib.plots import LinePlot
-from bench.lib.report import Figure, Report, Table, finish, option, progress, report_options, size
+from bench.lib.report import LinePlot, Report, Table, finish, option, progress, report_options, size
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
@@ -210,7 +209,7 @@ def main(
 def report_of(steps: Sequence[GrowthStep], found: Sequence[Limit], rate: float, facts: Mapping[str, str]) -> Report:
     """Returns what is full first, the tables, and the plots."""
     names = list(steps[0].asked)
-    parts: list[Table | Figure] = [
+    parts: list[Table | LinePlot] = [
         Table(
             "What is full first",
             ["resource", "full from, nodes", "full at, requests/s a node"],
@@ -238,8 +237,8 @@ def report_of(steps: Sequence[GrowthStep], found: Sequence[Limit], rate: float, 
             "99th percentile": [(float(step.nodes), step.ttft_p99_ms) for step in steps],
         }
         parts += [
-            Figure(LinePlot("How full each resource is", "nodes", "share asked for; 1 is full", shares, y_most=_SHOWN), "Lines end at the top where more is asked for than can ever be done."),
-            Figure(LinePlot("Time to first token", "nodes", "milliseconds", times)),
+            LinePlot("How full each resource is", "nodes", "share asked for; 1 is full", shares, "Lines end at the top where more is asked for than can ever be done.", y_most=_SHOWN),
+            LinePlot("Time to first token", "nodes", "milliseconds", times),
         ]  # fmt: skip
     return Report(
         "A cluster as it grows, in simulation",

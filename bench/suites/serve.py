@@ -28,8 +28,7 @@ import msgspec
 from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
-from bench.lib.plots import LinePlot
-from bench.lib.report import Check, Figure, Report, Table, at_least, at_most, finish, option, progress, report_options
+from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import quantile
 from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
 from bench.lib.trace import read_trace
@@ -241,7 +240,7 @@ def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], fact
     """Returns the figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
     names = [name for name in rows[0] if name != "pass"]
     cells = [[name, *(_cell(row[name]) for row in rows)] for name in names]
-    parts: list[Table | Figure] = [
+    parts: list[Table | LinePlot] = [
         Table("Passes", ["", *(str(row["pass"]) for row in rows)], cells,
               "Times count from when a request was due. recompute: each request with an isolation of its own; reuse: without. "
               "The ideal hit rate is that of a pool that never forgets and holds a prompt as soon as it is sent."),
@@ -251,8 +250,8 @@ def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], fact
         spread = {name: distribution([one.first or 0.0 for one in ones]) for name, ones in answered.items()}
         course = {name: in_slices(ones) for name, ones in answered.items()}
         parts += [
-            Figure(LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0)),
-            Figure(LinePlot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False)),
+            LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0),
+            LinePlot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False),
         ]  # fmt: skip
     return Report("A cluster under load", "Open loop: requests begin when they are due, however slow the cluster is.", parts, facts)  # fmt: skip
 

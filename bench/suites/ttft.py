@@ -75,41 +75,36 @@ class OpenAIServer:
     """An OpenAI-compatible server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._host = url.removeprefix("http://")
+        self._url = url
 
     def first_token(self, prompt: Sequence[int]) -> float:
         """Returns the seconds from sending a request to its first token."""
         body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
         encoded = json.dumps({**body, "return_token_ids": True}).encode()
-        connection = http.client.HTTPConnection(self._host, timeout=300)
-        try:
-            start = time.perf_counter()
-            connection.request("POST", "/v1/completions", encoded, {"Content-Type": "application/json"})
-            with connection.getresponse() as answer:
-                for line in answer:
-                    if line.startswith(b"data: {"):
-                        seconds = time.perf_counter() - start
-                        answer.read()
-                        return seconds
-            raise RuntimeError(f"{self._host} answered {answer.status} without a token")
-        finally:
-            connection.close()
+        start = time.perf_counter()
+        with self._ask("/v1/completions", encoded, timeout=300) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    seconds = time.perf_counter() - start
+                    answer.read()
+                    return seconds
+        raise RuntimeError(f"{self._url} answered without a token")
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache; waits until no store holds its blocks any more."""
+        """Empties vLLM's own prefix cache; waits until no store holds its blocks any more."""
         end = time.monotonic() + _SETTLE_S
         while True:
-            connection = http.client.HTTPConnection(self._host, timeout=30)
-            try:
-                connection.request("POST", "/reset_prefix_cache")
-                connection.getresponse().read()
-            finally:
-                connection.close()
+            self._ask("/reset_prefix_cache", b"").close()
             if self.cached_share() == 0:
                 return
             if time.monotonic() > end:
-                raise RuntimeError(f"{self._host} still holds blocks {_SETTLE_S:g} s after its last request")
+                raise RuntimeError(f"{self._url} still holds blocks {_SETTLE_S:g} s after its last request")
             time.sleep(0.1)
+
+    def _ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
+        request = urllib.request.Request(self._url + path, body, {"Content-Type": "application/json"})
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+        return answer
 
     def cached_share(self) -> float:
         """The share of the KV cache's blocks that are held."""
@@ -117,7 +112,7 @@ class OpenAIServer:
 
     def metric(self, name: str, label: str = "", value: str = "") -> dict[str, float]:
         """Returns the values of a metric, of all label sets in which `label` has this value."""
-        with urllib.request.urlopen(f"http://{self._host}/metrics", timeout=30) as answer:
+        with self._ask("/metrics") as answer:
             lines = answer.read().decode().splitlines()
         wanted = f'{label}="{value}"' if label else ""
         return {

@@ -11,15 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from bench.lib.about import about
-from bench.lib.plots import LinePlot
-from bench.lib.report import Figure, Report, Table, at_least, finish, report_options
+from bench.lib.report import LinePlot, Report, Table, at_least, finish, report_options
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.config import CacheConfig
 from transfer.settings import TransferSettings
 
 NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 PLOTS = (
-    LinePlot(NASTY, NASTY, NASTY, {NASTY: [(10.0, 1.0), (1000.0, 2.0)]}),
+    LinePlot(NASTY, NASTY, NASTY, {NASTY: [(10.0, 1.0), (1000.0, 2.0)]}, NASTY),
     LinePlot("one point", "x", "y", {"a": [(1.0, 0.0)], "b": []}, log_x=False, y_most=1.0),
 )
 
@@ -28,7 +27,7 @@ PLOTS = (
 @report_options
 def bench(**options: object) -> None:
     table = Table(NASTY, (NASTY, "n"), ((NASTY, 1.5), ("x", None)))
-    report = Report(NASTY, NASTY, [table, *(Figure(plot, NASTY) for plot in PLOTS)], {NASTY: NASTY})
+    report = Report(NASTY, NASTY, [table, *PLOTS], {NASTY: NASTY})
     finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], report=report, **options)  # type: ignore[arg-type]
 
 
