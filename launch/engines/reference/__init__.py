@@ -8,30 +8,23 @@ reserve blocks and load the prefix, computes the rest with the `model` through t
 `Generation` from which the server reads.
 """
 
-from launch.engines.reference.engine import CacheFactory, ReferenceEngine
+from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.model import PagedModel
 from launch.engines.reference.requests import (
     EngineClosedError,
-    Generation,
     GenerationError,
     GenerationRequest,
-    GenerationStats,
     QueueFullError,
-    TokenEvent,
 )
 from launch.engines.reference.server import ReferenceServer, serve
 
 __all__ = [
-    "CacheFactory",
     "EngineClosedError",
-    "Generation",
     "GenerationError",
     "GenerationRequest",
-    "GenerationStats",
     "PagedModel",
     "QueueFullError",
     "ReferenceEngine",
     "ReferenceServer",
-    "TokenEvent",
     "serve",
 ]

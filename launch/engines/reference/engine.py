@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -272,13 +272,12 @@ class _Phase(enum.Enum):
     DECODE = "decode"
 
 
-class _LoadAttempt:
+class _LoadAttempt(NamedTuple):
     """One attempt to load a request's prefix."""
 
-    def __init__(self, started: float, deadline: float) -> None:
-        self.started = started
-        self.deadline = deadline
-        self.cancelled = threading.Event()
+    started: float
+    deadline: float
+    cancelled: threading.Event
 
 
 class _Active:
@@ -295,8 +294,6 @@ class _Active:
         self.skip_cache = False
         self.result = LoadResult("nothing", reason="not_asked")
         """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
-        self.cache_answered = False
-        """Whether the load ended as it should: only then are chunks that are yet to be stored worth announcing."""
         self.position = 0
         """Tokens whose KV is in the pages."""
         self.produced = 0
@@ -412,7 +409,7 @@ class _Scheduler:
         announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
         wait_s = self._handoff.wait_ms / 1000 if announced else 0.0
         now = time.monotonic()
-        load = _LoadAttempt(now, now + wait_s + self._load_timeout_s)
+        load = _LoadAttempt(now, now + wait_s + self._load_timeout_s, threading.Event())
 
         def run() -> None:
             result = LoadResult("failed")
@@ -438,7 +435,6 @@ class _Scheduler:
         active.load = None
         active.phase = _Phase.PREFILL
         active.result = result
-        active.cache_answered = result.outcome in ("hit", "nothing")
         # The last token is computed even if it was loaded: it has to predict the first token of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
         self._count_load(load, result.outcome)
@@ -576,7 +572,8 @@ class _Scheduler:
             self._engine.metrics.stores.labels("dropped").inc()
             return loaded
         self.lent_blocks += len(blocks)
-        return prefix.length if active.cache_answered else loaded
+        # chunks that are yet to be stored are worth announcing only if the load ended as it should
+        return prefix.length if active.result.outcome in ("hit", "nothing") else loaded
 
     def _store_ended(self, blocks: int, stored: bool) -> None:
         self.lent_blocks -= blocks
