@@ -93,7 +93,7 @@ def metadata_of(model: str) -> CacheMetadata:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Returns `count` random token ids."""
+    """Returns random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(128_000) for _ in range(tokens)]
 
