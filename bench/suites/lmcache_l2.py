@@ -16,59 +16,19 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
-from bench.lib.pool import local_pool, raw_client
-from pd_cache.adapters.lmcache import LaneL2Adapter
-from pd_cache.objects.cache import Deadline
+from bench.lib.pool import local_pool
 from transfer.settings import ByteSize
 
 ROOT = Path(__file__).resolve().parents[2]
 _ROUND = re.compile(r"\[(Store|Lookup|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
 _TIMEOUT_S = 600.0
 _MOVES = ("Store", "Load")
-
-
-class RawMooncakeL2Adapter(LaneL2Adapter):
-    """An L2 plugin that calls a bare Mooncake client, with one thread for each kind of task and one batch call for each task.
-
-    It transfers from and to LMCache's own memory, which it registers. It has no deadlines, no checksums and no copies.
-    """
-
-    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
-        """Takes `{"master": "host:port", "prefix": "of the keys"}`."""
-        super().__init__("raw", 1, print, timeout=_TIMEOUT_S, lookup_timeout=_TIMEOUT_S)
-        self._open = ExitStack()
-        self._client = self._open.enter_context(raw_client(params["master"]))
-        assert l1_memory_desc is not None
-        assert self._client.register_buffer(l1_memory_desc.ptr, l1_memory_desc.size) == 0
-        self._prefix = str(params.get("prefix", "raw"))
-
-    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        codes = self._moved(self._client.batch_put_from, keys, objects)
-        return None if any(codes) else sum(one.get_size() for one in objects)
-
-    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
-        return [code == 1 for code in self._client.batch_is_exist(self._names(keys))]
-
-    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        return [code > 0 for code in self._moved(self._client.batch_get_into, keys, objects)]
-
-    def close(self) -> None:
-        super().close()
-        self._open.close()
-
-    def _moved(self, call: Callable[..., list[int]], keys: Sequence[Any], objects: Sequence[Any]) -> list[int]:
-        return call(self._names(keys), [one.data_ptr for one in objects], [one.get_size() for one in objects])
-
-    def _names(self, keys: Sequence[Any]) -> list[str]:
-        return [f"{self._prefix}/{one.kv_rank}/{one.chunk_hash.hex()}" for one in keys]
 
 
 def rounds_of(adapter: dict[str, Any], size: int, objects: int, rounds: int) -> dict[str, list[float]]:
@@ -104,7 +64,7 @@ def rounds_of(adapter: dict[str, Any], size: int, objects: int, rounds: int) -> 
 def main(size: str, objects: int, rounds: int, turns: int, folder: str) -> None:
     nbytes = int(ByteSize.parse(size))
     plugin = {"type": "plugin", "module_path": "pd_cache.adapters.lmcache", "class_name": "PdCacheL2Adapter"}
-    bare = {"type": "plugin", "module_path": "bench.suites.lmcache_l2", "class_name": "RawMooncakeL2Adapter"}
+    bare = {"type": "plugin", "module_path": "bench.lib.lmcache_raw", "class_name": "RawMooncakeL2Adapter"}
     took: dict[str, dict[str, list[float]]] = {}
     room = 4 * nbytes * objects * (rounds + 2) + (256 << 20)
     for _ in range(turns):
