@@ -68,21 +68,12 @@ class StepReport:
 
     def together(self, other: StepReport) -> StepReport:
         """Returns the report of both."""
-        jobs = dict(self.jobs)
+        jobs, loads = dict(self.jobs), dict(self.loads)
         for job, (ranks, outcomes) in other.jobs.items():
-            if job in jobs:
-                before, known = jobs[job]
-                both = [StoreOutcome.together(pair) for pair in zip(known, outcomes, strict=True)]
-                jobs[job] = (before + ranks, both)
-            else:
-                jobs[job] = (ranks, outcomes)
-        loads = dict(self.loads)
-        for request_id, restored in other.loads.items():
-            before_it = loads.get(request_id)
-            if (
-                before_it is None
-                or before_it.reason == "none"
-                or (restored.reason != "none" and restored.chunks < before_it.chunks)
-            ):
-                loads[request_id] = restored
+            before, known = jobs.get(job, (0, outcomes))
+            both = [StoreOutcome.together(pair) for pair in zip(known, outcomes, strict=True)]
+            jobs[job] = (before + ranks, both)
+        for request_id, loaded in other.loads.items():
+            pair = (loads.get(request_id, loaded), loaded)
+            loads[request_id] = min(pair, key=lambda one: (one.reason == "none", one.chunks))  # the worst
         return StepReport(jobs, loads)
