@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 
 from pd_cache.tiers.base import PutOutcome
-from pd_cache.tiers.disk import digest_of
+from pd_cache.tiers.disk import PAGE, ObjectFolder, digest_of
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
 from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, file_of, files, value
@@ -140,8 +141,11 @@ def test_a_file_with_wrong_bytes_is_a_miss_once_and_one_that_was_deleted_no_fail
     assert subject.backend.available
     assert not subject.has("k1")
     assert not subject.has("k2")
+    assert subject.get(["k3"]) == [value("k3")]
+    os.truncate(file_of(subject, "k3"), 4096)
+    assert subject.get(["k3"]) == ["truncated"], "though the whole object still lies in the memory that was read into"
     wait_for(lambda: not spoiled.exists(), what="the bad file deleted")
-    assert subject.put({"k1": value("k1"), "k2": value("k2")}) == [Status.OK] * 2
+    assert subject.put({key: value(key) for key in ("k1", "k2", "k3")}) == [Status.OK] * 3
     assert subject.get(KEYS) == expected()
 
 
@@ -424,6 +428,22 @@ def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budg
     subject.check_integrity()
 
 
+def test_a_file_that_cannot_be_deleted_stays_first_in_line(tmp_path: Path) -> None:
+    with closing(ObjectFolder(tmp_path, PAGE, direct=False, sync=False)) as folder:
+        folder.open()
+        names = [folder.write(digest_of(key), memoryview(bytearray(PAGE))) for key in "ab"]
+        first, second = map(folder.path_of, names)
+        first.unlink()
+        first.mkdir()
+        folder.drop(*names)
+        for _ in range(2):
+            with pytest.raises(OSError):
+                folder.sweep()
+        first.rmdir()
+        folder.sweep()
+        assert not second.exists()
+
+
 def test_a_file_system_that_becomes_read_only_is_still_read(open_disk: Open, freezable_disk: Path) -> None:
     subject = open_disk(freezable_disk, objects=9)
     subject.put(all_values())
@@ -505,6 +525,17 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
 
 
+def test_an_error_of_a_late_write_does_not_make_a_tier_that_is_off_better(open_disk: Open, faults: Faults) -> None:
+    subject = open_disk(retry_s=60.0, timeouts=IMPATIENT)
+    faults.go_on.clear()
+    assert subject.put({"k": value("k")}) == [Status.TIMEOUT]
+    assert not subject.backend.available
+    faults.fail(errno.ENOSPC, "write")
+    faults.go_on.set()
+    wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
+    assert not subject.backend.available
+
+
 def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, faults: Faults) -> None:
     subject = open_disk(threads=1)
     subject.put(all_values())
@@ -542,6 +573,10 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk: 
 def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk: Open, faults: Faults) -> None:
     subject = open_disk(objects=8, threads=4)
     subject.put(all_values())
+    held = list(subject.backend.batched_get(KEYS, timeout=5.0))
+    assert [fetched.reason for fetched in held] == [""] * 8, "what was read does not wait for the disk any more"
+    for fetched in held:
+        fetched.release()
     faults.go_on.clear()
     memory = subject.backend.memory
     outcomes: list[list[bytes | str]] = []

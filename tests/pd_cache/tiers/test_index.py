@@ -53,8 +53,8 @@ def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue(before: int)
     policy = S3FIFO(before)
     policy.resize(20)  # the small queue is a tenth: 2
     fill(policy, "ab")
-    for _ in range(2):
-        policy.used("a")
+    for key in "aab":
+        policy.used(key)
     # a was used twice while it was small and moves to the main queue; b was not, and goes
     assert policy.evict(nobody) == "b"
     fill(policy, "cdefgh")
@@ -193,6 +193,7 @@ class IndexModel(RuleBasedStateMachine):
         removed = self.index.remove(key)
         if isinstance(removed, int):
             assert removed == self.model.pop(key)
+            assert all(pin.resource != removed for pin in self.pins), "a pinned entry was removed"
         elif removed is Status.MISSING:
             assert key not in self.model
         else:
