@@ -64,6 +64,10 @@ def test_a_move_passes_until_its_ticket_is_revoked(fence: Fence, view: FenceView
         assert not fence.revoke(*place), "the server is in the middle of a copy into the blocks"
         assert fence.revoke(*other), "slots are fenced one by one"
         assert refused(view, other)
+    assert fence._page.lock(place[0]), "as in the middle of a revocation"
+    with pytest.raises(AbandonedError), view.writing(*place):
+        raise AssertionError("wrote while the engine took the ticket away")
+    fence._page.unlock(place[0])
     assert fence.revoke(*place)
     assert refused(view, place)
 
