@@ -110,7 +110,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
         "launch.status._SYNC_S",
-        "launch.status._TIMEOUT_S",
+        "launch.status.TIMEOUT_S",
+        "launch.watched.TIMEOUT_S",
         "launch.doctor.checks._LDD_S",
         "launch.doctor._MASTER_S",
         "launch.doctor.probe._PEERS_S",
