@@ -244,6 +244,7 @@ def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -
         assert index.fill(key, key.upper())
     pin = index.pin("a")
     assert pin is not None
+    assert index.remove("a") is Status.BUSY
     assert index.reserve("late").refusal is None
     assert index.close() == ["B"]
     assert not index.fill("late", "LATE")
