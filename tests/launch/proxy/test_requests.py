@@ -478,6 +478,7 @@ async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_mon
         for name in ("alice", "bob"):
             async with c.post(headers=by(name)) as response:
                 assert response.status == 200
+        assert all("Authorization" not in headers for headers in c.decode[0].headers), "their keys are not for nodes"
         seen = {}
         for name in ("alice", "bob", "carol", "watch", ""):
             async with c.session.get(c.url + "/requests/same", headers=by(name)) as response:
