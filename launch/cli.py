@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import pd_cache
-from pd_cache.cluster import ROLES, ClusterConfig, load_config, read_config
+from pd_cache.cluster import ROLES, ClusterConfig, Problem, load_config, read_config
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
@@ -32,8 +32,16 @@ _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
 
+def _only_one(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> Path | None:
+    if len(files) > 1:
+        raise click.BadParameter(f"{len(files)} files were given; a command works with one", ctx, param)
+    return files[0] if files else None
+
+
 def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.") -> Callable[[F], F]:
-    return click.option("-c", "--config", "file", type=_FILE, required=required, help=says)
+    return click.option(
+        "-c", "--config", "file", type=_FILE, required=required, help=says, multiple=True, callback=_only_one
+    )
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
@@ -299,12 +307,15 @@ def config() -> None:
 @click.argument("file", type=_FILE)
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
 def config_check(file: Path, file_only: bool) -> None:
-    """Read FILE as strictly as every command does, and say what is in it."""
+    """Read FILE as strictly as every command does, and say what is in it. vLLM itself checks its flags."""
+    from launch.engines.vllm_command import refused_flags
     from pd_cache.cluster.machine import check_machine, local_nodes
 
     config, source = read_config(file)
     if not file_only:
         check_machine(config, source, local_nodes(config))
+        for name, why in refused_flags(config, local_nodes(config)).items():
+            raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
     counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
     size = config.cache.chunk_size
     chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"

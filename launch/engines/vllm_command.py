@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from launch.supervise import RoleError
 from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,
+    ClusterConfig,
     DecodeNode,
+    Node,
     PrefillNode,
     VllmEngineConfig,
 )
@@ -19,6 +22,17 @@ from pd_cache.cluster.machine import find_program
 from pd_cache.vllm.files import NAMESPACE_FILE, TellCache
 
 _TRACES = "otlp-traces-endpoint"
+_PARSE = """
+import sys
+from vllm.entrypoints.cli import serve
+parser = serve.FlexibleArgumentParser(prog="vllm")
+commands = parser.add_subparsers()
+for command in serve.cmd_init():
+    command.subparser_init(commands)
+parser.parse_args(sys.argv[1:])
+"""
+"""vLLM's own parser, without what follows it."""
+_PARSE_S = 120.0
 
 
 def command(
@@ -61,6 +75,32 @@ def command(
         *([f"--kv-events-config={json.dumps(_events_config(*events))}"] if events else []),
         *flags(arguments),
     ]
+
+
+def refused_flags(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, str]:
+    """Returns what vLLM's own parser says against the flags of these nodes, by the name of the node. It runs in vLLM's Python, which takes
+    seconds. Empty if all flags are good, if the engine is not vLLM, or if its program is no script of a Python."""
+    engine = config.engine
+    if not isinstance(engine, VllmEngineConfig):
+        return {}
+    with open(executable(engine.executable), "rb") as script:
+        first = script.readline(4096).decode(errors="replace").split()
+    if len(first) != 1 or not first[0].startswith("#!/") or "python" not in first[0]:
+        return {}
+    refused = {}
+    for node in nodes:
+        if isinstance(node, PrefillNode | DecodeNode):
+            given = ("serve", engine.model, *flags(_visible(_arguments(engine, node))))
+            try:
+                done = subprocess.run(
+                    [first[0][2:], "-P", "-c", _PARSE, *given],
+                    capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if done.returncode == 2:
+                refused[node.name] = done.stderr.rpartition("error: ")[2].strip()
+    return refused
 
 
 def _events_config(stream: str, replay: str) -> dict[str, str | bool]:

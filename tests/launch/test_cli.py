@@ -228,6 +228,47 @@ def test_output_that_does_not_fit_on_its_disk_is_one_line(command: list[str]) ->
     assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
 
 
+@pytest.mark.parametrize(
+    "command", [["status"], ["up"], ["doctor"], ["demo"], ["top"], ["reset"], ["explain", "x"], ["launch", "master"]]
+)
+def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None:
+    assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
+
+
+def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "serve.py").write_text(VLLM_SERVE)
+    script = tmp_path / "bin-vllm"
+    script.write_text(f"#!{sys.executable}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = {"kind": "vllm", "model": "m", "executable": str(script)}
+    mistyped = cluster_file(tmp_path, engine=engine | {"args": {"max-model-lne": 5}})
+    message = refused("config", "check", str(mistyped))
+    assert "engine.args: vLLM refuses the flags of prefill-0: unrecognized arguments: --max-model-lne=5" in message
+    good = cluster_file(tmp_path, engine=engine | {"args": {"max-model-len": 5, "api-key": "secret"}})
+    assert CliRunner().invoke(main, ["config", "check", str(good)]).exit_code == 0
+
+
+VLLM_SERVE = """
+import argparse
+
+FlexibleArgumentParser = argparse.ArgumentParser
+
+
+class Serve:
+    def subparser_init(self, commands):
+        parser = commands.add_parser("serve")
+        parser.add_argument("model")
+        parser.add_argument("--max-model-len", type=int)
+
+
+def cmd_init():
+    return [Serve()]
+"""
+
+
 def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
     without = (
         "import sys; sys.modules['psutil'] = None; from launch.cli import main; main(['bench', 'server', '--help'])"
