@@ -511,8 +511,11 @@ def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
     assert done.untold == ["gone", "the processes that ask http://127.0.0.1:1"]
     assert [engine.current() for engine in engines] == ["v2"] * 3
     assert gone.current() is None
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        tell_all(["http://127.0.0.1:1"], odd, "v3")
+    with (
+        contextlib.closing(Channel(["http://127.0.0.1:1"])) as channel,
+        pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"),
+    ):
+        begin_version(channel, Question(model=odd), "v3", 0.5, for_all=True)
 
 
 def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
