@@ -41,7 +41,7 @@ class ProxyMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        seconds = partial(Histogram, registry=self.registry, buckets=_SECONDS)
+        histogram = partial(Histogram, registry=self.registry, buckets=_SECONDS)
         self.requests = counter(
             "pd_cache_proxy_requests",
             "Requests, by the status that the client was sent (499: it went away)",
@@ -71,10 +71,10 @@ class ProxyMetrics:
             ["hop", "node"],
         )
         self.view_stale = gauge("pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered")
-        self.prefill_seconds = seconds(
+        self.prefill_seconds = histogram(
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )
-        self.first_byte_seconds = seconds(
+        self.first_byte_seconds = histogram(
             "pd_cache_proxy_first_byte_seconds", "From a completion's arrival to its first byte from the decode node"
         )
 

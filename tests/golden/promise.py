@@ -88,7 +88,11 @@ def _metrics() -> Iterator[str]:
     for package in ("pd_cache", "launch"):
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
-                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FAMILIES):
+                if not (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Name)
+                    and node.func.id.capitalize() in _FAMILIES
+                ):
                     continue
                 name = node.args[0] if node.args else None
                 if isinstance(name, ast.Call) and isinstance(name.args[0], ast.Constant):
