@@ -91,7 +91,7 @@ def _metrics() -> Iterator[str]:
                 if not (
                     isinstance(node, ast.Call)
                     and isinstance(node.func, ast.Name)
-                    and node.func.id.capitalize() in _FAMILIES
+                    and node.func.id[:1].upper() + node.func.id[1:] in _FAMILIES
                 ):
                     continue
                 name = node.args[0] if node.args else None
