@@ -325,13 +325,14 @@ def config_check(file: Path, file_only: bool) -> None:
 @config.command("example")
 @click.argument("name", type=click.Choice(sorted(file.stem for file in _EXAMPLES.glob("*.yaml"))))
 def config_example(name: str) -> None:
-    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` shows and explains every key."""
+    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` explains every key but those for vLLM, which
+    `vllm-local` explains."""
     click.echo(example_file(name).read_text(), nl=False)
 
 
 _BENCHES = {
     "bandwidth": "objects of the pool against the raw transfer",
-    "engine": "store, lookup and retrieve of one engine against copying",
+    "engine": "store and retrieve of one engine against Mooncake's own calls",
     "lookup": "lookups against their parts, from more and more clients",
     "proxy": "what the proxy adds to a request",
     "replay": "a trace of conversations: hit rate on a real pool",

@@ -1,4 +1,4 @@
-"""MooncakeStore: wraps a Mooncake store client. No other module calls one.
+"""MooncakeStore: wraps a Mooncake store client. Only this module and `transfer.moves` call one.
 
 A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. With a dead master each
 call blocks for seconds, with a stopped peer for a minute. So here:
