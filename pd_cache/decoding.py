@@ -42,9 +42,9 @@ def decode_json(raw: Buffer | str, kind: Any) -> Any:
         raise _undecodable(error) from None
 
 
-def msgpack_decoder(kind: Any, dec_hook: Callable[[type, Any], Any] | None = None) -> Callable[[Buffer], Any]:
+def msgpack_decoder(kind: Any) -> Callable[[Buffer], Any]:
     """Returns a function that decodes msgpack to a value of type `kind` and raises UndecodableError for any other bytes."""
-    decode = msgspec.msgpack.Decoder(prepared(kind), dec_hook=dec_hook).decode
+    decode = msgspec.msgpack.Decoder(prepared(kind)).decode
 
     def read(raw: Buffer) -> Any:
         try:

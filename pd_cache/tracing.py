@@ -66,8 +66,6 @@ class TraceSpan:
 class Tracing:
     """Begins spans. This one begins none; `open_tracing` returns one that does."""
 
-    on = False
-
     def begin(
         self,
         name: str,
@@ -112,8 +110,6 @@ def open_tracing(config: TracingConfig, service: str, node: str) -> Tracing:
 
 class _SdkTracing(Tracing):
     """A provider of our own: an engine in the same process may have set the global one."""
-
-    on = True
 
     def __init__(self, config: TracingConfig, endpoint: str, service: str, node: str) -> None:
         from opentelemetry import trace

@@ -22,7 +22,7 @@ LAYERS = (
 
 LAUNCH_LAYERS = (
     ("openai", "_tethered"),
-    ("supervise", "http", "topology", "health_server"),
+    ("supervise", "http", "health_server"),
     ("masters", "discovery"),
     ("pool_lookups", "figures", "versions"),
     ("watched",),
@@ -44,7 +44,7 @@ STRANGERS = (
 """Modules and packages of one layer that never import one another."""
 
 HOMES = {
-    "mooncake": ("transfer/store.py", "bench/suites/bandwidth.py"),
+    "mooncake": ("transfer/store.py",),
     "zmq": ("pd_cache/server/link.py", "pd_cache/events/subscriber.py"),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),
@@ -57,18 +57,18 @@ HOMES = {
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/memory.py"),
     "opentelemetry": ("pd_cache/tracing.py",),
     "vllm": ("pd_cache/vllm/", "pd_cache/adapters/vllm_tier.py"),
-    "sglang": ("pd_cache/adapters/sglang_hicache.py", "bench/lib/sglang_pools.py"),
+    "sglang": ("pd_cache/adapters/sglang_hicache.py",),
     "lmcache": ("pd_cache/adapters/lmcache.py",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": (),
     "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
-    # what others wrote is decoded with one error; the reference engine refuses NaN
+    # what others wrote is decoded with one error
     "msgspec.json.decode": ("pd_cache/decoding.py",),
     "msgspec.json.Decoder": ("pd_cache/decoding.py",),
     "msgspec.msgpack.decode": ("pd_cache/decoding.py",),
     "msgspec.msgpack.Decoder": ("pd_cache/decoding.py",),
-    "json.load": ("launch/engines/reference/protocol.py",),
-    "json.loads": ("launch/engines/reference/protocol.py",),
+    "json.load": (),
+    "json.loads": (),
     "ctypes": (
         "transfer/staging.py",
         "transfer/store.py",

@@ -35,14 +35,13 @@ def mha_pool(
     heads: int = 8,
     width: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-    device_pages: int = 1,
 ) -> Any:
     """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads. The device's tensors are on the CPU, too."""
     import_sglang()
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = [torch.zeros((device_pages * tokens, heads, width), dtype=dtype) for _ in range(2 * layers)]
+    device = [torch.zeros((tokens, heads, width), dtype=dtype) for _ in range(2 * layers)]
     keys, values = tuple(device[::2]), tuple(device[1::2])
     info = MHABufferInfo(
         buffers=KVBuffers(
@@ -55,20 +54,16 @@ def mha_pool(
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return MHATokenToKVPoolHost(
-        info, start_layer=0, end_layer=layers, **_sizes(layout, pages, tokens, device_pages * tokens)
-    )
+    return MHATokenToKVPoolHost(info, start_layer=0, end_layer=layers, **_sizes(layout, pages, tokens, tokens))
 
 
-def mla_pool(
-    layout: str, *, pages: int, tokens: int, layers: int, rank: int = 512, rope: int = 64, device_pages: int = 1
-) -> Any:
+def mla_pool(layout: str, *, pages: int, tokens: int, layers: int, rank: int = 512, rope: int = 64) -> Any:
     """Returns a host pool for `pages` pages of latents of `rank` and `rope` numbers."""
     import_sglang()
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    device = [torch.zeros((device_pages * tokens, 1, rank + rope), dtype=torch.bfloat16) for _ in range(layers)]
+    device = [torch.zeros((tokens, 1, rank + rope), dtype=torch.bfloat16) for _ in range(layers)]
     info = MLABufferInfo(
         buffers=tuple(device),
         data_ptrs=_pointers(device),
@@ -86,7 +81,7 @@ def mla_pool(
         start_layer=0,
         end_layer=layers,
         target_layer_num=layers,
-        **_sizes(layout, pages, tokens, device_pages * tokens),
+        **_sizes(layout, pages, tokens, tokens),
     )
 
 

@@ -209,8 +209,8 @@ def compare(
     return rows
 
 
-def agent_trace(sessions: int, span_s: float = 3600.0, seed: int = 0) -> list[Request]:
-    """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within `span_s` seconds.
+def agent_trace(sessions: int) -> list[Request]:
+    """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within an hour.
 
     A synthetic trace of coding agents: many turns, one system prompt for all, and a tool's result in each turn.
     The numbers are those of 610 sessions of Codex with GPT-5.4 on SWE-bench Pro, as their publisher gives them
@@ -226,12 +226,12 @@ def agent_trace(sessions: int, span_s: float = 3600.0, seed: int = 0) -> list[Re
 
     Turns and growth are log-normal. Sessions begin at random, evenly over the trace.
     """
-    rng, fresh = Random(seed), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
+    rng, fresh = Random(0), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
     system = list(range(_SYSTEM_TOKENS // BLOCK_TOKENS))
     sigma = math.log(_TURNS_P90 / _TURNS_MEDIAN) / _P90
     requests: list[Request] = []
     for _ in range(sessions):
-        now, tokens = rng.uniform(0, span_s), _SYSTEM_TOKENS + _TASK_TOKENS
+        now, tokens = rng.uniform(0, 3600), _SYSTEM_TOKENS + _TASK_TOKENS
         blocks = list(system)
         for _ in range(max(1, round(rng.lognormvariate(math.log(_TURNS_MEDIAN), sigma)))):
             while len(blocks) < tokens // BLOCK_TOKENS:

@@ -265,8 +265,9 @@ def distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
     return [(max(quantile(seconds, part / 100) * 1e3, 0.01), part / 100) for part in range(1, 101)]
 
 
-def in_slices(outcomes: Sequence[RequestOutcome], slices: int = 24) -> list[tuple[float, float]]:
+def in_slices(outcomes: Sequence[RequestOutcome]) -> list[tuple[float, float]]:
     """Points (seconds, median milliseconds to the first token), one for each slice of time in which something was due."""
+    slices = 24
     length = (max(one.due for one in outcomes) or 1.0) / slices
     points = []
     for number in range(slices):

@@ -163,9 +163,9 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
     return figures
 
 
-def measure_contains(rounds: int, folder: Path, asked: int = 512, entries: int = 4096) -> dict[str, Any]:
+def measure_contains(rounds: int, folder: Path) -> dict[str, Any]:
     """Microseconds of one `contains` over 512 keys, half of them there."""
-    payload = 64
+    payload, asked, entries = 64, 512, 4096
     keys = names(entries)
     asked_keys = [*keys[:: 2 * entries // asked], *names(asked // 2)]
     figures = {}
@@ -318,7 +318,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
 # --- eviction --------------------------------------------------------------------------------------------------------
 
 
-def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int = 20) -> float:
+def measure_eviction(entries: int, policy: EvictionName, least: int) -> float:
     """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`.
 
     At least `least` are replaced, and each once; the median over slices of that.
@@ -333,6 +333,7 @@ def measure_eviction(entries: int, policy: EvictionName, least: int, slices: int
         return time.thread_time() - start
 
     take_in(names(entries))
+    slices = 20
     part = max(entries, least) // slices
     seconds = [take_in(names(part)) for _ in range(slices)]
     assert len(index) == entries

@@ -281,7 +281,7 @@ def _counted(server: OpenAIServer, counters: Counters) -> tuple[float, float, fl
     return stored, loaded, sum(server.metric("vllm:external_prefix_cache_hits_total").values())
 
 
-def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
+def lookup_p99_ms(master: str, tokens: int) -> float:
     """Returns the 99th percentile, in ms, of the scheduler's lookup for a prompt if it has to ask for all its chunks."""
     metadata = CacheMetadata(
         model=uuid.uuid4().hex, kv_dtype="bfloat16", page_format="bench", layers=12, block_size=BLOCK, page_bytes=1
@@ -291,7 +291,7 @@ def lookup_p99_ms(master: str, tokens: int, rounds: int = 500) -> float:
     try:
         client.store.wait_open(30)
         seconds = []
-        for number in range(rounds):
+        for number in range(500):
             hashes = [random.Random(number * tokens + index).randbytes(32) for index in range(tokens // BLOCK)]
             seconds.append(timed(lambda hashes=hashes: client.lookup(block_hashes=hashes)))  # type: ignore[misc]
         return 1000 * quantile(seconds, 0.99)

@@ -54,9 +54,9 @@ _AT_A_TIME = 16
 _MASTER_S = 5.0
 
 
-def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("/")) -> DoctorReport:
+def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
     """Checks everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
-    findings = list(_findings(config, root))
+    findings = list(_findings(config))
     name = None if file is None else os.fsencode(file).decode(errors="backslashreplace")
     if name is not None:
         given = f"-c {shlex.quote(name)}"
@@ -73,12 +73,12 @@ def examine(config: ClusterConfig | None, file: Path | None, root: Path = Path("
     )
 
 
-def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
+def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     yield from library_findings()
     yield from installed_findings()
-    yield from rdma_findings(None if config is None else config.transfer, root)
+    yield from rdma_findings(None if config is None else config.transfer)
     if config is None:
-        yield memory_finding(None, (), (), root)
+        yield memory_finding(None, (), ())
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
         return
     status = cluster_status(config)
@@ -87,8 +87,8 @@ def _findings(config: ClusterConfig | None, root: Path) -> Iterator[Finding]:
     running = {row.name for row in status.nodes if row.answers} | {
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
     }
-    yield memory_finding(config, mine, running, root)
-    yield from listening_findings(mine, root)
+    yield memory_finding(config, mine, running)
+    yield from listening_findings(mine)
     yield from _cluster(config, status, segments)
     yield from _network(config, status, segments, None if leading is None else leading.name)
     if segments and leading is not None:

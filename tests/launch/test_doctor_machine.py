@@ -181,8 +181,10 @@ def test_a_container_that_was_not_given_the_verbs_devices(tmp_path: Path) -> Non
 GIB = 1 << 30
 
 
-def machine(root: Path, *, total: int = 64 * GIB, free: int = 32 * GIB) -> Path:
-    write(root, "proc/meminfo", f"MemTotal: {total >> 10} kB\nMemAvailable: {free >> 10} kB\nHugepagesize: 2048 kB")
+def machine(root: Path) -> Path:
+    write(
+        root, "proc/meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {32 * GIB >> 10} kB\nHugepagesize: 2048 kB"
+    )
     return root
 
 

@@ -82,8 +82,8 @@ def test_names_are_split_as_they_were_joined(names: list[bytes]) -> None:
     assert split_names(join_names(names)) == names
 
 
-def of_version(version: int, number: int = 7) -> bytes:
-    return struct.pack("<4sHHQ", b"PDCM", version, 0, number) + encode(1, StatusQuery())[16:]
+def of_version(version: int) -> bytes:
+    return struct.pack("<4sHHQ", b"PDCM", version, 0, 7) + encode(1, StatusQuery())[16:]
 
 
 def nonsense(body: bytes) -> bytes:

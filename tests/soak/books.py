@@ -20,8 +20,6 @@ OLD_S = 0.1
 """Seconds after a reset was reported as done, as this machine's clocks tell them, from which no load may begin that brings KV of earlier
 weights."""
 TICK_S = 0.02
-_LATE_TICK_S = 0.1
-"""A tick that is later than this shows that the machine stood still."""
 OUTPUT_TOKENS = 8
 _SHOWN = 20
 

@@ -81,7 +81,7 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def collecting(host: str = "127.0.0.1") -> Iterator[Collector]:
+def collecting() -> Iterator[Collector]:
     collector = Collector()
 
     class CollectorHandler(BaseHTTPRequestHandler):
@@ -101,12 +101,12 @@ def collecting(host: str = "127.0.0.1") -> Iterator[Collector]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer((host, 0), CollectorHandler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler)
     server.daemon_threads = True
     server.block_on_close = False
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    collector.endpoint = f"http://{host}:{server.server_address[1]}/v1/traces"
+    collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
     try:
         yield collector
     finally:

@@ -11,9 +11,9 @@ import msgspec
 from bench.lib.trace import BLOCK_TOKENS, Request
 
 
-def conversations(count: int, turns: int, seed: int = 0) -> list[Request]:
+def conversations(count: int, turns: int) -> list[Request]:
     """Conversations that take turns: each turn repeats all that was said, and says three blocks more."""
-    rng, requests = random.Random(seed), []
+    rng, requests = random.Random(0), []
     for turn in range(turns):
         for one in range(count):
             blocks = [one * 1000 + block for block in range(3 * (turn + 1))]

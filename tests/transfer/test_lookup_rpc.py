@@ -178,8 +178,8 @@ HEAD = struct.Struct("<4B3I")
 TYPES = bytes.fromhex("5d8c5f2a 04 84870b0100")
 
 
-def answer(number: int, body: bytes, *, magic: int = 21, error: int = 0, length: int | None = None) -> bytes:
-    return HEAD.pack(magic, 0, error, 0, number, len(body) if length is None else length, 0) + body
+def answer(number: int, body: bytes, *, error: int = 0, length: int | None = None) -> bytes:
+    return HEAD.pack(21, 0, error, 0, number, len(body) if length is None else length, 0) + body
 
 
 def verdicts(*keys: int) -> bytes:

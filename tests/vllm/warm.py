@@ -29,7 +29,6 @@ from launch._tethered import set_death_signal
 from launch.supervise import end, spawn_child
 
 _POLL_S = 0.02
-_IMPORT_S = 600.0
 _ASKER = """
 import json, os, signal, socket, sys
 

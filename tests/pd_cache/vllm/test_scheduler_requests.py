@@ -225,8 +225,6 @@ class Recorded:
 
 
 class Recorder(Tracing):
-    on = True
-
     def __init__(self) -> None:
         self.spans: list[Recorded] = []
         self.closed = False
