@@ -235,6 +235,17 @@ def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None
     assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
 
 
+@pytest.mark.parametrize("command", [["status", "-c"], ["config", "check"]])
+def test_a_link_to_itself_and_a_name_that_is_not_utf_8_are_files_like_others(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop: cannot be read: Too many levels of symbolic links" in refused(*command, str(tmp_path / "loop"))
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.yaml")
+    Path(odd).write_text("nodes: 1")
+    assert "udcff.yaml:1: nodes: " in refused(*command, odd)
+
+
 def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
