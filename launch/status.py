@@ -80,11 +80,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return self.asked and not self.silent
 
     @property
-    def up(self) -> bool:
-        """Whether it answered, and was well."""
-        return self.state.startswith("up")
-
-    @property
     def url(self) -> str:
         """The address at which it speaks HTTP; empty if it does not."""
         return self.record.address if self.record.address.startswith("http") else self.record.metrics or ""

@@ -112,7 +112,7 @@ def _ago(value: float) -> str:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Returns the last `width` values as bars, the largest of them as the highest. Blank where there are none yet."""
-    shown = [value if math.isfinite(value) else 0.0 for value in values][-width:] if width > 0 else []
+    shown = list(values)[-width:] if width > 0 else []
     most, steps = max(shown, default=0.0), len(_BARS)
     bars = "".join(_BARS[min(steps, math.ceil(value / most * steps)) - 1] if value > 0 else " " for value in shown)
     return bars.rjust(max(0, width))

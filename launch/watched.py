@@ -7,13 +7,12 @@ how each one is.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 import urllib.error
 import urllib.parse
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -28,8 +27,7 @@ from pd_cache.errors import PdCacheError
 TIMEOUT_S = 2.0
 """How long a node may take."""
 _LARGEST = 4 << 20
-_AT_A_TIME = 16
-_SILENT_AT_A_TIME = 8
+_AT_A_TIME = 24
 _LONGEST_PAUSE_S = 15.0
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 _reading = threading.Lock()
@@ -103,59 +101,45 @@ class _Schedule(msgspec.Struct):
     """When to ask one node."""
 
     due: float = 0.0
-    busy: bool = False
     failures: int = 0
+    question: Future[NodeAnswer] | None = None
+    """Under way."""
 
 
 class Asker:
-    """Asks nodes on two bounded sets of threads: those that answered last time on one, the silent ones, less and less often, on the other."""
+    """Asks nodes on a bounded set of threads; silent ones less and less often, so that they leave the threads to the others."""
 
     def __init__(self, access: Access, interval_s: float) -> None:
         """`interval_s`: from one question to a node to the next."""
         self._access = access
         self._interval_s = interval_s
-        self._answers: queue.SimpleQueue[NodeAnswer] = queue.SimpleQueue()
         self._schedules: dict[str, _Schedule] = {}
-        self._well = ThreadPoolExecutor(_AT_A_TIME, "pd-cache-watch")
-        self._silent = ThreadPoolExecutor(_SILENT_AT_A_TIME, "pd-cache-watch-silent")
+        self._threads = ThreadPoolExecutor(_AT_A_TIME, "pd-cache-watch")
 
     def poll(self, records: Iterable[NodeRecord], now: float) -> list[NodeAnswer]:
         """Asks every node that is due, and returns the answers that have arrived. Does not wait."""
         wanted = {record.name: record for record in records}
         self._schedules = {name: self._schedules.get(name) or _Schedule() for name in wanted}
         answers = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                answers.append(self._answers.get_nowait())
-        for answer in answers:
-            if (schedule := self._schedules.get(answer.name)) is not None:
-                schedule.busy = False
+        for name, record in wanted.items():
+            schedule = self._schedules[name]
+            if schedule.question is not None and schedule.question.done():
+                error = schedule.question.exception()
+                answer = NodeAnswer(name, now, None, one_line(repr(error))) if error else schedule.question.result()
+                schedule.question = None
+                answers.append(answer)
                 schedule.failures = 0 if answer.reading is not None else schedule.failures + 1
                 pause = min(_LONGEST_PAUSE_S, self._interval_s * 2 ** min(schedule.failures, 8))
                 # from when it was due, so that intervals do not drift, unless it was late
                 schedule.due = max(schedule.due + self._interval_s, now) if not schedule.failures else now + pause
-        for name, record in wanted.items():
-            schedule = self._schedules[name]
-            if not schedule.busy and schedule.due <= now:
-                schedule.busy, schedule.due = True, now
-                threads = self._silent if schedule.failures else self._well
-                threads.submit(self._ask, record)
+            if schedule.question is None and schedule.due <= now:
+                schedule.due = now
+                schedule.question = self._threads.submit(ask_node, record, self._access)
         return answers
-
-    def _ask(self, record: NodeRecord) -> None:
-        try:
-            answer = ask_node(record, self._access)
-        except BaseException as error:
-            self._answers.put(NodeAnswer(record.name, time.monotonic(), None, one_line(repr(error))))
-            raise
-        self._answers.put(answer)
 
     def close(self) -> None:
         """Asks no more. Waits for the questions under way, for at most their deadline."""
-        for threads in (self._well, self._silent):
-            threads.shutdown(wait=False, cancel_futures=True)
-        for threads in (self._well, self._silent):
-            threads.shutdown(wait=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 class _Watched(msgspec.Struct):

@@ -38,7 +38,7 @@ WHEELS = {
 """Mooncake's wheels, all of which install the package `mooncake`, by the extra of ours that brings each."""
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
-_LINKED = ("store.so", "mooncake_master", "mooncake_client")
+_LINKED = ("store.so", "mooncake_master")
 _LDD_S = 30.0
 _NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
 _CUDART = re.compile(r"libcudart\.so\.(\d+)")

@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import os
 import socket
+import subprocess
 import time
 import uuid
 from collections import defaultdict
@@ -287,9 +288,9 @@ def _open_port(target: PeerAddress) -> str:
 
 
 _LISTENING = "network.listening"
-_MOST_ADDRESSES, _MOST_PORTS = 16, 8
 _LISTENS = "0A"
 """In /proc/net/tcp: the state LISTEN."""
+_HOSTNAME_S = 5.0
 
 
 def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Finding]:
@@ -299,11 +300,10 @@ def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterato
         yield skipped(_LISTENING, "no Mooncake client runs here")
         return
     written = {address for node in nodes if (address := _resolved(node.host)) is not None}
-    others = sorted(own_addresses(root) - written)[:_MOST_ADDRESSES]
     targets = [
         PeerAddress("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
-        for other in others
-        for port in sorted(ports)[:_MOST_PORTS]
+        for other in sorted(own_addresses() - written)
+        for port in sorted(ports)
     ]
     yield listening_verdict(asyncio.run(reach(targets)), written)
 
@@ -340,25 +340,13 @@ def wide_ports(root: Path = Path("/")) -> set[int]:
     return found
 
 
-def own_addresses(root: Path = Path("/")) -> set[str]:
-    """Returns addresses of this machine at which other machines could reach it."""
-    found: set[str] = set()
-    before = ""
-    for line in _lines(root / "proc/net/fib_trie"):
-        if "/32 host LOCAL" in line:
-            found.add(before)
-        before = line.split()[-1] if line.split() else ""
-    for line in _lines(root / "proc/net/if_inet6"):
-        found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
-    kept = (ipaddress.ip_address(address) for address in found)
-    return {str(address) for address in kept if not address.is_loopback and not address.is_link_local}
-
-
-def _lines(file: Path) -> list[str]:
+def own_addresses() -> set[str]:
+    """Returns addresses of this machine at which other machines could reach it; none if it cannot be asked for them."""
     try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
+        asked = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False, timeout=_HOSTNAME_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(asked.stdout.split())
 
 
 def _client_ports() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.probe import listening_findings, listening_verdict, own_addresses, wide_ports
+from launch.doctor.probe import listening_findings, listening_verdict, wide_ports
 from launch.doctor.report import Verdict
 from launch.reachability import PeerAddress, Reach
 from tests.support.cluster import cluster_file
@@ -27,26 +27,6 @@ TCP6 = """\
   sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when
    0: 00000000000000000000000000000000:3B00 00000000000000000000000000000000:0000 0A 00000000:00000000 00:00000000 0 0
 """
-FIB = """\
-Main:
-  +-- 0.0.0.0/0 3 0 5
-     |-- 10.0.0.0
-        /24 link UNICAST
-Local:
-        +-- 10.0.0.0/24 2 0 2
-           |-- 10.0.0.7
-              /32 host LOCAL
-           |-- 10.0.0.255
-              /32 link BROADCAST
-        +-- 127.0.0.0/8 2 0 2
-           |-- 127.0.0.1
-              /32 host LOCAL
-"""
-INET6 = """\
-00000000000000000000000000000001 01 80 10 80       lo
-20010db8000000000000000000000007 02 40 00 00     eth0
-fe800000000000000000000000000007 02 40 20 80     eth0
-"""
 
 
 @pytest.fixture
@@ -54,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     """A machine's /proc."""
     folder = tmp_path / "proc" / "net"
     folder.mkdir(parents=True)
-    for name, text in (("tcp", TCP), ("tcp6", TCP6), ("fib_trie", FIB), ("if_inet6", INET6)):
+    for name, text in (("tcp", TCP), ("tcp6", TCP6)):
         (folder / name).write_text(text)
     return tmp_path
 
@@ -65,10 +45,6 @@ def test_ports_that_are_bound_to_all_addresses_are_found_in_mooncakes_range(
     assert wide_ports(root) == {15096, 15104}
     monkeypatch.setenv("MC_MIN_RPC_PORT", "15100")
     assert wide_ports(root) == {15104}
-
-
-def test_addresses_that_other_machines_could_use_are_found(root: Path) -> None:
-    assert own_addresses(root) == {"10.0.0.7", "2001:db8::7"}
 
 
 def test_what_takes_connections_is_a_warning_with_the_rule_that_ends_it() -> None:

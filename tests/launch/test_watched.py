@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import msgspec
@@ -13,7 +14,7 @@ from launch.masters import Segment
 from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, is_asked
 from pd_cache.cluster import NodeRecord
 from tests.support.pool import free_port
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_for
 
 PREFILL = NodeRecord(name="prefill-0", role="prefill", address="http://10.0.0.1:8100")
 DECODE = NodeRecord(name="decode-0", role="decode", address="http://10.0.0.2:8200")
@@ -110,9 +111,7 @@ def test_a_store_is_asked_where_it_answers(well: int) -> None:
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first round the silent ones have threads of their own: forty of them take all of these, again and again."""
     monkeypatch.setattr("launch.watched.TIMEOUT_S", 0.2)
-    monkeypatch.setattr("launch.watched._LONGEST_PAUSE_S", 0.0)
     records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
     asker = Asker(NOBODY, 0.05)
     answers: list[NodeAnswer] = []
@@ -128,23 +127,25 @@ def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monk
     assert {one.why for one in answers if one.name != "well"} <= {"no whole answer within 0.2 s", "timed out"}
 
 
-def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_a_silent_one_less_often() -> None:
-    asker = Asker(NOBODY, 2.0)
+@pytest.mark.parametrize(("later", "times"), [(53.9, 1), (54.0, 2)])
+def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_a_silent_one_less_often(
+    monkeypatch: pytest.MonkeyPatch, later: float, times: int
+) -> None:
     asked: list[str] = []
-    asker._ask = lambda record: asked.append(record.name)  # type: ignore[method-assign]
-    nodes = [record("a", 1)]
-    try:
-        for now in (0.0, 1.0, 50.0):
-            asker.poll(nodes, now)
-        for threads in (asker._well, asker._silent):
-            threads.submit(lambda: None).result()
-        assert asked == ["a"]
-        for now, expected in ((50.0, 1), (53.9, 1), (54.0, 2), (54.0, 2)):
-            if now == 50.0:
-                asker._answers.put(NodeAnswer("a", now, None, "refused"))
-            asker.poll(nodes, now)
-            for threads in (asker._well, asker._silent):
-                threads.submit(lambda: None).result()
-            assert len(asked) == expected
-    finally:
-        asker.close()
+    let = threading.Event()
+
+    def ask(record: NodeRecord, _: object) -> NodeAnswer:
+        asked.append(record.name)
+        let.wait(PATIENCE_S)
+        return NodeAnswer(record.name, 0.0, None, "refused")
+
+    monkeypatch.setattr("launch.watched.ask_node", ask)
+    asker, nodes = Asker(NOBODY, 2.0), [record("a", 1)]
+    for now in (0.0, 1.0, 50.0):
+        assert asker.poll(nodes, now) == []
+    let.set()
+    wait_for(lambda: asker.poll(nodes, 50.0), what="its answer")
+    nodes.append(record("b", 2))  # whose answer shows that what was due before it was asked
+    wait_for(lambda: "b" in [one.name for one in asker.poll(nodes, later)], what="its answer")
+    asker.close()
+    assert asked.count("a") == times

@@ -121,7 +121,7 @@ def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     """The cluster of `cluster_file`, running, every node with its pool, every engine with its weights' version: nodes are ready without."""
     config, source = read_config(cluster_file(folder, **changes))
     with running(_with_ports(config), source) as cluster:
-        wait_for(lambda: all(row.up or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
+        wait_for(lambda: all(row.state == "up" or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
         if isinstance(config.engine, ReferenceEngineConfig):
             wait_for(lambda: _versions_known(cluster.config), what="a version for every engine")
         yield cluster

@@ -1,7 +1,7 @@
 """What the proxy keeps of the last hour's requests. Pure.
 
 Everything is bounded: for each minute of an hour, where prompts were found, and some slow requests; for the present minute and the last,
-which decode node took over from which prefill node, for so many pairs of nodes.
+which decode node took over from which prefill node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ MINUTES = 60
 SLOWEST = 12
 """How many slow requests are kept of each minute, and shown of the hour."""
 _MINUTE_S = 60.0
-_MOST_PAIRS = 1024
 _SOURCES = ("engine", "memory", "disk", "pool", "computed")
 
 
@@ -95,10 +94,9 @@ class RecentRequests:
         nodes = {hop.hop: hop for hop in trip.hops}
         if "prefill" in nodes and "decode" in nodes:
             pair, report = (nodes["prefill"].node, nodes["decode"].node), nodes["decode"].report
-            if pair in minute.flows or len(minute.flows) < _MOST_PAIRS:
-                flow = minute.flows.get(pair, Flow())
-                loaded = 0.0 if report is None else prompt_sources(report)["pool"]
-                minute.flows[pair] = Flow(flow.requests + 1, flow.tokens + loaded)
+            flow = minute.flows.get(pair, Flow())
+            loaded = 0.0 if report is None else prompt_sources(report)["pool"]
+            minute.flows[pair] = Flow(flow.requests + 1, flow.tokens + loaded)
 
     def _minute(self, now: float) -> Minute:
         number = int(now // _MINUTE_S)
