@@ -10,7 +10,6 @@ interface to both kinds.
 
 from launch.discovery.directory import (
     Member,
-    describe_node,
     file_records,
     find_master,
     known_master,
@@ -22,7 +21,6 @@ __all__ = [
     "Directory",
     "Member",
     "View",
-    "describe_node",
     "file_records",
     "find_master",
     "known_master",

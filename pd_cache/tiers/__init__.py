@@ -12,14 +12,14 @@ from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend, open_local
-from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, ObjectMemory, Staged, slots_of
+from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory, Staged, slots_of
 from pd_cache.tiers.pipelined import PipelinedBackend
 from transfer.staging import Pin, StagingPool
 
 if TYPE_CHECKING:
     from transfer.store import MooncakeStore
 
-__all__ = ["Fetched", "PutOutcome", "Staged", "StorageBackend", "open_backend"]
+__all__ = ["PutOutcome", "Staged", "StorageBackend", "open_backend"]
 
 
 def open_backend(

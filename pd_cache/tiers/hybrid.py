@@ -21,16 +21,15 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from pd_cache.config import PromotionName
 from pd_cache.metrics import TierMetrics
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged
 from transfer.errors import PoolUnavailableError, Status
 
 log = logging.getLogger(__name__)
-
-Promotion = Literal["always", "second_hit", "never"]
 
 _REMEMBERED = 1 << 16
 """How many keys that were read once a tier remembers, for promotion on the second hit."""
@@ -43,7 +42,7 @@ class Tier(NamedTuple):
     metrics: TierMetrics
     blocking: bool = True
     """Whether a put waits for this tier."""
-    promote: Promotion = "always"
+    promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
 
 

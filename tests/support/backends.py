@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from pd_cache.config import DiskTier, EvictionName, LocalTier, NodeSettings
+from pd_cache.config import DiskTier, EvictionName, LocalTier, NodeSettings, PromotionName
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
-from pd_cache.tiers.hybrid import HybridBackend, Promotion, Tier
+from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import DeviceBackend, LocalBackend, open_local
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
@@ -166,7 +166,7 @@ def make_subject(
     slots: int = 16,
     policy: EvictionName = "lru",
     blocking: bool = True,
-    promote: Promotion = "always",
+    promote: PromotionName = "always",
 ) -> Subject:
     """The backend that `kind` names. `objects`: capacity of each local and disk tier; `slots`: of the memory besides it."""
     wrappers = re.findall(r"(pipelined|hybrid)\(", kind)
