@@ -21,7 +21,7 @@ class RawMooncakeL2Adapter(LaneL2Adapter):
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         """Takes `{"master": "host:port", "prefix": "of the keys"}`."""
-        super().__init__("raw", 1, print, timeout=_PATIENCE_S, lookup_timeout=_PATIENCE_S)
+        super().__init__("raw", 1, timeout=_PATIENCE_S, lookup_timeout=_PATIENCE_S)
         self._open = ExitStack()
         self._client = self._open.enter_context(raw_client(params["master"]))
         assert l1_memory_desc is not None

@@ -14,7 +14,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -41,19 +41,18 @@ class LaneL2Adapter(L2AdapterInterface):
         self,
         name: str,
         threads: int,
-        complain: Callable[[str], None],
         *,
         timeout: float,
         lookup_timeout: float,
         capacity: int = 0,
     ) -> None:
-        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `complain` is called with a line about
-        tasks that raised. `timeout` and `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
+        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `timeout` and
+        `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
         super().__init__(capacity)
         self._timeout, self._lookup_timeout = timeout, lookup_timeout
-        self._stores: TaskLane[L2StoreResult] = TaskLane(f"{name}-store", threads, complain)
-        self._lookups: TaskLane[Bitmap] = TaskLane(f"{name}-lookup", 1, complain)
-        self._loads: TaskLane[Bitmap] = TaskLane(f"{name}-load", threads, complain)
+        self._stores: TaskLane[L2StoreResult] = TaskLane(f"{name}-store", threads)
+        self._lookups: TaskLane[Bitmap] = TaskLane(f"{name}-lookup", 1)
+        self._loads: TaskLane[Bitmap] = TaskLane(f"{name}-load", threads)
 
     # --- on the threads ---------------------------------------------------------------------------------------------
 
@@ -135,7 +134,6 @@ class PdCacheL2Adapter(LaneL2Adapter):
         super().__init__(
             "lmcache",
             options.threads,
-            log.warning,
             timeout=options.timeout_s,
             lookup_timeout=min(options.timeout_s, exist_s),
             capacity=int(options.capacity),

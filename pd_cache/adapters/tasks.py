@@ -1,38 +1,45 @@
-"""Tasks that a peer submits and asks about later: run on a bounded set of threads, announced by an event descriptor. Every task ends."""
+"""Tasks that a peer submits and asks about later, on a bounded set of threads. Every task ends.
+
+`TaskLane` runs tasks of one kind, and announces their ends by an event descriptor. `RowJobs` stores and loads rows of one memory on two lanes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
+from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.objects.cache import Deadline
 from pd_cache.sparse_log import SparseLog
 from transfer.calls import CallThreads
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_QUEUED = 1024
 """One more task of a kind ends at once, as one that failed."""
 MOST_KEPT = 1 << 16
 """The most results that are kept for a peer that does not ask for them; the oldest go first."""
+_WARN_S = 10.0
+"""How often a thread that waits for transfers says so; and how much longer than a job's time `RowJobs.close` waits."""
 
 
 class TaskLane(Generic[T]):
     """Tasks of one kind. Thread-safe."""
 
-    def __init__(self, name: str, threads: int, complain: Callable[[str], None]) -> None:
-        """`complain` is called with a line about tasks that raised, at most once in ten seconds for each type of error."""
+    def __init__(self, name: str, threads: int) -> None:
         self._threads = CallThreads(name, threads, limit=MOST_QUEUED, spare=threads)
         self._name = name
-        self._complain = complain
         self._log = SparseLog()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._results: OrderedDict[int, T] = OrderedDict()
         self._under_way: dict[int, Deadline] = {}
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -47,7 +54,7 @@ class TaskLane(Generic[T]):
     def submit(self, task: Callable[[Deadline], T], failed: T, timeout: float) -> int:
         """Begins a task, which is given its deadline. Returns its number. `failed` is the result if it raises or cannot run."""
         deadline, end = Deadline(timeout), time.monotonic() + timeout
-        with self._lock:
+        with self._changed:
             number = next(self._numbers)
             self._under_way[number] = deadline
             if self._closing:
@@ -60,38 +67,49 @@ class TaskLane(Generic[T]):
                 result = task(deadline)
             except Exception as error:  # noqa: BLE001 - a peer waits for the result, whatever it is
                 if (count := self._log.admit(type(error).__name__, 1)) is not None:
-                    self._complain(f"{self._name}: {count} tasks failed: {error!r}")
+                    log.warning("%s: %d tasks failed: %r", self._name, count, error)
 
         self._threads.submit(run, end, lambda: self._ended(number, result))
         return number
 
     def take(self, number: int) -> T | None:
         """Returns a task's result, once; None while it runs, and for unknown numbers."""
-        with self._lock:
+        with self._changed:
             return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, T]:
         """Returns the results that were not taken yet."""
-        with self._lock:
+        with self._changed:
             taken, self._results = dict(self._results), OrderedDict()
             return taken
 
-    def close(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> bool:
+        """Makes the deadlines of the tasks under way pass, and waits at most `timeout` seconds for them. Returns whether all have ended."""
+        with self._changed:
+            self._cut()
+            return self._changed.wait_for(lambda: not self._under_way, timeout)
+
+    def close(self, timeout: float) -> bool:
         """Refuses further tasks, makes the deadlines of those under way pass, waits at most `timeout` seconds for them, and closes the
-        descriptor. Idempotent."""
-        with self._lock:
+        descriptor. Returns whether all have ended. Idempotent."""
+        with self._changed:
             self._closing = True
-            for deadline in self._under_way.values():
-                deadline.cut()
-        self._threads.close(timeout)
-        with self._lock:
+            self._cut()
+        ended = self._threads.close(timeout)
+        with self._changed:
             if not self._closed:
                 self._closed = True
                 os.close(self._event)
+        return ended
+
+    def _cut(self) -> None:
+        for deadline in self._under_way.values():
+            deadline.cut()
 
     def _ended(self, number: int, result: T) -> None:
-        with self._lock:
+        with self._changed:
             del self._under_way[number]
+            self._changed.notify_all()
             self._results[number] = result
             if len(self._results) > MOST_KEPT:
                 self._results.popitem(last=False)
@@ -100,3 +118,126 @@ class TaskLane(Generic[T]):
                     os.eventfd_write(self._event, 1)
                 except BlockingIOError:  # it is readable, and has been for 2^64 tasks
                     return
+
+
+class RowResult(NamedTuple):
+    """A job that has ended."""
+
+    job: int
+    is_load: bool
+    names: tuple[bytes, ...]
+    done: tuple[bool, ...]
+    """For each name whether it was stored or loaded."""
+    seconds: float = 0.0
+    """How long it took, from its submission."""
+
+
+class RowJobs:
+    """Moves rows between a memory and the cache, for a caller that only submits jobs and asks what has ended. Thread-safe.
+
+    Each job has one deadline from when it was submitted. When it has ended, nothing reads or writes its rows any more. Jobs that wait are
+    bounded: stores by `most_waiting` rows, beyond which they fail at once; loads by the rows that the caller has.
+    """
+
+    def __init__(
+        self,
+        names: VersionedNames,
+        memory: memoryview,
+        row_bytes: int,
+        *,
+        seconds: float,
+        most_waiting: int,
+        threads: int = 2,
+    ) -> None:
+        """`memory` is flat and writable, and has rows of `row_bytes`. Each job has `seconds`. There are `threads` for each direction."""
+        self._names = names
+        self._memory = memory
+        self._row_bytes = row_bytes
+        self._rows = len(memory) // row_bytes if row_bytes else 0
+        self._seconds = seconds
+        self._most_waiting = most_waiting
+        self._loads: TaskLane[RowResult] = TaskLane("pd-cache-loads", threads)
+        self._stores: TaskLane[RowResult] = TaskLane("pd-cache-stores", threads)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, int] = {}
+        """The rows of each store that no thread has begun."""
+        self._refused: list[RowResult] = []
+
+    def load(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Begins to load the values of these names into these rows. Returns at once; so does `store`."""
+        job = RowResult(number, True, tuple(names), (False,) * len(names))
+
+        def load(views: list[memoryview], deadline: Deadline) -> list[bool]:
+            return [not reason for reason in self._names.read_into(names, views, timeout=deadline)]
+
+        self._submit(self._loads, job, rows, load)
+
+    def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, epoch: str | None = None) -> None:
+        """Begins to store rows that were computed in the weights version `epoch`, by default the engine's."""
+        job = RowResult(number, False, tuple(names), (False,) * len(names))
+        epoch = self._names.own if epoch is None else epoch
+        with self._lock:
+            waiting = sum(self._waiting.values())
+            if waiting and waiting + len(rows) > self._most_waiting:
+                self._refused.append(job)
+                return
+            self._waiting[number] = len(rows)
+
+        def store(views: list[memoryview], deadline: Deadline) -> list[bool]:
+            with self._lock:
+                self._waiting.pop(number, None)
+            return self._names.put(names, views, epoch=epoch, timeout=deadline)
+
+        self._submit(self._stores, job, rows, store)
+
+    def finished(self) -> list[RowResult]:
+        """Returns the jobs that have ended since the last call."""
+        ended = [*self._loads.take_all().values(), *self._stores.take_all().values()]
+        with self._lock:
+            for job in ended:
+                if not job.is_load:
+                    self._waiting.pop(job.job, None)  # of a job that was never begun
+            ended += self._refused
+            self._refused.clear()
+        return ended
+
+    def drain(self) -> None:
+        """Ends all jobs: those that wait fail, and those that run are waited for, until their deadlines at the latest."""
+        for lane in (self._loads, self._stores):
+            while not lane.drain(_WARN_S):
+                log.warning("still waiting for transfers")
+
+    def close(self) -> bool:
+        """Ends all jobs and the threads, and lets go of the memory. Returns False if a transfer still uses it, long after its deadline.
+        Idempotent."""
+        end = time.monotonic() + self._seconds + _WARN_S
+        ended = [lane.close(max(0.0, end - time.monotonic())) for lane in (self._loads, self._stores)]
+        if not all(ended):
+            return False
+        self._memory.release()
+        return True
+
+    def _submit(
+        self,
+        lane: TaskLane[RowResult],
+        job: RowResult,
+        rows: Sequence[int],
+        move: Callable[[list[memoryview], Deadline], list[bool]],
+    ) -> None:
+        """Begins a job, whose result is `job` if it fails. It fails if its rows are not those of its names."""
+        begun, size = time.monotonic(), self._row_bytes
+        fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
+
+        def run(deadline: Deadline) -> RowResult:
+            if deadline.passed or not fits:
+                return job
+            views = [self._memory[row * size : (row + 1) * size] for row in rows]
+            try:
+                done = move(views, deadline)
+                return job._replace(done=tuple(done), seconds=time.monotonic() - begun)
+            finally:
+                for view in views:  # the memory's owner unmaps it when nothing refers to it
+                    with contextlib.suppress(BufferError):
+                        view.release()
+
+        lane.submit(run, job, self._seconds)

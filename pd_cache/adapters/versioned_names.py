@@ -30,42 +30,49 @@ class VersionedNames:
         own = self.version.own
         return UNKNOWN if own is None else own
 
-    def exist(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
+    def exist(self, names: Sequence[bytes], *, timeout: float | Deadline | None = None) -> list[bool]:
         """Returns which values are there, by one request."""
-        deadline = Deadline(timeout)
-        epoch = self.version.current(timeout)
+        deadline = Deadline.of(timeout)
+        epoch = self.version.current(deadline.left())
         if epoch is None:
             return [False] * len(names)
-        statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline.left())
+        statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline)
         return [status is Status.OK for status in statuses]
 
     def put(
-        self, names: Sequence[bytes], values: Sequence[Any], *, epoch: str | None = None, timeout: float | None = None
+        self,
+        names: Sequence[bytes],
+        values: Sequence[Any],
+        *,
+        epoch: str | None = None,
+        timeout: float | Deadline | None = None,
     ) -> list[bool]:
         """Stores values that were computed in the version `epoch`, by default the engine's. Returns which of them others can load now.
 
         Stores none if that version is not the current one.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline.of(timeout)
         # waits for the first answer, before which the engine's own version is not known
-        self.version.current(timeout)
+        self.version.current(deadline.left())
         epoch = self.own if epoch is None else epoch
         if why := self.version.why_not(epoch):
             self._cache.metrics.trouble("put", why, len(names))
             return [False] * len(names)
-        statuses = self._cache.put_many(_within(epoch, names), values, timeout=deadline.left())
+        statuses = self._cache.put_many(_within(epoch, names), values, timeout=deadline)
         return [status is Status.OK for status in statuses]
 
-    def read_into(self, names: Sequence[bytes], buffers: Sequence[Any], *, timeout: float | None = None) -> list[str]:
+    def read_into(
+        self, names: Sequence[bytes], buffers: Sequence[Any], *, timeout: float | Deadline | None = None
+    ) -> list[str]:
         """Reads values into the caller's memory. Returns the reason of each miss; see `ObjectCache.read_into`.
 
         All are misses if the weights change meanwhile.
         """
-        deadline = Deadline(timeout)
-        epoch = self.version.current(timeout)
+        deadline = Deadline.of(timeout)
+        epoch = self.version.current(deadline.left())
         if epoch is None:
             return ["epoch_unknown"] * len(names)
-        reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline.left())
+        reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline)
         if all(reasons):
             return reasons
         reason = self.version.why_not(epoch)

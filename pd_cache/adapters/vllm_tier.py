@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from pd_cache.adapters.options import AdapterOptions, read_options, settings_of
-from pd_cache.adapters.row_jobs import RowJobs
+from pd_cache.adapters.tasks import RowJobs
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import LineOrEmpty
 from pd_cache.errors import ConfigError

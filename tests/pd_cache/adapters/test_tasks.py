@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,18 +15,19 @@ from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def complaints() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def lane(complaints: list[str]) -> Iterator[TaskLane[str]]:
-    lane: TaskLane[str] = TaskLane("a-lane", 1, complaints.append)
+def lane() -> Iterator[TaskLane[str]]:
+    lane: TaskLane[str] = TaskLane("a-lane", 1)
     try:
         yield lane
     finally:
-        lane.close(60)
-        lane.close(60)
+        assert lane.close(60)
+        assert lane.close(60)
+
+
+def results(lane: TaskLane[str], count: int) -> dict[int, str]:
+    found: dict[int, str] = {}
+    wait_for(lambda: found.update(lane.take_all()) or len(found) == count, what="every task has a result")
+    return found
 
 
 def is_announced(lane: TaskLane[str]) -> bool:
@@ -42,51 +43,31 @@ def test_a_result_is_announced_and_reported_once(lane: TaskLane[str]) -> None:
     assert lane.take(12345) is None
 
 
-def test_all_results_together(lane: TaskLane[str]) -> None:
-    numbers = [lane.submit(lambda _, n=n: f"{n}", "failed", 60) for n in range(5)]
-    found: dict[int, str] = {}
-    wait_for(lambda: found.update(lane.take_all()) or len(found) == 5)
-    assert found == {number: f"{n}" for n, number in enumerate(numbers)}
-
-
-def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], complaints: list[str]) -> None:
+def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], caplog: pytest.LogCaptureFixture) -> None:
     def raises(_: Deadline) -> str:
         raise RuntimeError("of the test")
 
     number, then = lane.submit(raises, "failed", 60), lane.submit(lambda _: "done", "failed", 60)
-    found: dict[int, str] = {}
-    wait_for(lambda: found.update(lane.take_all()) or len(found) == 2)
-    assert found == {number: "failed", then: "done"}
-    assert complaints == ["a-lane: 1 tasks failed: RuntimeError('of the test')"]
+    assert results(lane, 2) == {number: "failed", then: "done"}
+    assert caplog.messages == ["a-lane: 1 tasks failed: RuntimeError('of the test')"]
 
 
 def test_one_task_too_many_ends_at_once_as_failed(lane: TaskLane[str]) -> None:
     go = threading.Event()
-
-    def waits(_: Deadline) -> str:
-        go.wait(60)
-        return "done"
-
-    numbers = [lane.submit(waits, "failed", 60) for _ in range(MOST_QUEUED + 10)]
+    for _ in range(MOST_QUEUED + 10):
+        lane.submit(lambda _: str(go.wait(60)), "failed", 60)
     assert is_announced(lane)
     refused = lane.take_all()
     assert set(refused.values()) == {"failed"}
     assert len(refused) >= 9
     go.set()
-    found = dict(refused)
-    wait_for(lambda: found.update(lane.take_all()) or len(found) == len(numbers), what="every task has a result")
+    results(lane, MOST_QUEUED + 10 - len(refused))
 
 
-def test_tasks_that_wait_when_it_is_closed_still_end(complaints: list[str]) -> None:
-    lane: TaskLane[str] = TaskLane("a-lane", 1, complaints.append)
-    numbers = [lane.submit(lambda _: "done", "failed", 60) for _ in range(20)]
-    lane.close(60)
-    late = lane.submit(lambda _: "done", "failed", 60)
-    assert set(lane.take_all()) == {*numbers, late}
-
-
-def test_close_makes_the_deadline_of_a_task_that_runs_pass(complaints: list[str]) -> None:
-    lane: TaskLane[str] = TaskLane("a-lane", 1, complaints.append)
+@pytest.mark.parametrize("end", [TaskLane.close, TaskLane.drain], ids=["close", "drain"])
+def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_them(
+    end: Callable[[TaskLane[str], float], bool], lane: TaskLane[str]
+) -> None:
     running = threading.Event()
 
     def runs(deadline: Deadline) -> str:
@@ -94,10 +75,12 @@ def test_close_makes_the_deadline_of_a_task_that_runs_pass(complaints: list[str]
         wait_for(lambda: deadline.passed, what="the end of the task's time")
         return "ended"
 
-    number = lane.submit(runs, "failed", 3600)
+    numbers = [lane.submit(runs, "failed", 3600) for _ in range(20)]
     assert running.wait(60)
-    lane.close(60)
-    assert lane.take(number) == "ended"
+    assert end(lane, 60)
+    late = lane.submit(lambda deadline: "ended" if deadline.passed else "done", "refused", 60)
+    found = results(lane, 21)
+    assert found == dict.fromkeys(numbers, "ended") | {late: "refused" if end is TaskLane.close else "done"}
 
 
 def test_a_task_whose_time_passes_while_it_waits_has_failed(lane: TaskLane[str]) -> None:
@@ -105,6 +88,4 @@ def test_a_task_whose_time_passes_while_it_waits_has_failed(lane: TaskLane[str])
     first = lane.submit(lambda _: str(go.wait(60)), "failed", 60)
     second = lane.submit(lambda _: "done", "failed", 0.0)
     go.set()
-    found: dict[int, str] = {}
-    wait_for(lambda: found.update(lane.take_all()) or len(found) == 2)
-    assert found == {first: "True", second: "failed"}
+    assert results(lane, 2) == {first: "True", second: "failed"}

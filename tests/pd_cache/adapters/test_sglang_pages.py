@@ -1,4 +1,4 @@
-"""What two SGLang engines must have in common to share pages: pure, so it runs without SGLang."""
+"""What two SGLang engines must have in common to share pages, and where a page lies in a host pool."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.adapters.sglang_pages import bytes_of, namespace_of
-from pd_cache.errors import ConfigError
+from pd_cache.adapters.sglang_pages import PoolPages, bytes_of, namespace_of
+from pd_cache.errors import ConfigError, LayoutError
 
 SERVER = {"model_path": "org/llama", "revision": "main", "kv_cache_dtype": "fp8_e4m3", "quantization": None}
 
@@ -60,3 +60,40 @@ def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides() -> None:
     assert tensor.is_contiguous()
     assert tensor.stride() == (7,)
     assert bytes_of(tensor) == tensor.clone().numpy().tobytes()
+
+
+class Host:
+    """A host pool of two buffers, K and V, with four pages of two tokens."""
+
+    layout, page_size, size = "page_first", 2, 8
+
+    def __init__(self) -> None:
+        self.kv_buffer = [torch.arange(80, dtype=torch.uint8).reshape(8, 10), torch.arange(80, dtype=torch.uint8)]
+        self.off = 0
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        places = [int(index) * 10 + self.off for index in indices[::2]]
+        return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
+
+
+def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
+    pages = PoolPages(Host())
+    assert pages.bytes == 40
+    second, first = pages.values(torch.tensor([2, 3, 0, 1]))
+    assert b"".join(first.part(slice(0, 40))) == bytes(range(20)) * 2
+    assert b"".join(second.part(slice(15, 25))) == bytes([35, 36, 37, 38, 39, 20, 21, 22, 23, 24])
+    assert pages.values(torch.tensor([], dtype=torch.int64)) == []
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [8, 9], [-2, -1]], ids=str)
+def test_indices_that_are_no_pages_are_refused(wrong: list[int]) -> None:
+    with pytest.raises(ValueError, match="whole pages"):
+        PoolPages(Host()).values(torch.tensor(wrong))
+
+
+def test_an_address_outside_the_pools_buffers_is_refused() -> None:
+    host = Host()
+    pages = PoolPages(host)
+    host.off = 70
+    with pytest.raises(LayoutError, match="outside"):
+        pages.values(torch.tensor([2, 3]))

@@ -1,4 +1,4 @@
-"""Jobs on rows of a memory, versions of names, and pages of a host pool: what the adapters of vLLM's tiering and SGLang stand on."""
+"""Jobs on rows of a memory, and versions of names: what the adapters of vLLM's tiering and SGLang stand on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from pd_cache.adapters.row_jobs import RowJobs, RowResult
-from pd_cache.adapters.sglang_pages import PoolPages
+from pd_cache.adapters.tasks import RowJobs, RowResult
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
-from pd_cache.errors import LayoutError
 from pd_cache.metrics import CacheMetrics
+from pd_cache.objects.cache import Deadline
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
@@ -30,18 +28,17 @@ class Names:
         self.own = ""
         self.values: dict[bytes, bytes] = {}
         self.epochs: list[str | None] = []
-        self.timeouts: list[float] = []
         self.open = threading.Event()
         self.open.set()
         self.under_way = threading.Semaphore(0)
 
-    def put(self, names: Sequence[bytes], values: Any, *, epoch: str | None, timeout: float) -> list[bool]:
+    def put(self, names: Sequence[bytes], values: Any, *, epoch: str | None, timeout: Deadline) -> list[bool]:
         self._wait(timeout)
         self.epochs.append(epoch)
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [True] * len(names)
 
-    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: float) -> list[str]:
+    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: Deadline) -> list[str]:
         self._wait(timeout)
         if b"bad" in names:
             raise RuntimeError("what nobody foresaw")
@@ -50,32 +47,17 @@ class Names:
                 buffer[:] = self.values[name]
         return ["" if name in self.values else "missing" for name in names]
 
-    def _wait(self, timeout: float) -> None:
-        self.timeouts.append(timeout)
+    def _wait(self, timeout: Deadline) -> None:
+        assert not timeout.passed
         self.under_way.release()
         assert self.open.wait(60)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Jobs:
     def __init__(self) -> None:
-        self.names, self.clock, self.memory = Names(), Clock(), bytearray(8 * ROW)
-        self.its = RowJobs(
-            self.names,  # type: ignore[arg-type]
-            memoryview(self.memory),
-            ROW,
-            seconds=5,
-            most_waiting=4,
-            threads=1,
-            clock=self.clock,
-        )
+        self.names, self.memory = Names(), bytearray(8 * ROW)
+        memory, names = memoryview(self.memory), self.names
+        self.its = RowJobs(names, memory, ROW, seconds=60, most_waiting=4, threads=1)  # type: ignore[arg-type]
 
     def ended(self, count: int) -> list[RowResult]:
         results: list[RowResult] = []
@@ -109,21 +91,6 @@ def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
     assert jobs.ended(1)[0].done == (True, False)
     assert bytes(jobs.memory) == bytes(5 * ROW) + row + bytes(2 * ROW)
     assert jobs.names.epochs == ["e"]
-    assert not jobs.its.busy
-
-
-def test_a_job_has_one_deadline_from_its_submission(jobs: Jobs) -> None:
-    jobs.names.open.clear()
-    jobs.its.load(1, [b"a"], [0])
-    jobs.names.under_way.acquire()
-    jobs.its.load(2, [b"b"], [1])
-    jobs.its.load(3, [b"c"], [2])
-    jobs.clock.now = 4
-    jobs.its.load(4, [b"d"], [3])
-    jobs.clock.now = 6
-    jobs.names.open.set()
-    assert [one.job for one in jobs.ended(4)] == [1, 2, 3, 4]
-    assert jobs.names.timeouts == [5, 3], "those whose deadline had passed were not begun"
 
 
 def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs: Jobs) -> None:
@@ -160,12 +127,12 @@ def test_drain_ends_what_waits_and_waits_for_what_runs(jobs: Jobs) -> None:
     jobs.its.load(2, [b"b"], [1])
     draining = threading.Thread(target=jobs.its.drain)
     draining.start()
-    assert [(one.job, one.done) for one in jobs.ended(1)] == [(2, (False,))]
+    draining.join(0.1)
     assert draining.is_alive()
     jobs.names.open.set()
     draining.join(60)
     assert not draining.is_alive()
-    assert [(one.job, one.done) for one in jobs.its.finished()] == [(1, (True,))]
+    assert [(one.job, one.done) for one in jobs.ended(2)] == [(1, (True,)), (2, (False,))]
     assert bytes(jobs.memory) == b"x" * ROW + bytes(7 * ROW)
 
 
@@ -224,40 +191,3 @@ def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored() -> None:
     assert names.read_into([b"a"], [bytearray(1)]) == ["epoch_unknown"]
     assert names.put([b"b"], [b"y"]) == [False]
     names.version.close()
-
-
-class Host:
-    """A host pool of two buffers, K and V, with four pages of two tokens."""
-
-    layout, page_size, size = "page_first", 2, 8
-
-    def __init__(self) -> None:
-        self.kv_buffer = [torch.arange(80, dtype=torch.uint8).reshape(8, 10), torch.arange(80, dtype=torch.uint8)]
-        self.off = 0
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        places = [int(index) * 10 + self.off for index in indices[::2]]
-        return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
-
-
-def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
-    pages = PoolPages(Host())
-    assert pages.bytes == 40
-    second, first = pages.values(torch.tensor([2, 3, 0, 1]))
-    assert b"".join(first.part(slice(0, 40))) == bytes(range(20)) * 2
-    assert b"".join(second.part(slice(15, 25))) == bytes([35, 36, 37, 38, 39, 20, 21, 22, 23, 24])
-    assert pages.values(torch.tensor([], dtype=torch.int64)) == []
-
-
-@pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [8, 9], [-2, -1]], ids=str)
-def test_indices_that_are_no_pages_are_refused(wrong: list[int]) -> None:
-    with pytest.raises(ValueError, match="whole pages"):
-        PoolPages(Host()).values(torch.tensor(wrong))
-
-
-def test_an_address_outside_the_pools_buffers_is_refused() -> None:
-    host = Host()
-    pages = PoolPages(host)
-    host.off = 70
-    with pytest.raises(LayoutError, match="outside"):
-        pages.values(torch.tensor([2, 3]))
