@@ -53,6 +53,7 @@ CHANGE_S = 60.0
 POLL_S = 0.4
 _RESET_S = 8.0
 _AGAIN_S = 0.1
+_SHORTEST_S = 0.001
 _FIRST_S = 1.0
 _LONGEST = 1 << 20
 """The most bytes of an answer."""
@@ -198,7 +199,7 @@ def begin_version(
                 )
         if reply.age_s >= OVER_S:
             return found
-        sleep(min(OVER_S - reply.age_s, max(0.0, end - clock())))
+        sleep(max(_SHORTEST_S, min(OVER_S - reply.age_s, end - clock())))  # a rest too short to add up would never end
     raise UnavailableError(f"no version was current for long enough within {timeout:g} s")
 
 
