@@ -29,6 +29,9 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 Key = tuple[str, str]
 K = TypeVar("K")
 
+TRENDS: dict[str, Key] = {"load": ("bytes", "retrieve"), "store": ("bytes", "store"), "lookups": ("lookups", "")}
+"""The counts whose rates are kept over time."""
+
 _VLLM = "vllm:"
 """The prefix of all metrics, ours included, that vLLM exports."""
 _OURS = (
@@ -217,8 +220,8 @@ class _Increment(msgspec.Struct, frozen=True):
     counts: dict[Key, float]
     buckets: dict[str, dict[float, float]]
 
-    def rate(self, kind: str, label: str) -> float:
-        return self.counts.get((kind, label), 0.0) / self.seconds
+    def rate(self, key: Key) -> float:
+        return self.counts.get(key, 0.0) / self.seconds
 
 
 class NodeHistory:
@@ -229,10 +232,8 @@ class NodeHistory:
         self.last: NodeReading | None = None
         self.readings = 0
         """How many readings there were."""
-        self.loads: deque[float] = deque(maxlen=_MOST_TREND)
-        """Bytes a second of each interval, the latest last."""
-        self.stores: deque[float] = deque(maxlen=_MOST_TREND)
-        self.lookups: deque[float] = deque(maxlen=_MOST_TREND)
+        self.trends: dict[str, deque[float]] = {name: deque(maxlen=_MOST_TREND) for name in TRENDS}
+        """The rate of each interval, the latest last."""
         self._since_start = since_start
         self._steps: deque[_Increment] = deque(maxlen=_MOST_STEPS)
 
@@ -248,22 +249,17 @@ class NodeHistory:
                 seconds = max(1.0, time.time() - reading.started)
                 self._steps.append(_Increment(reading.at, seconds, reading.counts, reading.buckets))
             return
-        if (
-            before.started is not None
-            and reading.started is not None
-            and abs(reading.started - before.started) > _SAME_START_S
-        ):
+        if before.started and reading.started and abs(reading.started - before.started) > _SAME_START_S:
             before = NodeReading(at=before.at)
         buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}
         step = _Increment(reading.at, reading.at - before.at, _increase(before.counts, reading.counts), buckets)
         self._steps.append(step)
-        self.loads.append(step.rate("bytes", "retrieve"))
-        self.stores.append(step.rate("bytes", "store"))
-        self.lookups.append(step.rate("lookups", ""))
+        for name, key in TRENDS.items():
+            self.trends[name].append(step.rate(key))
 
     def silent(self) -> None:
         """Notes that the node did not answer: its trends go on at zero."""
-        for trend in (self.loads, self.stores, self.lookups):
+        for trend in self.trends.values():
             trend.append(0.0)
 
     def recent(self, now: float) -> list[_Increment]:
@@ -276,9 +272,9 @@ class NodeHistory:
             return None
         recent, latest = self.recent(now), self._steps[-1]
         return Rates(
-            load=latest.rate("bytes", "retrieve"),
-            store=latest.rate("bytes", "store"),
-            lookups=latest.rate("lookups", ""),
+            load=latest.rate(TRENDS["load"]),
+            store=latest.rate(TRENDS["store"]),
+            lookups=latest.rate(TRENDS["lookups"]),
             requests=sum(_sums([latest], "requests").values()) / latest.seconds,
             evictions={tier: count / latest.seconds for tier, count in _sums([latest], "evictions").items()},
             sources=_shares(_tokens(recent, self.last)),
@@ -303,8 +299,7 @@ def merged_sources(nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory],
 
 
 def _increase(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
-    known = {key: before.get(key, 0.0) for key in after}
-    return {key: value - known[key] if value >= known[key] else value for key, value in after.items()}
+    return {key: value - known if value >= (known := before.get(key, 0.0)) else value for key, value in after.items()}
 
 
 def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:

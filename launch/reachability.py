@@ -131,23 +131,20 @@ class PeerChecks:
         """`node`: our own name, which is not tried."""
         self._config = config
         self._node = node
-        self._task: asyncio.Task[PeerReport] | None = None
+        self._task: asyncio.Task[dict[str, Any]] | None = None
         self._looked_at = float("-inf")
 
-    async def report(self) -> PeerReport:
-        """Returns what this node reaches. Uses the last second's round, the one under way, or a new one."""
+    async def answer(self) -> dict[str, Any]:
+        """Returns a `PeerReport` of what this node reaches, as plain values. Uses the last second's round, the one under way, or a new one."""
         if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
             self._task = asyncio.create_task(self._look())
         return await asyncio.shield(self._task)
 
-    async def answer(self) -> dict[str, Any]:
-        """Returns the report as plain values for JSON."""
-        return dict(msgspec.to_builtins(await self.report()))
-
-    async def _look(self) -> PeerReport:
+    async def _look(self) -> dict[str, Any]:
         try:
             targets = [target for target in await asyncio.to_thread(self._targets) if target.peer != self._node]
-            return PeerReport(self._node, await reach(targets[:MAX_TARGETS]), max(0, len(targets) - MAX_TARGETS))
+            reached, left_out = await reach(targets[:MAX_TARGETS]), max(0, len(targets) - MAX_TARGETS)
+            return dict(msgspec.to_builtins(PeerReport(self._node, reached, left_out)))
         finally:
             self._looked_at = time.monotonic()
 

@@ -226,7 +226,7 @@ def _given(row: NodeRow) -> str:
 
 
 def _trend(row: NodeRow, width: int) -> str:
-    moved = [one + other for one, other in zip(row.history.loads, row.history.stores, strict=True)]
+    moved = [one + other for one, other in zip(row.history.trends["load"], row.history.trends["store"], strict=True)]
     return sparkline(moved if row.role != "proxy" else [], width)
 
 
@@ -339,10 +339,13 @@ def details(row: NodeRow, width: int) -> RenderableType:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {_ago(when)} ago: {reason}: {meaning}")
     if row.role in ("prefill", "decode", "cache-server"):
-        trends = {"load/s": row.history.loads, "store/s": row.history.stores, "look/s": row.history.lookups}
-        for name, trend in trends.items():
+        for name, trend in row.history.trends.items():
             bars = sparkline(trend, min(len(trend), width - 17))
-            add(name, f"{rate(max(trend, default=0.0)):>6} {bars}", style="cyan")
+            add(
+                "look/s" if name == "lookups" else f"{name}/s",
+                f"{rate(max(trend, default=0.0)):>6} {bars}",
+                style="cyan",
+            )
     title = Text.assemble((row.name, "bold"), f" {row.role}  {row.record.address}  ", (row.state, _STYLES[row.state]))
     return Group(Rule(title, align="left", style="dim"), grid)
 

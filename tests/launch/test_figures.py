@@ -87,7 +87,7 @@ def test_a_label_that_appears_later_counts_from_zero() -> None:
 
 def test_a_reading_that_is_not_later_is_ignored() -> None:
     found = history((5.0, text(load=10)), (5.0, text(load=90)), (7.0, text(load=30)))
-    assert list(found.loads) == [10.0]
+    assert list(found.trends["load"]) == [10.0]
 
 
 def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
@@ -158,7 +158,7 @@ def test_what_is_kept_of_a_node_has_a_bound() -> None:
     found = NodeHistory()
     for second in range(1000):
         found.add(read_node({}, float(second)))
-    assert len(found.loads) == 240
+    assert len(found.trends["load"]) == 240
     assert len(found._steps) == 120
 
 

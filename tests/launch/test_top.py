@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,11 +119,10 @@ def test_no_nodes_are_no_trouble() -> None:
     assert shown(screen, 80, 24)[0].startswith("0 nodes")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 50), (120, 30), (40, 10), (20, 5), (1, 3), (300, 100)])
+@pytest.mark.parametrize("size", [(80, 24), (200, 50), (40, 10), (1, 3)])
 @pytest.mark.parametrize("keys", [(), ("help",), ("follow",), ("sort", "sort", "last", "reverse")])
-@pytest.mark.parametrize("long", [False, True])
-def test_the_screen_fits_any_terminal(size: tuple[int, int], keys: tuple[str, ...], long: bool) -> None:
-    screen = cluster(long=long)
+def test_the_screen_fits_any_terminal(size: tuple[int, int], keys: tuple[str, ...]) -> None:
+    screen = cluster(long=True)
     for key in keys:
         screen.press(key, 5.0)  # type: ignore[arg-type]
     lines = shown(screen, *size)
@@ -259,63 +259,58 @@ def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file: Path, seco
     assert "--interval" in done.output
 
 
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, file: Path, **environment: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.mode = termios.tcgetattr(theirs)
+        self.process = spawn_child(
+            command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
+            env={**os.environ, "COLUMNS": "100", "LINES": "30", **environment},
+        )  # fmt: skip
+        self.theirs = theirs
+        self.shown = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def until(self, over: Callable[[], bool]) -> None:
+        """Reads what is shown until something is so, and then the rest."""
+        deadline = time.monotonic() + PATIENCE_S
+        while select.select([self.ours], [], [], 0.1)[0] or not over():
+            assert time.monotonic() < deadline, self.shown[-2000:]
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.shown += os.read(self.ours, 65536)
+
+    def __exit__(self, *_: object) -> None:
+        end([self.process], 5.0)
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
 def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(file: Path) -> None:
-    ours, theirs = pty.openpty()
-    odd = {"TERM": "dumb", "COLUMNS": "100", "PYTHONIOENCODING": "ascii:strict"}
-    process = spawn_child(
-        command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env={**os.environ, **odd}
-    )  # fmt: skip
-    shown = b""
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while process.poll() is None or select.select([ours], [], [], 0.1)[0]:
-            assert time.monotonic() < deadline, shown
-            if select.select([ours], [], [], 0.1)[0]:
-                shown += os.read(ours, 65536)
-        assert process.returncode == 0, shown
-        assert b"prefill-0" in shown
-        assert b"?" in shown, "its trend"
-        assert b"\x1b" not in shown
-    finally:
-        end([process], 5.0)
-        os.close(ours)
-        os.close(theirs)
+    with Terminal(file, TERM="dumb", PYTHONIOENCODING="ascii:strict") as terminal:
+        terminal.until(lambda: terminal.process.poll() is not None)
+        assert terminal.process.returncode == 0, terminal.shown
+    assert b"prefill-0" in terminal.shown
+    assert b"?" in terminal.shown, "its trend"
+    assert b"\x1b" not in terminal.shown
 
 
-@pytest.mark.parametrize("ending", ["q", "ctrl-c", "sigterm"])
-def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(file: Path, ending: str) -> None:
-    ours, theirs = pty.openpty()
-
-    mode = termios.tcgetattr(theirs)
-    process = spawn_child(
-        command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
-    )  # fmt: skip
-    shown = b""
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while b"decode-0" not in shown or b"MB/s" not in shown:
-            assert time.monotonic() < deadline, shown[-2000:]
-            if select.select([ours], [], [], 0.1)[0]:
-                shown += os.read(ours, 65536)
-        if ending == "sigterm":
-            process.send_signal(signal.SIGTERM)
-        elif ending == "ctrl-c":
-            process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("ending", ["q", signal.SIGINT, signal.SIGTERM])
+def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(
+    file: Path, ending: str | signal.Signals
+) -> None:
+    with Terminal(file, TERM="xterm-256color") as terminal:
+        terminal.until(lambda: b"decode-0" in terminal.shown and b"MB/s" in terminal.shown)
+        if isinstance(ending, str):
+            os.write(terminal.ours, b"jsq")
         else:
-            os.write(ours, b"jsq")
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            if select.select([ours], [], [], 0.1)[0]:
-                shown += os.read(ours, 65536)
-        while select.select([ours], [], [], 0.1)[0]:
-            shown += os.read(ours, 65536)
-        assert process.returncode == (128 + signal.SIGTERM if ending == "sigterm" else 0), shown[-2000:]
-        assert termios.tcgetattr(theirs) == mode
-        assert b"\x1b[?1049l" in shown, "the screen from before is back"
-        assert b"Traceback" not in shown
-
-    finally:
-        end([process], 5.0)
-        os.close(ours)
-        os.close(theirs)
+            terminal.process.send_signal(ending)
+        terminal.until(lambda: terminal.process.poll() is not None)
+        expected = 128 + signal.SIGTERM if ending == signal.SIGTERM else 0
+        assert terminal.process.returncode == expected, terminal.shown[-2000:]
+        assert termios.tcgetattr(terminal.theirs) == terminal.mode
+    assert b"\x1b[?1049l" in terminal.shown, "the screen from before is back"
+    assert b"Traceback" not in terminal.shown
