@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from pd_cache.cluster import decode_custom, load_config
 from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, StorageTier
 from pd_cache.errors import ConfigError
+from pd_cache.weights import WeightsError, weights_digest
 from transfer.settings import ByteSize, TransferSettings
 
 MasterAddress = Annotated[
@@ -100,6 +102,17 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
         transfer=config.transfer,
         segment_size=0,
     )
+
+
+def weights_of(model: str, where: str) -> str:
+    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none; a `revision` in `where` can replace it."""
+    try:
+        return weights_digest(Path(model))
+    except (WeightsError, OSError) as error:
+        raise ConfigError(
+            f"{model}: cannot tell its weights from those of other models ({error}); put a `revision` into {where}, "
+            "which changes whenever they do"
+        ) from error
 
 
 class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ class PdCacheStorage(HiCacheStorage):
         """
         own, given = split_options(storage_config.extra_config)
         options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
-        _check_hashes(options.token_only_keys)
+        _check_hashes()
         if not own.get("interface_v1"):
             log.warning(
                 'without `"interface_v1": 1` in --hicache-storage-backend-extra-config SGLang copies each page twice'
@@ -117,7 +117,9 @@ class PdCacheStorage(HiCacheStorage):
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Returns the longest prefix that can be restored from all pools, by one request. See SGLang's own class."""
-        return self._safely("exists", lambda: self._restorable(keys, pool_transfers or []), _result(0, {}, []))
+        return self._safely(
+            "exists", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
+        )
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._pages_of_all(transfers, load=True)
@@ -323,7 +325,7 @@ class PdCacheStorage(HiCacheStorage):
             if good:
                 hits[one.name] = max(good)
             restorable &= good
-        return _result(max(restorable, default=0), hits, sorted(restorable))
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def _safely(self, what: str, call: Callable[[], T], otherwise: T) -> T:
         """Returns what the call returns, or `otherwise` if it fails: SGLang goes on without the cache."""
@@ -371,20 +373,11 @@ def _leading(found: Sequence[bool]) -> int:
     return next((index for index, one in enumerate(found) if not one), len(found))
 
 
-def _result(pages: int, hits: dict[Any, int], restorable: list[int]) -> Any:
-    if "restorable_prefix_pages" in PoolTransferResult.__dataclass_fields__:
-        return PoolTransferResult(pages, hits, restorable)
-    return PoolTransferResult(pages, hits)  # an older SGLang
-
-
 def _server_args() -> Mapping[str, Any]:
     """Returns the arguments of SGLang's server, as SGLang resolved them; none outside a server."""
     try:
-        try:
-            context = importlib.import_module("sglang.srt.runtime_context").get_context()
-            return dict(context.resolved_server_args_dict())
-        except (ImportError, AttributeError):  # an older SGLang
-            return dict(vars(importlib.import_module("sglang.srt.server_args").get_global_server_args()))
+        context = importlib.import_module("sglang.srt.runtime_context").get_context()
+        return dict(context.resolved_server_args_dict())
     except ValueError as error:
         log.warning(
             "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name", error
@@ -392,10 +385,10 @@ def _server_args() -> Mapping[str, Any]:
         return {}
 
 
-def _check_hashes(accepted: bool) -> None:
-    """Raises ConfigError if SGLang's page hashes leave out LoRA adapters and cache salts, unless that is `accepted`."""
-    if not accepted and not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
+def _check_hashes() -> None:
+    """Raises ConfigError if SGLang's page hashes leave out LoRA adapters and cache salts."""
+    if not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
         raise ConfigError(
             "this SGLang names pages by their tokens only, so that requests with different LoRA adapters or cache salts would share KV "
-            '(sglang#26747); use SGLang 0.5.23, or accept it with `"token_only_keys": true` if no request has either'
+            "(sglang#26747); use SGLang 0.5.23"
         )

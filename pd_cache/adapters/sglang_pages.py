@@ -7,14 +7,12 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from pd_cache.adapters.options import AdapterOptions
+from pd_cache.adapters.options import AdapterOptions, weights_of
 from pd_cache.config import LineOrEmpty, Seconds
-from pd_cache.errors import ConfigError, LayoutError
+from pd_cache.errors import LayoutError
 from pd_cache.objects.values import Scattered, memory_of
-from pd_cache.weights import WeightsError, weights_digest
 
 
 class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
@@ -24,8 +22,6 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
     """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
     timeout_s: Seconds = 5.0
     """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its cache, and then raises in its scheduler."""
-    token_only_keys: bool = False
-    """Accepts an SGLang whose hashes of pages leave out LoRA adapters and cache salts."""
 
 
 FORMAT = 1
@@ -214,10 +210,4 @@ def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict
 def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
     if revision:
         return [model, str(of_the_server), revision]
-    try:
-        return weights_digest(Path(model))
-    except (WeightsError, OSError) as error:
-        raise ConfigError(
-            f"{model}: cannot tell its weights from those of other models ({error}); put a `revision` into "
-            "--hicache-storage-backend-extra-config, which changes whenever they do"
-        ) from error
+    return weights_of(model, "--hicache-storage-backend-extra-config")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -26,13 +25,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from pd_cache.adapters.options import AdapterOptions, read_options, settings_of
+from pd_cache.adapters.options import AdapterOptions, read_options, settings_of, weights_of
 from pd_cache.adapters.tasks import RowJobs
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import LineOrEmpty
-from pd_cache.errors import ConfigError
 from pd_cache.objects.cache import ObjectCache
-from pd_cache.weights import WeightsError, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +220,9 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
     said = {
         "format": FORMAT,
         "engine": "vllm-tiering",
-        "weights": [config.model.name, revision] if revision else _weights(config.model.name),
+        "weights": [config.model.name, revision]
+        if revision
+        else weights_of(config.model.name, "the tier's entry in secondary_tiers"),
         "dtype": str(config.model.dtype),
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": blocks_per_chunk,
@@ -236,14 +235,3 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
         "salt": salt,
     }
     return json.dumps(said, sort_keys=True)
-
-
-def _weights(model: str) -> str:
-    folder = Path(model)
-    try:
-        return weights_digest(folder)
-    except (WeightsError, OSError) as error:
-        raise ConfigError(
-            f"{model}: cannot tell its weights from those of other models ({error}); give the tier a `revision`, "
-            "which changes whenever they do"
-        ) from error

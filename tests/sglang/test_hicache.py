@@ -244,13 +244,12 @@ def test_requests_of_another_salt_or_adapter_find_nothing(opened: Open) -> None:
         assert backend.batch_exists(hashes(tokens, **other)) == 0
 
 
-def test_an_sglang_whose_hashes_leave_out_salts_is_refused_unless_that_is_accepted(
+def test_an_sglang_whose_hashes_leave_out_salts_is_refused(
     pool: Pool, salt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("sglang.srt.mem_cache.utils.storage_namespace_seed")
     with pytest.raises(ConfigError, match="sglang#26747"):
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt)
-    open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options={"token_only_keys": True}).close()
 
 
 @pytest.mark.parametrize(
