@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
+import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -97,13 +96,12 @@ class AsyncObjectCache:
         if self.cache.forked:
             return
         self._closed = True
-        await asyncio.to_thread(self._close)
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+        def close() -> None:
+            self.cache.close()  # first: calls under way then end at once
+            self._threads.close(_CLOSE_S)
 
-    def _close(self) -> None:
-        self.cache.close()  # first: calls under way then end at once
-        self._threads.close(_CLOSE_S)
+        await asyncio.to_thread(close)
 
     async def _call(
         self, function: Callable[[Deadline], T], timeout: float | None, refused: Callable[[Status], T]
@@ -111,35 +109,30 @@ class AsyncObjectCache:
         """Runs `function` with its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
         if self.cache.forked:  # there are no threads here, and one of them may hold a lock
             return refused(Status.CLOSED)
-        loop = asyncio.get_running_loop()
         seconds = self._usual_timeout if timeout is None else timeout
-        deadline, end = Deadline(seconds), time.monotonic() + seconds
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def settle(act: Callable[[], None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(lambda: None if answer.done() else act())
+        deadline = Deadline(seconds)
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
-            try:
-                value = function(deadline)
-            except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
-                settle(functools.partial(answer.set_exception, error))
-            else:
-                settle(functools.partial(answer.set_result, value))
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(function(deadline))
+                except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+                    answer.set_exception(error)
 
-        # runs last; it is the answer only if the call was never begun
-        call = self._threads.submit(run, end, lambda: settle(lambda: answer.set_result(refused(self._refusal()))))
+        def end() -> None:
+            if not answer.done() and answer.set_running_or_notify_cancel():  # the call was never begun
+                answer.set_result(refused(Status.CLOSED if self._closed else Status.TIMEOUT))
+
+        call = self._threads.submit(run, time.monotonic() + seconds, end)
         if call is None:
             return refused(Status.CLOSED if self._closed else Status.OVERLOADED)
+        waited = asyncio.wrap_future(answer)
         try:
-            done, _ = await asyncio.wait({answer}, timeout=seconds)
-            return answer.result() if done else refused(Status.TIMEOUT)
+            done, _ = await asyncio.wait({waited}, timeout=seconds)
+            return waited.result() if done else refused(Status.TIMEOUT)
         finally:
             # from here on the caller may change its memory, and nobody waits for an error
             deadline.cut()
-            answer.cancel()
+            waited.cancel()
             call.abandon()
-
-    def _refusal(self) -> Status:
-        return Status.CLOSED if self._closed else Status.TIMEOUT

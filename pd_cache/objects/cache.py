@@ -70,9 +70,8 @@ Target = Callable[[PartHeader], Memory | str]
 class Deadline:
     """When an operation has to end: `timeout` seconds from now, or never, and in any case once it is `cut`."""
 
-    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = None if timeout is None else clock() + timeout
+    def __init__(self, timeout: float | None) -> None:
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
@@ -81,11 +80,11 @@ class Deadline:
 
     def left(self) -> float | None:
         """Returns the seconds until the deadline, at least 0; None if there is no deadline."""
-        return None if self._end is None else max(0.0, self._end - self._clock())
+        return None if self._end == math.inf else max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        return self._end is not None and not self._clock() < self._end
+        return not time.monotonic() < self._end
 
     def cut(self) -> None:
         """Makes the deadline pass now. Any thread may call this. It does not interrupt a wait that has begun."""
