@@ -227,19 +227,13 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
                 one = value[0] if isinstance(value, list) and len(value) == 1 else value
                 if isinstance(one, list) or (isinstance(one, bool) and variable == "VLLM_API_KEY"):
                     yield Problem((*where, name), f"must be a single text: pd-cache passes it to vLLM in {variable}")
-    sizes = {index: tensor_parallel(engine, node) for index, node in nodes}
     if config.shards > MAX_SHARDS:
-        shown = ", ".join(str(size) for size in sorted(set(sizes.values()))[:8])
-        yield Problem(
-            ("engine", "args"),
-            f"tensor-parallel sizes {shown} cut a chunk into more than {MAX_SHARDS} parts, the most that are allowed",
-        )
-        return
-    for index, size in sizes.items():
-        if config.shards % size:
-            yield Problem(
-                ("cache", "shards"), f"must be a multiple of the tensor-parallel size {size} of nodes[{index}]"
-            )
+        message = f"the tensor-parallel sizes cut a chunk into {config.shards} parts; at most {MAX_SHARDS} are allowed"
+        yield Problem(("engine", "args"), message)
+    for index, node in nodes:
+        if config.shards % (size := tensor_parallel(engine, node)):
+            message = f"must be a multiple of the tensor-parallel size {size} of nodes[{index}]"
+            yield Problem(("cache", "shards"), message)
 
 
 def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:

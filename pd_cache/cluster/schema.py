@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from pd_cache.config import (
-    MAX_SHARDS,
     CacheConfig,
     LineOrEmpty,
     NodeSettings,
@@ -514,12 +513,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         """The number of parts into which the nodes of this file cut a chunk's KV heads."""
         if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
             return self.cache.shards or 1
-        found = 1
-        for size in sorted({tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode)}):
-            found = math.lcm(found, size)
-            if found > MAX_SHARDS:
-                break  # `checks` refuses it; go no further, because the numbers of a file may be of any size
-        return found
+        return math.lcm(*(tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode)))
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]

@@ -263,7 +263,7 @@ nodes:
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
-        ("max-model-len: 8192", "tp: 1031", "tensor-parallel sizes 1031 cut a chunk into more than 1024 parts"),
+        ("max-model-len: 8192", "tp: 1031", "the tensor-parallel sizes cut a chunk into 1031 parts; at most 1024"),
         ("max-model-len: 8192", "port: 8000", "engine.args.port: 8000: is set by pd-cache itself"),
         ("env: ", "args: {served_model_name: x}, env: ", "nodes[1].args.served_model_name: 'x': is set by pd-cache itself"),
         ("max-model-len", "Max Model Len", "engine.args: must be the name of a flag"),
