@@ -105,37 +105,17 @@ def flip(at: float) -> Callable[[bytes], bytes]:
     return flipped
 
 
-def test_what_one_instance_stored_another_finds_and_loads(pair: list[AdapterSubject]) -> None:
-    stored = values(*range(12))
+def test_what_one_instance_stored_another_finds_and_loads_with_holes(pair: list[AdapterSubject]) -> None:
     one, other = pair
-    assert one.store(stored) == [True] * 12
-    assert other.has(list(stored)) == [True] * 12
-    assert other.load(list(stored)) == list(stored.values())
+    stored, names = values(0, 2, 5, 7, 8), list(values(*range(9)))
+    assert one.store(stored) == [True] * 5
+    assert other.store(values(2, 5)) == [True] * 2, "they are there already"
+    assert other.has(names) == [name in stored for name in names]
+    assert other.load(names) == [stored.get(name) for name in names]
+    assert (one.store({}), one.has([]), one.load([])) == ([], [], [])
 
 
-def test_holes_are_misses_and_what_is_around_them_is_loaded(pair: list[AdapterSubject]) -> None:
-    subject = pair[0]
-    subject.store(values(0, 2, 5))
-    names = list(values(*range(7)))
-    assert subject.has(names) == [True, False, True, False, False, True, False]
-    assert subject.load(names) == [value(0), None, value(2), None, None, value(5), None]
-
-
-def test_nothing_asked_for_is_nothing_answered(pair: list[AdapterSubject]) -> None:
-    subject = pair[0]
-    assert subject.store({}) == []
-    assert subject.has([]) == []
-    assert subject.load([]) == []
-
-
-def test_a_second_store_of_a_name_changes_nothing(pair: list[AdapterSubject]) -> None:
-    one, other = pair
-    one.store(values(1))
-    assert other.store(values(1)) == [True]
-    assert other.load(list(values(1))) == [value(1)]
-
-
-@pytest.mark.parametrize("at", [0.0, 0.001, 0.5, 0.999, 1.0], ids=["start", "header", "middle", "trailer", "end"])
+@pytest.mark.parametrize("at", [0.001, 0.5, 0.999], ids=["header", "middle", "trailer"])
 def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
     pool: Pool, pair: list[AdapterSubject], at: float
 ) -> None:
@@ -154,8 +134,8 @@ def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
 
 @pytest.mark.parametrize(
     "change",
-    [lambda good: good[:-7], lambda good: good[:3], lambda good: bytes(len(good))],
-    ids=["torn", "a few bytes", "zeros"],
+    [lambda good: good[:-7], lambda good: bytes(len(good))],
+    ids=["torn", "zeros"],
 )
 def test_a_torn_or_foreign_object_is_a_miss(
     pool: Pool, pair: list[AdapterSubject], change: Callable[[bytes], bytes]

@@ -7,8 +7,8 @@ import importlib.util
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -20,6 +20,8 @@ from tests.support.needs import NO_LMCACHE
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import Timeouts
+
+T = TypeVar("T")
 
 PAGE = 20_000
 """Bytes of the values that every adapter can take: no whole number of anything."""
@@ -90,23 +92,24 @@ class _Async(AdapterSubject):
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop-of-a-test")
         self._thread.start()
 
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(300)
+
     def store(self, values: dict[str, bytes]) -> list[bool]:
-        put = asyncio.run_coroutine_threadsafe(self.cache.put_many(list(values), list(values.values())), self._loop)
-        return [status is Status.OK for status in put.result(300)]
+        statuses = self._run(self.cache.put_many(list(values), list(values.values())))
+        return [status is Status.OK for status in statuses]
 
     def has(self, names: Sequence[str]) -> list[bool]:
-        asked = asyncio.run_coroutine_threadsafe(self.cache.exists_many(names), self._loop)
-        return [status is Status.OK for status in asked.result(300)]
+        return [status is Status.OK for status in self._run(self.cache.exists_many(names))]
 
     def load(self, names: Sequence[str]) -> list[bytes | None]:
-        got = asyncio.run_coroutine_threadsafe(self.cache.get_many(names), self._loop)
-        return [outcome.value for outcome in got.result(300)]
+        return [outcome.value for outcome in self._run(self.cache.get_many(names))]
 
     def wait_available(self) -> None:
         self.cache.cache.wait_available(60)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.cache.close(), self._loop).result(300)
+        self._run(self.cache.close())
 
     def end(self) -> None:
         """Ends the loop."""
@@ -149,17 +152,10 @@ class _LMCache(AdapterSubject):
             from lmcache.v1.distributed.l2_adapters import create_l2_adapter
             from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
-        params = {
-            "master": settings.master,
-            "transfer": msgspec.to_builtins(settings.transfer, enc_hook=int),
-            "namespace": namespace,
-            "part_size": PAGE,
-            "timeout_s": max(settings.transfer.timeouts.put_ms / 1000, 3),
-        }
         plugin = {
             "module_path": "pd_cache.adapters.lmcache",
             "class_name": "PdCacheL2Adapter",
-            "adapter_params": params,
+            "adapter_params": {**options_of(settings, namespace), "part_size": PAGE},
         }
         self.adapter: Any = create_l2_adapter(PluginL2AdapterConfig.from_dict(plugin))
         self._stored: dict[int, Any] = {}
