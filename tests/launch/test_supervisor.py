@@ -377,7 +377,7 @@ def descendants(process: int) -> list[psutil.Process]:
     return psutil.Process(process).children(recursive=True)
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP", "Ctrl-C at the terminal", "SIGKILL"])
+@pytest.mark.parametrize("end", ["SIGHUP", "Ctrl-C at the terminal", "SIGKILL"])
 def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left(end: str) -> None:
     with Up({"a": ORDERLY, "b": ORDERLY}) as up:
         everyone = descendants(up.process.pid)
@@ -393,17 +393,6 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
             until(lambda: "down" in up.lines, "its last line")
             assert [line for line in up.lines if "orderly" in line] == ["b | orderly", "a | orderly"]
             assert not any("KeyboardInterrupt" in line for line in up.lines)
-
-
-def test_a_signal_during_the_start_stops_it() -> None:
-    up = Up({"a": ORDERLY, "b": "import time; time.sleep(600)"})
-    try:
-        until(lambda: any("ready" in line or "pid" in line for line in up.lines), "a started")
-        up.process.send_signal(signal.SIGTERM)
-        assert up.process.wait(PATIENCE_S) == 0
-        assert "a | orderly" in up.lines
-    finally:
-        up.__exit__()
 
 
 # --- children and signals ----------------------------------------------------------------------------------------------

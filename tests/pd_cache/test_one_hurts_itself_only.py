@@ -275,10 +275,7 @@ def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool: P
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_nothing_but_close_ends_the_thread_that_keeps_the_store(
-    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = make_pool().start()
+def test_nothing_but_close_ends_the_thread_that_keeps_the_store(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     troubles: list[BaseException] = [OSError("out of threads"), RuntimeError("odd"), MemoryError()]
 
     def breaks(size: int, probe: object) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from pd_cache.lookup import MooncakeLookupClient
 from tests.support.engines import Host, host
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -54,26 +53,6 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         wait_for(lambda: node.engine.available, 30, "the engine finding the master")
         wait_for(storing(node), 30, "a store going through")
         assert node.lookup(TOKENS) == 40
-
-
-def test_a_master_that_dies_and_comes_back_costs_misses_only(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool().start()
-    with host(pool, **FAST) as node:
-        wait_for(storing(node), what="a store going through")
-        client = MooncakeLookupClient(node.engine.settings, node.engine.metadata, pool.address)
-        client.store.wait_open(60)
-        assert client.lookup(TOKENS) == 40
-        pool.kill("master")
-        for _ in range(10):
-            assert client.lookup(TOKENS) == 0
-            assert node.lookup(TOKENS) == 0
-            assert not any(node.retrieve(TOKENS, SLOTS))
-            assert node.store(TOKENS, SLOTS) == 0
-        assert not node.engine.available
-        pool.start("master")
-        wait_for(storing(node), 30, "hits after the master is back")
-        wait_for(lambda: client.lookup(TOKENS) == 40, 30)
-        client.close()
 
 
 def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool: Callable[..., Pool]) -> None:

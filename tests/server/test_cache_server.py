@@ -18,7 +18,7 @@ import torch
 from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.errors import CacheServerError, RefusedError
-from pd_cache.layout import KVLayout, PageKind, shard_tensors
+from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.paged import Slots
 from pd_cache.reasons import Found, StoreOutcome
 from pd_cache.server import lookups, moves
@@ -31,7 +31,7 @@ from pd_cache.server.server import CacheServer
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.engines import host as in_process
-from tests.support.kv import KINDS_WITH_TOKENS, holds_token, make_cache, write_prompt
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 from tests.support.pool import Pool
 from tests.support.server import (
     LATE_S,
@@ -309,20 +309,11 @@ def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: ServerCache, tokens
     assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
 
 
-def test_a_wait_that_an_exception_ends_leaves_no_ticket_and_no_place(
-    cache: ServerCache, tokens: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cache_has_nothing(
+    cache: ServerCache, tokens: Any
 ) -> None:
-    def interrupted(future: Any) -> None:
-        raise KeyboardInterrupt
-
     names = cache.name_chunks(tokens)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.connection.link, "wait", interrupted)
-        for operation in (cache.store, cache.retrieve):
-            with pytest.raises(KeyboardInterrupt):
-                operation(names, WHOLE)  # type: ignore[operator]
-            assert cache.connection.fence.taken == 0, "the server may touch the blocks no more"
-    wait_for(lambda: all(cache.store(names, WHOLE)), what="the cache working as before")
+    assert all(cache.store(names, WHOLE))
     pending = cache.begin_retrieve(names, WHOLE)
     cache.close()
     pending.wait()
@@ -330,45 +321,6 @@ def test_a_wait_that_an_exception_ends_leaves_no_ticket_and_no_place(
     assert pending.loaded in (0, 3)
     assert cache.lookup(names) == 0
     assert not any(cache.store(names, WHOLE))
-
-
-def test_tensors_that_replace_others_while_those_are_being_registered_are_the_ones_that_are_used(
-    server: CacheServer, cache: ServerCache, tokens: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although the server refuses the earlier ones."""
-    inside, go_on = threading.Event(), threading.Event()
-    serve = server.models.serve
-
-    def slow(*arguments: Any) -> Any:
-        inside.set()
-        assert go_on.wait(60)
-        return serve(*arguments)
-
-    monkeypatch.setattr(server.models, "serve", slow)
-    old, new = (make_cache(kind, blocks=BLOCKS, block_size=BLOCK) for kind in (PageKind.KV_OUTER, PageKind.HEADS_FIRST))
-    failed: list[Exception] = []
-
-    def register(tensors: list[torch.Tensor]) -> None:
-        try:
-            cache.register_kv_caches(tensors)
-        except CacheServerError as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=register, args=(one,)) for one in (old, new)]
-    threads[0].start()
-    assert inside.wait(60)
-    threads[1].start()
-    wait_for(lambda: cache.connection._lent is not None and cache.connection._lent[0] is new)
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert failed == []
-    layout, prompt = KVLayout.from_tensors(new), tokens[: 3 * CHUNK]
-    write_prompt(new, layout, prompt, range(len(prompt)))
-    assert all(cache.store(cache.name_chunks(prompt), WHOLE))
-    assert cache.retrieve(cache.name_chunks(prompt), [block + 20 for block in WHOLE]) == 3
-    for index in range(len(prompt)):
-        assert holds_token(new, layout, prompt[: index + 1], 20 * BLOCK + index)
 
 
 # --- several groups of layers ----------------------------------------------------------------------------------------

@@ -121,18 +121,6 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -
             store.wait_open(1)
 
 
-def test_a_full_pool_refuses_with_no_space(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(segment="16MiB").start()
-    with opened(pool, slots=3, slot=8 << 20, placement=Placement(pin="hard")) as (store, staging):
-        statuses = []
-        for keys in (fresh(1) for _ in range(3)):
-            slots = leased(staging, 1)
-            statuses += store.start_put(keys, slots, [8 << 20], timeout=20).results()
-            slots[0].release()
-        assert Status.NO_SPACE in statuses
-        assert store.available, "a full pool is not a pool that is down"
-
-
 def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,18 +144,6 @@ def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_
         staging.close()
     with urllib.request.urlopen(f"http://127.0.0.1:{pool.metrics_port}/get_all_segments") as page:
         assert len(page.read().decode().split()) == 1, "only the store node's segment is mounted"
-
-
-def test_a_store_opens_by_itself_when_the_master_comes(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool()
-    settings = pool.settings(transfer={"breaker": {"probe_interval_ms": 100}}).transfer
-    with MooncakeStore(settings, master=pool.address) as store:
-        with pytest.raises(PoolUnavailableError, match=pool.address):
-            store.wait_open(0.2)
-        assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
-        pool.start("master")
-        store.wait_open(60)
-        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING]
 
 
 def test_with_the_master_dead_calls_keep_their_deadline_then_answer_at_once_and_it_is_found_back(

@@ -16,7 +16,7 @@ from bench.lib.model import ModelKind, write_model
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import CHUNK, SHARDS, TRANSFER, Answer, PdCacheServer, cluster_file, running, running_all
-from tests.vllm.test_failures import all_free, corrupt, stopped
+from tests.vllm.test_failures import all_free, corrupt
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -229,26 +229,6 @@ def test_a_damaged_object_of_any_group_is_never_used(
                 client.remove(key, True)
         assert same(afresh(server, prompt), expected)
         assert afresh(server, prompt).cached == wholes(kind, LENGTH)
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3next"])  # windows in the engine's worker, states in a cache server
-def test_a_load_that_outlives_its_deadline_is_computed_and_one_whose_client_goes_away_is_given_up(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
-    server, prompt = nodes[kind], new_prompt(LENGTH)
-    expected = computed(server, prompt)
-    server.complete(prompt)
-    all_free(server)
-    server.forget_prefixes()
-    failed = server.metric("vllm:pd_cache_troubles_total", op="retrieve")
-    with stopped(vllm_pool, "store-0"):
-        with server.abandoned(prompt):
-            wait_for(lambda: server.blocks_in_use)
-        assert same(server.complete(prompt, logprobs=2), expected)
-        wait_for(lambda: server.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
-    all_free(server)
-    answer = afresh(server, prompt)
-    assert same(answer, expected)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].divisible])

@@ -9,12 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.routing import compare, ideal_hit_rate, main, simulate
+from bench.suites.routing import compare, main, simulate
 from tests.support.traces import conversations, write_trace
-
-
-def test_with_one_node_that_never_forgets_every_repetition_is_a_hit() -> None:
-    assert ideal_hit_rate(conversations(5, 4)) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
 
 
 def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left() -> None:

@@ -69,12 +69,6 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, 
     assert [one["host"] for one in report["nodes"].values()] == [hosts["a"].address, hosts["b"].address]
 
 
-def test_lookups_of_clients_on_both_hosts(hosts: dict[str, Host]) -> None:
-    report = measure(hosts, "lookup", "--rounds", "5", "--clients", "1,2", "--tokens", "4096", "--seconds", "0.3")
-    assert [(row["clients_per_node"], row["clients"]) for row in report["clients"]] == [(1, 2), (2, 4)]
-    assert all(row["raw_per_s"] > 0 and row["lookup_per_s"] > 0 for row in report["clients"])
-
-
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
 
 

@@ -108,39 +108,6 @@ def test_a_gap_is_healed_by_a_replay_and_no_batch_comes_twice() -> None:
     assert (order.gaps, order.losses) == (1, 0)
 
 
-def test_a_gap_that_nobody_can_heal_forgets_all_and_goes_on_with_what_is_left() -> None:
-    publisher, order = Publisher(2), StreamOrder()
-    heal(order, publisher)
-    order.live(*publisher.publish())
-    for _ in range(5):
-        last = publisher.publish()
-    order.live(*last)
-    assert numbers(heal(order, publisher)) == ["forget", 5, 6]
-    assert order.losses == 1
-
-
-def test_a_publisher_that_begins_anew_is_noticed_by_its_next_batch() -> None:
-    publisher, order = Publisher(100), StreamOrder()
-    heal(order, publisher)
-    for _ in range(3):
-        order.live(*publisher.publish())
-    publisher.begin_anew()
-    assert numbers(order.live(*publisher.publish())) == ["forget"]
-    assert numbers(heal(order, publisher)) == [4]
-
-
-@pytest.mark.parametrize("published", [0, 1, 3, 8], ids=lambda count: f"{count} batches since")
-def test_a_publisher_that_begins_anew_while_the_stream_is_quiet_is_noticed_by_a_replay(published: int) -> None:
-    publisher, order = Publisher(100), StreamOrder()
-    heal(order, publisher)
-    for _ in range(3):
-        order.live(*publisher.publish())
-    publisher.begin_anew()
-    for _ in range(published):
-        publisher.publish()
-    assert numbers(heal(order, publisher)) == ["forget", *range(4, 4 + published)]
-
-
 def test_without_replays_a_gap_forgets_all() -> None:
     publisher, order = Publisher(0), StreamOrder()
     assert order.lost() == []

@@ -102,16 +102,6 @@ def test_who_comes_later_learns_what_was_said_before_and_follows(talkers: Talker
     assert heard.forgotten == 0
 
 
-def test_who_was_away_for_longer_than_batches_are_kept_gets_what_is_left(talkers: Talkers, listener: Listener) -> None:
-    talker = talkers(keep_batches=10)
-    for number in range(100):
-        talker.say(StoredEvent([number]), RemovedEvent([number - 5]))
-    heard = listener()
-    wait_for(lambda: heard.blocks == talker.contents.blocks == {95, 96, 97, 98, 99}, what="all of it came")
-    talker.say(StoredEvent([100]))
-    wait_for(lambda: 100 in heard.blocks, what="the stream goes on")
-
-
 def test_a_publisher_that_begins_anew_is_believed_from_its_new_beginning(
     endpoints: EventEndpoints, listener: Listener
 ) -> None:
@@ -209,34 +199,6 @@ def test_a_subscriber_whose_sockets_fail_forgets_and_begins_anew(
         wait_for(lambda: heard.forgotten == 1 and heard.blocks == {1, 2}, what="it was forgotten, and is heard again")
         talker.say(RemovedEvent([2]))
         wait_for(lambda: heard.blocks == {1}, what="the stream goes on")
-
-
-@pytest.mark.parametrize("lacking", ["context", "socket"])
-def test_a_subscriber_without_descriptors_follows_as_soon_as_there_are_some(
-    talkers: Talkers, endpoints: EventEndpoints, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    monkeypatch.setattr(event_streams, "_REVIVE_S", 0.05)
-    talker, heard, failures = talkers(), Contents(), iter(range(3))
-    make_context, connected = zmq.Context, event_streams._Feed._connected
-
-    def fails(what: str) -> None:
-        if what == lacking and next(failures, None) is not None:
-            raise zmq.ZMQError(errno.EMFILE)
-
-    def new_context(io_threads: int) -> zmq.Context[zmq.Socket[bytes]]:
-        fails("context")
-        return make_context(io_threads)
-
-    def new_socket(feed: event_streams._Feed, kind: int, address: str) -> zmq.Socket[bytes]:
-        fails("socket")
-        return connected(feed, kind, address)
-
-    monkeypatch.setattr(zmq, "Context", new_context)
-    monkeypatch.setattr(event_streams._Feed, "_connected", new_socket)
-    talker.say(StoredEvent([1, 2]))
-    with closing(EventSubscriber(check_s=0.1, again_s=0.02)) as subscriber:
-        subscriber.follow({"it": (endpoints, heard.apply)})
-        wait_for(lambda: heard.blocks == {1, 2}, what="it is heard")
 
 
 def test_another_address_of_a_publisher_begins_with_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 
 from pd_cache.tiers.base import PutOutcome
-from pd_cache.tiers.disk import PAGE, ObjectFolder, digest_of
+from pd_cache.tiers.disk import digest_of
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
 from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, file_of, files, value
@@ -428,22 +427,6 @@ def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budg
     subject.check_integrity()
 
 
-def test_a_file_that_cannot_be_deleted_stays_first_in_line(tmp_path: Path) -> None:
-    with closing(ObjectFolder(tmp_path, PAGE, direct=False, sync=False)) as folder:
-        folder.open()
-        names = [folder.write(digest_of(key), memoryview(bytearray(PAGE))) for key in "ab"]
-        first, second = map(folder.path_of, names)
-        first.unlink()
-        first.mkdir()
-        folder.drop(*names)
-        for _ in range(2):
-            with pytest.raises(OSError):
-                folder.sweep()
-        first.rmdir()
-        folder.sweep()
-        assert not second.exists()
-
-
 def test_a_file_system_that_becomes_read_only_is_still_read(open_disk: Open, freezable_disk: Path) -> None:
     subject = open_disk(freezable_disk, objects=9)
     subject.put(all_values())
@@ -484,27 +467,6 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
     subject.check_integrity()
 
 
-def test_nothing_but_close_ends_the_keeper_and_a_folder_that_is_opened_again_has_its_objects(
-    open_disk: Open, faults: Faults
-) -> None:
-    subject = open_disk()
-    subject.put(all_values())
-    disk = disk_of(subject)
-    disk.folder.close()  # as if its lock could not be looked at
-    for error in (ValueError("an odd name"), MemoryError(), OSError("no number")):
-        faults.errors, opened = {"open": error}, len(faults.begun)
-        subject.get(KEYS[:1])
-        with disk.changed:
-            disk.state = Status.TIER_OFF
-            disk.changed.notify_all()
-        wait_for(lambda before=opened: faults.begun.count("open") and len(faults.begun) > before + 2)
-        assert not subject.backend.available
-    faults.errors = {}
-    wait_for(lambda: subject.backend.available, what="the tier in use")
-    assert subject.get(KEYS) == expected()
-    assert len(files(subject)) == len(disk.index) == 8
-
-
 # --- a disk that hangs -----------------------------------------------------------------------------------------------
 
 
@@ -523,17 +485,6 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
     assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
     faults.go_on.set()
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
-
-
-def test_an_error_of_a_late_write_does_not_make_a_tier_that_is_off_better(open_disk: Open, faults: Faults) -> None:
-    subject = open_disk(retry_s=60.0, timeouts=IMPATIENT)
-    faults.go_on.clear()
-    assert subject.put({"k": value("k")}) == [Status.TIMEOUT]
-    assert not subject.backend.available
-    faults.fail(errno.ENOSPC, "write")
-    faults.go_on.set()
-    wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
-    assert not subject.backend.available
 
 
 def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, faults: Faults) -> None:

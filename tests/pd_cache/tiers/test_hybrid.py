@@ -408,28 +408,6 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, 
         assert all(hits.values()), f"every tier served some: {hits}"
 
 
-def pool_of(node: Host) -> MooncakeBackend:
-    hybrid = node.engine.backend
-    assert isinstance(hybrid, HybridBackend)
-    backend = hybrid.tiers[-1].backend
-    assert isinstance(backend, MooncakeBackend)
-    return backend
-
-
-def test_what_the_pool_lost_is_stored_again_although_this_node_has_it(pool: Pool) -> None:
-    tokens = list(range(7000, 7000 + 2 * CHUNK))
-    slots = list(range(len(tokens)))
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
-    with tiered(pool, tiers) as node:
-        node.compute(tokens, slots)
-        assert node.store(tokens, slots) == len(tokens)
-        assert node.store(tokens, slots) == 0
-        assert pool_of(node).store.remove(node.keys(tokens)[1:], timeout=60, force=True) == [Status.OK]
-        assert node.lookup(tokens) == len(tokens), "the memory still has both"
-        assert node.store(tokens, slots) == CHUNK
-        assert pool_of(node).batched_contains(node.keys(tokens)) == [Status.OK] * 2
-
-
 def test_tiers_of_different_memories_are_refused(tmp_path: Path) -> None:
     one, other = make_local(make_memory(PAYLOAD, 4), 2), make_local(make_memory(PAYLOAD, 4), 2)
     counts = CacheMetrics().tier("x")
