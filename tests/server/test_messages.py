@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.errors import RefusedError
 from pd_cache.reasons import Found, Loaded
-from pd_cache.server import protocol
-from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import (
     PROTOCOL,
     CpuStorage,
@@ -178,26 +174,6 @@ def test_a_client_is_told_what_to_do_first(peer: StrangePeer) -> None:
     reasons = [answer.reason for answer in answers if isinstance(answer, Refused)]
     assert reasons == ["version", *["unknown_client"] * len(REQUESTS[1:]), "invalid"]
     assert "over the Unix socket" in str(answers[-1])
-
-
-def test_a_client_of_another_version_is_told_so_when_it_connects(
-    server: CacheServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "_HEADER", _Pretending())
-    with pytest.raises(RefusedError, match="run the same release"):
-        ServerConnection(server.url, None, "observer")
-
-
-class _Pretending:
-    """Writes requests of the next version, and reads as ever."""
-
-    size = 16
-    _real = struct.Struct("<4sHHQ")
-    unpack_from = _real.unpack_from
-
-    def pack(self, magic: bytes, version: int, zero: int, number: int) -> bytes:
-        newer = threading.current_thread().name == "pd-cache-client"
-        return self._real.pack(magic, PROTOCOL + 1 if newer else version, zero, number)
 
 
 def test_a_client_that_does_not_read_its_answers_holds_up_no_other(server: CacheServer, peer: StrangePeer) -> None:

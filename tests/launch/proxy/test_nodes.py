@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp import web
 
@@ -21,7 +20,6 @@ from pd_cache.cluster import NodeRecord
 from tests.support.pool import ROOT
 from tests.support.proxy import (
     EVENTS,
-    NAMESPACE,
     Behaviour,
     Cluster,
     Node,
@@ -165,20 +163,6 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check:
         sick.health = answers(404)  # it knows no such path, but it answers
         while not await healthy("prefill", sick):
             pass
-
-
-@scenario
-async def test_nodes_that_never_share_a_hit_are_told_apart_in_health() -> None:
-    other = msgspec.structs.replace(NAMESPACE, chunk_size=512)
-    async with cluster(1, 1, health_interval_s=0.02) as c:
-        c.prefill[0].health = answers(200, NAMESPACE.described())
-        c.decode[0].health = answers(200, other.described())
-        told: dict[str, str] = {}
-        deadline = time.monotonic() + 60
-        while not told and time.monotonic() < deadline:
-            async with c.get("/health") as response:
-                told = (await response.json())["differences"]
-        assert told == {"prefill-0": "chunk_size 256 here, 512 on decode-0: these two never share a hit"}
 
 
 @scenario

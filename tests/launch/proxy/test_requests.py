@@ -404,20 +404,6 @@ async def test_a_request_id_that_is_missing_or_strange_is_replaced() -> None:
             assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
 
 
-@scenario
-async def test_metrics_are_served_from_a_registry_of_the_proxys_own() -> None:
-    async with cluster() as one, cluster() as other:
-        async with one.post() as response:
-            await response.read()
-        for c, requests in ((one, 1.0), (other, 0.0)):
-            async with c.get("/metrics") as response:
-                text = await response.text()
-                assert response.content_type == "text/plain"
-            assert ('pd_cache_proxy_requests_total{status="200"} 1.0' in text) == bool(requests)
-            assert f'pd_cache_proxy_node_up{{hop="decode",node="{c.decode[0].url}"}} 1.0' in text
-            assert f"pd_cache_proxy_first_byte_seconds_count {requests}" in text
-
-
 # --- what it remembers -----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 import time
@@ -297,43 +296,12 @@ def test_a_step_that_fails_ends_its_requests_only(make_engine, expected, caplog)
     assert engine.healthy
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": ()}, "empty"),
-        ({"prompt": (1, 300)}, "300"),
-        ({"prompt": (-1, 3)}, "-1"),
-        ({"prompt": (1,), "max_tokens": 0}, "at least 1"),
-        ({"prompt": (1,) * 250, "max_tokens": 7}, "max_model_len 256"),
-    ],
-)
-def test_requests_that_cannot_be_served_are_refused(make_engine, fields, message):
-    engine = make_engine()
-    with pytest.raises(ValueError, match=message):
-        engine.submit(GenerationRequest(**fields))
-    assert engine.outstanding == 0
-
-
 def test_the_longest_request_fits_and_a_pool_too_small_for_it_is_refused(make_engine):
     engine = make_engine(num_blocks=32)
     assert len(tokens_of(engine.submit(request_of(255, max_tokens=1)))) == 1
     assert len(tokens_of(engine.submit(request_of(1, max_tokens=255)))) == 255
     with pytest.raises(ValueError, match="31 blocks"):
         ReferenceEngine.open(tiny_config(num_blocks=31))
-
-
-def test_closing_lets_requests_finish_within_the_grace(make_engine):
-    engine = make_engine(slow=True)
-    generation = engine.submit(request_of(20))
-    closing = threading.Thread(target=engine.close, args=(60.0,))
-    closing.start()
-    wait_for(lambda: not engine.healthy)
-    with pytest.raises(EngineClosedError):
-        engine.submit(request_of(20))
-    engine.model.gate.set()
-    assert len(tokens_of(generation)) == 6
-    closing.join(60)
-    assert not closing.is_alive()
 
 
 def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, caplog):
@@ -348,29 +316,6 @@ def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, capl
     assert "AttributeError" in caplog.text
     with pytest.raises(EngineClosedError, match="failed"):
         engine.submit(request_of(20))
-
-
-def test_tokens_can_be_awaited_and_a_task_that_is_cancelled_meanwhile_cancels_its_request(make_engine, expected):
-    engine = make_engine(slow=True)
-
-    async def collect(request):
-        generation = engine.submit(request)
-        try:
-            return [event.token async for event in generation]
-        finally:
-            generation.cancel()
-
-    async def run():
-        tasks = [asyncio.create_task(collect(request_of(length))) for length in (20, 30, 40)]
-        await asyncio.sleep(0.02)
-        tasks[0].cancel()
-        engine.model.gate.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    cancelled, *answers = asyncio.run(run())
-    assert isinstance(cancelled, asyncio.CancelledError)
-    assert answers == [expected(request_of(30)), expected(request_of(40))]
-    wait_for(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------
