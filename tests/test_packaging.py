@@ -169,7 +169,9 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('not the package')")
     (tmp_path / "files").mkdir()
-    file = str(cluster_file(tmp_path / "files"))
+    store = {"name": "store-0", "role": "store", "segment_size": "16MiB"}
+    nodes = [{"name": "master", "role": "master", "port": 0, "metrics_port": 0}, store]
+    file = str(cluster_file(tmp_path / "files", nodes=nodes))
     command = ("-P", "-m", "launch")  # as the installed script, which does not look into the working directory
     up = subprocess.Popen(
         [sys.executable, *command, "up", "-c", file],
@@ -177,7 +179,7 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
     )  # fmt: skip
     with up:
         assert up.stdout is not None
-        ready = {up.stdout.readline().split()[1] for _ in range(5)}
+        ready = {up.stdout.readline().split()[1] for _ in nodes}
         up.terminate()
     assert up.returncode == 0
-    assert ready == {"master", "store-0", "prefill-0", "decode-0", "proxy"}
+    assert ready == {"master", "store-0"}

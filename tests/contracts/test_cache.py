@@ -178,9 +178,10 @@ def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
             expected += 1
         found = side.survey(names, at_hand=at_hand)
         assert (found.chunks, found.reason == "none") == (expected, expected == len(names))
-        first = at_hand * PER_CHUNK
-        loaded = side.restore(names[at_hand:], blocks[first:])
-        assert loaded.chunks == expected - at_hand
+        first, loaded = at_hand * PER_CHUNK, list[Loaded]()
+        changed = side.changed(lambda: loaded.append(side.restore(names[at_hand:], blocks[first:])))  # noqa: B023 - called at once
+        assert loaded[0].chunks == expected - at_hand
+        assert set(changed) <= set(blocks[first:]), "no block of another prompt"
         for index in range(first, expected * PER_CHUNK):
             assert side.holds(tokens, blocks[index], index)
         if rng.random() < 0.6:

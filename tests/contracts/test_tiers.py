@@ -24,6 +24,7 @@ from tests.support.backends import (
     SharedPoolBackend,
     Subject,
     make_subject,
+    making,
     plant,
     settings_with,
 )
@@ -54,22 +55,8 @@ def pools(pool: Pool) -> Iterator[dict[int, SharedPoolBackend]]:
 
 @pytest.fixture
 def make(pools: dict[int, SharedPoolBackend], tmp_path: Path) -> Iterator[Callable[..., Subject]]:
-    """Makes subjects; they are closed after the test, and then all memory must be free."""
-    subjects: list[Subject] = []
-
-    def make_one(kind: str, payload: int = PAYLOAD, **options: Any) -> Subject:
-        client = pools[payload] if "mooncake" in kind else None
-        subjects.append(make_subject(kind, payload, tmp_path / str(len(subjects)), client, **options))
-        return subjects[-1]
-
-    try:
+    with making(tmp_path, PAYLOAD, pools) as make_one:
         yield make_one
-    finally:
-        for subject in subjects:
-            subject.backend.close()
-            subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free after close")
-            subject.backend.memory.pool.check_integrity()
 
 
 @pytest.fixture(params=KINDS)

@@ -15,7 +15,7 @@ import yaml
 import pd_cache
 from launch.status import ClusterStatus, cluster_status
 from launch.up import LocalCluster
-from tests.support.cluster import CHUNK, OUTAGES, complete, kill, started
+from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
 from tests.support.needs import needs_tool, tool
 from tests.support.prometheus import FOLDER, Prometheus, configuration
 from tests.support.waiting import wait_for
@@ -27,14 +27,7 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
-NODES = [
-    {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-    {"name": "store-0", "role": "store", "segment_size": "64MiB", "metrics_port": 0},
-    {"name": "cache-0", "role": "cache-server", "metrics_port": 0, "segment_size": 0},
-    {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0},
-    {"name": "decode-0", "role": "decode", "port": 0, "cache_server": "cache-0"},
-    {"name": "proxy", "role": "proxy", "port": 0},
-]
+NODES = nodes_of_every_role()
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:

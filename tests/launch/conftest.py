@@ -1,4 +1,4 @@
-"""Servers that nodes' addresses lead to: one that answers, one that hangs."""
+"""Servers that nodes' addresses lead to, one that answers and one that hangs; and an engine by itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import http.server
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
+import msgspec
 import pytest
+
+from pd_cache.cluster import ReferenceEngineConfig
+from tests.support.cluster import ENGINE
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -24,6 +29,21 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         return
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[list[int]], list[int]]]:
+    """What an engine without any cache answers to a prompt of `cluster_file`'s model."""
+    from launch.engines.reference import GenerationRequest, ReferenceEngine  # torch, which most tests here do not need
+
+    config = msgspec.convert(ENGINE, ReferenceEngineConfig)
+    with closing(ReferenceEngine.open(config)) as engine:
+
+        def answer(prompt: list[int]) -> list[int]:
+            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8)
+            return [event.token for event in engine.submit(request)]
+
+        yield answer
 
 
 @pytest.fixture

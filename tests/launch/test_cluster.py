@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,19 @@ from click.testing import CliRunner
 
 from launch.cli import main
 from launch.doctor import DoctorReport, Verdict
-from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.status import cluster_status
 from launch.up import LocalCluster
-from pd_cache.cluster import ReferenceEngineConfig, dump_config
-from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, complete, kill, nodes_with_server, started
+from pd_cache.cluster import dump_config
+from tests.support.cluster import (
+    CHUNK,
+    OUTAGES,
+    Answer,
+    complete,
+    kill,
+    nodes_of_every_role,
+    nodes_with_server,
+    started,
+)
 from tests.support.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow(seconds=90)
@@ -37,19 +44,6 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder) if request.param == "in-process" else started(folder, nodes=nodes_with_server()) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[Tokens], Tokens]]:
-    """What an engine without any cache answers to a prompt."""
-    config = msgspec.convert(ENGINE, ReferenceEngineConfig)
-    with closing(ReferenceEngine.open(config)) as engine:
-
-        def answer(prompt: Tokens) -> Tokens:
-            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8)
-            return [event.token for event in engine.submit(request)]
-
-        yield answer
 
 
 @pytest.fixture
@@ -287,9 +281,9 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
     tmp_path: Path, alone: Any, prompt: Any
 ) -> None:
     """One cluster loses one node after the other. Each stays dead until all requests are answered, and is back before the next dies."""
-    with started(tmp_path, **OUTAGES) as cluster:
+    with started(tmp_path, nodes=nodes_of_every_role(), **OUTAGES) as cluster:
         url = url_of(cluster)
-        for victim in ("store-0", "master", "prefill-0"):
+        for victim in ("store-0", "master", "prefill-0", "cache-0"):
             cluster.supervisor.wait(Mended(cluster, prompt(3 * CHUNK)))
             shared = prompt(6 * CHUNK)
             prompts = [shared + prompt(30) for _ in range(24)]
@@ -313,6 +307,10 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 assert answer is not None
                 assert answer.status == 200, victim
                 assert answer.tokens == alone(tokens), victim
+            if victim == "cache-0":
+                status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
+                assert status["cache-0"].startswith("no answer")
+                assert status["decode-0"] == "up"
             if victim == "store-0":
                 file = tmp_path / "running.yaml"
                 file.write_text(dump_config(cluster.config))
@@ -323,15 +321,3 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                     return {one["reason"] for one in nodes} == {"evicted"}
 
                 wait_for(evicted, what="chunks that went with their node count as evicted")
-
-
-def test_the_cache_server_dies_and_engines_compute_until_it_is_back(tmp_path: Path, alone: Any, prompt: Any) -> None:
-    with started(tmp_path, nodes=nodes_with_server()) as cluster:
-        tokens = prompt(5 * CHUNK + 3)
-        wait_for(lambda: complete(url_of(cluster), tokens).cached == (5 * CHUNK, 5 * CHUNK), 30)
-        kill(cluster, "cache-0")
-        answer = complete(url_of(cluster), tokens)
-        assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), (0, 0))
-        status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
-        assert status["cache-0"].startswith("no answer")
-        assert status["decode-0"] == "up"

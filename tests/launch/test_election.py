@@ -9,17 +9,10 @@ import pytest
 from launch.discovery.etcd import DISAGREES_S, ElectionWatch
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
+from tests.support.waiting import Clock
 
 pytestmark = needs_etcd
 KEY, OURS = "mooncake-store/elected/master_view", "10.0.0.1:50051"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def name(etcd: Etcd, leader: str | None) -> None:

@@ -11,18 +11,15 @@ import random
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from launch.engines.reference import GenerationRequest, ReferenceEngine
-from pd_cache.cluster import ReferenceEngineConfig
-from tests.support.cluster import CHUNK, ENGINE, OUTAGES, Answer, cluster_file, complete
+from tests.support.cluster import CHUNK, OUTAGES, Answer, cluster_file, complete
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not
 from tests.support.leaks import no_leaks
@@ -135,19 +132,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> Iterator[Host
             cluster.stop()
     names = subprocess.run(("ip", "netns", "list"), capture_output=True, check=True, timeout=60).stdout.decode()
     assert network.prefix not in names
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[Tokens], Tokens]]:
-    """What an engine without any cache answers to a prompt."""
-    config = msgspec.convert(ENGINE, ReferenceEngineConfig)
-    with closing(ReferenceEngine.open(config)) as engine:
-
-        def answer(prompt: Tokens) -> Tokens:
-            request = GenerationRequest(prompt=tuple(prompt), max_tokens=8)
-            return [event.token for event in engine.submit(request)]
-
-        yield answer
 
 
 @pytest.fixture(autouse=True)

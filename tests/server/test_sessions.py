@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pd_cache.server.lookups import FoundChunks, Sessions
+from tests.support.waiting import Clock
 
 MODELS = ["first", "second"]
 NAMES = [bytes([index]) * 16 for index in range(4)]
@@ -35,13 +36,6 @@ class CountingTier:
 
 def shards(names: Sequence[bytes], ranks: int) -> list[list[str]]:
     return [[f"{rank}/{name.hex()}" for name in names] for rank in range(ranks)]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SessionsModel(RuleBasedStateMachine):

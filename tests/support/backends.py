@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pd_cache.tiers.local import DeviceBackend, LocalBackend, open_local
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
+from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize, Timeouts
 from transfer.staging import StagingPool
@@ -29,9 +31,7 @@ CHAINS = ("local+disk", "local+mooncake", "disk+mooncake", "local+disk+mooncake"
 KINDS = (
     *BASES,
     "pipelined(device)",
-    "pipelined(disk)",
     "hybrid(local)",
-    "hybrid(mooncake)",
     *(f"hybrid({chain})" for chain in CHAINS),
     "pipelined(hybrid(local+disk+mooncake))",
 )
@@ -200,6 +200,27 @@ def make_subject(
         backend.close()
         raise
     return Subject(backend, bases, metrics)
+
+
+@contextmanager
+def making(folder: Path, payload: int, pools: Mapping[int, MooncakeBackend] = {}) -> Iterator[Callable[..., Subject]]:
+    """Yields a function that makes subjects, over these pool clients by payload size. All are closed at the end, and then all memory must be
+    free."""
+    subjects: list[Subject] = []
+
+    def make(kind: str, payload: int = payload, **options: Any) -> Subject:
+        client = pools[payload] if "mooncake" in kind else None
+        subjects.append(make_subject(kind, payload, folder / str(len(subjects)), client, **options))
+        return subjects[-1]
+
+    try:
+        yield make
+    finally:
+        for subject in subjects:
+            subject.backend.close()
+            subject.backend.close()
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free after close")
+            subject.backend.memory.pool.check_integrity()
 
 
 def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_client: Any) -> None:

@@ -105,6 +105,18 @@ def nodes_with_server() -> list[dict[str, Any]]:
     ]
 
 
+def nodes_of_every_role() -> list[dict[str, Any]]:
+    """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
+    return [
+        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
+        {"name": "store-0", "role": "store", "segment_size": "64MiB", "metrics_port": 0},
+        {"name": "cache-0", "role": "cache-server", "metrics_port": 0, "segment_size": 0},
+        {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0},
+        {"name": "decode-0", "role": "decode", "port": 0, "cache_server": "cache-0"},
+        {"name": "proxy", "role": "proxy", "port": 0},
+    ]
+
+
 def _with_ports(config: ClusterConfig) -> ClusterConfig:
     """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
     nodes = []

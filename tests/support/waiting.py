@@ -1,4 +1,4 @@
-"""Waiting for conditions, with a deadline."""
+"""Waiting for conditions, with a deadline; and a clock that does not wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Callable
 
 PATIENCE_S = 60.0
 """The least that a condition is waited for. No test measures with it: a machine that is busy with other things may be slow."""
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_S, what: str = "the condition") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import select
 import socket
 import struct
 import threading
@@ -101,20 +100,9 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         assert store.batch_exist(keys, timeout=20) == expected
 
 
-def test_a_master_started_anew_is_asked_through_the_client_first_and_then_directly_again(
+def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(
     make_pool: Callable[..., Pool],
 ) -> None:
-    pool = make_pool().start()
-    with opened(pool, breaker={"probe_interval_ms": 100}) as (store, _):
-        wait_for(lambda: asks_directly(store), 20, "the connection being made")
-        pool.kill("master")
-        assert direct(store).ask(["k"], later()) is None
-        assert not direct(store)._connections
-        pool.start("master")
-        wait_for(lambda: asks_directly(store), 60, "a new connection")
-
-
-def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool().start()
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (store, _):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
@@ -125,6 +113,12 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back(ma
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], 20, "the breaker")
         master.resume()
         wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], 60, "the pool being found back")
+        wait_for(lambda: asks_directly(store), 60, "the connection being made")
+        pool.kill("master")
+        assert direct(store).ask(["k"], later()) is None
+        assert not direct(store)._connections
+        pool.start("master")
+        wait_for(lambda: asks_directly(store), 60, "a new connection")
 
 
 def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_short_cut_reaches_it(pool: Pool) -> None:
@@ -319,23 +313,6 @@ def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts: Callable[[i
         assert not rpc.wants_connection
         assert rpc.ask(["a", "b"], later()) is None
         assert rpc.wants_connection != kept, "a connection that ended is made anew, at once"
-        rpc.close()
-
-
-def test_an_answer_that_was_there_before_this_process_went_on_is_taken() -> None:
-    now = 100.0
-    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
-        rpc = rpc_to(master, lambda: now)
-        received = rpc._receive
-
-        def stopped(connection: socket.socket, keys: int, deadline: float) -> bytes:
-            nonlocal now
-            assert select.select([connection], [], [], PATIENCE)[0]
-            now += 1000
-            return received(connection, keys, deadline)
-
-        rpc._receive = stopped  # type: ignore[method-assign]
-        assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
         rpc.close()
 
 

@@ -18,11 +18,6 @@ from transfer.store import GetResult, MooncakeStore
 MIB = 1 << 20
 
 
-@pytest.fixture
-def two_segments(make_pool: Callable[..., Pool]) -> Pool:
-    return make_pool().start("master", "store-0", "store-1")
-
-
 def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes) -> bool:
     slots = leased(staging, len(keys))  # type: ignore[arg-type]
     try:
@@ -81,8 +76,10 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
 
 
 def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
-    two_segments: Pool,
+    make_pool: Callable[..., Pool],
 ) -> None:
+    two_segments = make_pool().start("master", "store-0", "store-1")
+
     def put_all(**placement: Any) -> list[str]:
         with opened(two_segments, placement=Placement(**placement)) as (store, staging):
             keys = fresh(40)
@@ -91,6 +88,17 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
             return keys
 
     used = two_segments.used
+    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (store, staging):
+        one, other = fresh(1), fresh(1)
+        (slot,) = leased(staging, 1)
+        there = Placement(preferred_segment=two_segments.segment(1))
+        put_there = store.start_put(one, [slot], [SLOT], timeout=20, placement=there)
+        assert put_there.results() == [Status.OK]
+        slot.release()
+        assert (used(0), used(1)) == (0, SLOT), "a put may have a placement of its own"
+        assert put(store, staging, other) == [Status.OK]
+        assert (used(0), used(1)) == (SLOT, SLOT)
+        store.remove([*one, *other], timeout=20, force=True)
     with opened(two_segments) as (store, staging):
         for index in (0, 1):
             keys = put_all(preferred_segment=two_segments.segment(index))
@@ -105,21 +113,6 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         two_segments.kill("store-0")
         wait_for(lambda: readable(store, staging, both, b"r"), 20, "every key being read from its other copy")
         assert not readable(store, staging, alone, b"r")
-
-
-def test_a_put_with_a_placement_of_its_own_goes_there_and_the_next_where_the_store_says(two_segments: Pool) -> None:
-    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (store, staging):
-        slots = leased(staging, 4)
-        try:
-            there = Placement(preferred_segment=two_segments.segment(1))
-            put_there = store.start_put(fresh(4), slots, [SLOT] * 4, timeout=20, placement=there)
-            assert put_there.results() == [Status.OK] * 4
-        finally:
-            for slot in slots:
-                slot.release()
-        assert (two_segments.used(0), two_segments.used(1)) == (0, 4 * SLOT)
-        assert put(store, staging, fresh(2)) == [Status.OK] * 2
-        assert (two_segments.used(0), two_segments.used(1)) == (2 * SLOT, 4 * SLOT)
 
 
 @pytest.mark.parametrize("pin", ["soft", "hard"])

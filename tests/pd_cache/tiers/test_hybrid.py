@@ -21,11 +21,10 @@ from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.pd_cache.tiers.conftest import Faults
-from tests.support.backends import Subject, count, make_disk, make_local, make_memory, make_subject
+from tests.support.backends import Subject, count, make_disk, make_local, make_memory, making
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
-from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
@@ -38,18 +37,8 @@ def value(n: object) -> bytes:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Subject]]:
-    subjects: list[Subject] = []
-
-    def make_one(kind: str = "hybrid(local+disk)", **options: Any) -> Subject:
-        subjects.append(make_subject(kind, PAYLOAD, tmp_path / str(len(subjects)), None, **options))
-        return subjects[-1]
-
-    try:
-        yield make_one
-    finally:
-        for subject in subjects:
-            subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, what="all memory free")
+    with making(tmp_path, PAYLOAD) as make_one:
+        yield lambda **options: make_one("hybrid(local+disk)", **options)
 
 
 def hybrid_of(subject: Subject) -> HybridBackend:
@@ -223,7 +212,7 @@ def named(calls: list[tuple[str, list[str]]], method: str) -> list[list[str]]:
 def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(
     make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    subject = make("hybrid(local+disk)", promote="never", objects=64)
+    subject = make(promote="never", objects=64)
     keys = [f"k{n}" for n in range(64)]
     for start in range(0, len(keys), 8):
         subject.put({key: value(key) for key in keys[start : start + 8]})

@@ -21,6 +21,7 @@ from pd_cache.vllm.requests import Plan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import StepReport
+from tests.support.waiting import Clock
 
 BLOCK, CHUNK = 4, 8
 PROMPT = list(range(3 * CHUNK + 3))
@@ -37,16 +38,6 @@ STATE = KeptLayers(2, CHUNK, "state")
 DRAFTS = KeptLayers(1, BLOCK, drafts="next")
 """Layers of a draft model, in the blocks of the model that it drafts for."""
 FAILED = Loaded(0, "evicted")
-
-
-class Clock:
-    """Stands still until it is told to move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -231,7 +222,7 @@ class Scene:
     ) -> None:
         """One layer group of full attention, unless `layers` says otherwise. A hand-off is waited for 2 s."""
         layers = layers or (PLAIN,)
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.metrics = CacheMetrics()
         self.manager = Manager()
         self.pool = self.manager.block_pool

@@ -12,8 +12,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import EndedLoads, WorkerSide
-from tests.pd_cache.vllm.histories import Clock
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, Clock, wait_for
 
 NAMES = [b"a" * 16, b"b" * 16, b"c" * 16]
 BLOCKS = [10, 11, 12, 13, 14, 15]
