@@ -126,6 +126,9 @@ def test_errors_give_zero_and_are_counted(clients: Any, node: Host) -> None:
             assert count(client.metrics, "pd_cache_troubles_total") == number
 
 
+@pytest.mark.parametrize(
+    "clients", CLIENTS[1:], indirect=True
+)  # the engine's own resets: tests/pd_cache/test_resets.py
 def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(clients: Any, pool: Pool) -> None:
     tokens, slots = list(range(300, 316)), list(range(16))
     model = uuid.uuid4().hex

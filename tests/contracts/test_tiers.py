@@ -34,7 +34,7 @@ from transfer.errors import Status
 
 PAYLOAD = 5000
 """Bytes; neither a whole number of pages nor of anything else."""
-SIZES = (0, 1, 4096 - TRAILER_BYTES, 4096)
+SIZES = (0, 4096 - TRAILER_BYTES)
 MISSES = {"missing", "busy", "lease_expired", "transfer_failed"}
 """How a key may read that somebody else writes or removes at the same time."""
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
@@ -115,28 +113,26 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         assert not readable(store, staging, alone, b"r")
 
 
-@pytest.mark.parametrize("pin", ["soft", "hard"])
-def test_a_pinned_object_survives_pressure_that_evicts_the_others(make_pool: Callable[..., Pool], pin: str) -> None:
+def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="16MiB").start()
-    with (
-        opened(pool, slots=1, slot=MIB, placement=Placement(pin=pin)) as (keeper, keepers_staging),  # type: ignore[arg-type]
-        opened(pool, slots=1, slot=MIB) as (store, staging),
-    ):
+    with opened(pool, slots=1, slot=MIB) as (store, staging):
 
-        def put_one(into: MooncakeStore, memory: object, key: str) -> Status:
-            slot = leased(memory, 1)[0]  # type: ignore[arg-type]
+        def put_one(key: str, **placement: Any) -> Status:
+            (slot,) = leased(staging, 1)
             try:
-                return into.start_put([key], [slot], [MIB], timeout=20).results()[0]
+                put = store.start_put([key], [slot], [MIB], timeout=20, placement=Placement(**placement))
+                return put.results()[0]
             finally:
                 slot.release()
 
         pinned, plain = fresh(4), fresh(60)
-        assert [put_one(keeper, keepers_staging, key) for key in pinned] == [Status.OK] * 4
-        first = [put_one(store, staging, key) for key in plain[:8]]
+        pins = ("soft", "soft", "hard", "hard")
+        assert [put_one(key, pin=pin) for key, pin in zip(pinned, pins, strict=True)] == [Status.OK] * 4
+        first = [put_one(key) for key in plain[:8]]
         assert first == [Status.OK] * 8
-        later = [put_one(store, staging, key) for key in plain[8:]]
+        later = [put_one(key) for key in plain[8:]]
         assert set(later) <= {Status.OK, Status.NO_SPACE}
         assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"
-        assert keeper.batch_exist(pinned, timeout=20) == [Status.OK] * 4
+        assert store.batch_exist(pinned, timeout=20) == [Status.OK] * 4
         assert Status.MISSING in store.batch_exist(plain[:8], timeout=20)

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pool import Pool, free_port
+from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from transfer.errors import PoolUnavailableError, Status, TransferError
+from transfer.errors import Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore
@@ -205,11 +205,3 @@ def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingLibraryError, match="apt-get install libibverbs1"):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
-
-
-def test_a_port_where_nothing_listens_is_named_and_setup_is_not_called() -> None:
-    with (
-        MooncakeStore(TransferSettings(), master=f"127.0.0.1:{free_port()}", segment_size=0) as store,
-        pytest.raises(PoolUnavailableError, match="no connection: Connection refused"),
-    ):
-        store.wait_open(5)
