@@ -16,19 +16,17 @@ import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry
 
 from launch.cli import main
 from launch.doctor import DoctorReport, Finding, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
-from launch.health_server import RoleHealth, exposed
 from launch.masters import Segment, segments_at
 from launch.reachability import PeerChecks, PeerReport
 from launch.supervise import StoppedError
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config, load_config
-from tests.support.cluster import cluster_file, kill, started
-from tests.support.pool import Pool, free_port
+from tests.support.cluster import kill, started
+from tests.support.pool import Pool
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
 
@@ -146,20 +144,6 @@ def test_a_dead_engine_is_told_by_name_and_by_those_who_reach_it_no_longer(tmp_p
     assert status == 1
     assert {("cluster.node", "decode-0"), ("network.from_here", "decode-0")} <= broken(report)
     assert of(report, "network.from_nodes")["prefill-0"].verdict is Verdict.OK, "what is dead is told once"
-
-
-def test_a_proxy_that_lacks_a_decode_node_runs(tmp_path: Path) -> None:
-    def health() -> RoleHealth:
-        return RoleHealth("starting")  # answered with 503, as by a proxy without a decode node
-
-    with exposed("127.0.0.1", 0, CollectorRegistry(), health) as (_, port):
-        nodes = [
-            {"name": "m", "role": "master", "port": free_port(), "metrics_port": free_port()},
-            {"name": "d", "role": "decode", "port": free_port()},
-            {"name": "p", "role": "proxy", "port": port},
-        ]
-        _, report = doctor("-c", str(cluster_file(tmp_path, nodes=nodes)))
-    assert of(report, "cluster.node")["p"].found == "degraded: /health answers 503"
 
 
 @pytest.mark.usefixtures("patient")

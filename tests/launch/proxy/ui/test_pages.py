@@ -148,23 +148,6 @@ def test_nodes_that_do_not_answer_well_are_shown_as_such_and_delay_no_other(monk
 
 
 @scenario
-async def test_odd_figures_and_texts_of_a_node_cannot_spoil_an_event() -> None:
-    odd = b'pd_cache_missed_tokens_total{reason="</script>\\n<b>"} %d\npd_cache_bytes_total{op="retrieve"} NaN\npd_cache_staging_bytes -1\n'
-    async with cluster(prefill=0) as c:
-        asked = iter(range(1, 1_000_000))
-
-        async def behaviour(request: Any) -> Any:
-            return await says(odd % next(asked))(request)
-
-        c.decode[0].default = behaviour
-        async with follow(c) as response:
-            event = await Follower(response).until(lambda event: named(event, "decode-0")["missed"])
-        assert named(event, "decode-0")["missed"] == ["</script>\\n<b>"], "a text on one line"
-        assert named(event, "decode-0")["load"] == 0
-        assert named(event, "decode-0")["staging"] is None
-
-
-@scenario
 async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
     listed = [
         {"segment_name": "h:1", "size_bytes": 100, "te_endpoint": "", "allocator_used_bytes": 40},
