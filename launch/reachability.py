@@ -19,7 +19,6 @@ from launch.discovery import View, open_directory
 from launch.masters import Segment, segments_at
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, NodeRecord
 from pd_cache.cluster.machine import host_of, port_of
-from pd_cache.decoding import decode_json
 
 CONNECT_S = 1.0
 MAX_TARGETS = 256
@@ -97,11 +96,6 @@ def _targets_of_node(record: NodeRecord) -> Iterator[PeerAddress]:
     for what, address in places:
         if address and host_of(address) and port_of(address):
             yield PeerAddress(record.name, what, f"{host_of(address)}:{port_of(address)}")
-
-
-def read_peers(body: bytes) -> PeerReport:
-    """Returns what a node's `/peers` says. Raises ValueError for any other answer."""
-    return decode_json(body, PeerReport)
 
 
 async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:

@@ -26,7 +26,7 @@ from launch.figures import read_node, read_samples, total
 from launch.http import NOBODY, Access, proxy_access
 from launch.masters import LEADER, Segment, master_health, segments_at
 from launch.versions import known_versions
-from launch.watched import TIMEOUT_S, get_text, is_asked
+from launch.watched import TIMEOUT_S, ask_server, get_text, is_asked
 from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
 from pd_cache.cluster.machine import host_of, is_local, shown_bytes
 from pd_cache.decoding import one_line
@@ -249,12 +249,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
 
 def _ask_server(row: NodeStatus) -> None:
     """Asks a cache server of this machine over its socket, where it says more than its metrics do."""
-    if row.record.address.endswith(":0"):
-        raise ValueError("its address depends on a port that is 0 in this file, chosen by `up`")
-
-    from pd_cache.server.connection import server_status
-
-    report = server_status(row.record.address, TIMEOUT_S)
+    report = ask_server(row.record)
     read_metrics(report.metrics, row)
     row.up_since, row.in_flight = report.up_since, report.in_flight
     row.record = msgspec.structs.replace(row.record, version=report.software)

@@ -35,7 +35,7 @@ from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.reasons import MEANINGS
 
-Key = Literal["up", "down", "first", "last", "sort", "reverse", "follow", "back", "help", "quit"]
+Key = Literal["up", "down", "sort", "reverse", "follow", "back", "help", "quit"]
 
 _NO_READER = (errno.EIO, errno.EPIPE)
 """The terminal was closed, or the pipe's other end."""
@@ -49,9 +49,9 @@ _DETAILS = 14
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {"up": "green", "ill": "yellow", "silent": "red", "asking": "dim", "-": "dim", "DOWN": "bold red"}
 _KEYS: dict[bytes, Key] = {
-    b"q": "quit", b"Q": "quit", b"\x04": "quit", b"j": "down", b"k": "up", b"g": "first", b"G": "last", b"s": "sort", b"r": "reverse",
+    b"q": "quit", b"Q": "quit", b"\x04": "quit", b"j": "down", b"k": "up", b"s": "sort", b"r": "reverse",
     b"f": "follow", b"\r": "follow", b"\n": "follow", b"h": "help", b"?": "help", b"\x1b": "back", b"\x1b[A": "up", b"\x1b[B": "down",
-    b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[H": "first", b"\x1b[F": "last",
+    b"\x1bOA": "up", b"\x1bOB": "down",
 }  # fmt: skip
 _HELP = """
 ↑ ↓ or k j    select a node           Enter or f   follow it, and back
@@ -152,11 +152,9 @@ class Screen:
         match key:
             case "quit":
                 return False
-            case "up" | "down" | "first" | "last" if names:
-                at = names.index(self.selected)
-                self.selected = names[
-                    {"up": max(0, at - 1), "down": min(len(names) - 1, at + 1), "first": 0, "last": -1}[key]
-                ]
+            case "up" | "down" if names:
+                at = names.index(self.selected) + (1 if key == "down" else -1)
+                self.selected = names[max(0, min(len(names) - 1, at))]
             case "sort":
                 orders = [COLUMNS[0], *(column for column in COLUMNS if column.figure is not None)]
                 self.order = orders[(orders.index(self.order) + 1) % len(orders)]
@@ -230,16 +228,12 @@ def _trend(row: NodeRow, width: int) -> str:
     return sparkline(moved if row.role != "proxy" else [], width)
 
 
-def _hit(row: NodeRow) -> float | None:
-    return None if row.rates is None else row.rates.hit
-
-
 _TREND = "trend"
 COLUMNS = (
     Column("node", 14, 0, lambda row: row.name, left=True),
     Column("role", 12, 12, lambda row: row.role, left=True),
     Column("state", 6, 0, lambda row: row.state, left=True),
-    Column("hit", 4, 0, lambda row: percent(_hit(row)), figure=_hit),
+    Column("hit", 4, 0, lambda row: percent(row.hit), figure=lambda row: row.hit),
     Column("engine", 6, 6, lambda row: _source(row, "engine")),
     Column("memory", 6, 6, lambda row: _source(row, "memory")),
     Column("disk", 4, 6, lambda row: _source(row, "disk")),

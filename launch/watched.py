@@ -13,7 +13,7 @@ import urllib.error
 import urllib.parse
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -24,8 +24,12 @@ from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
+if TYPE_CHECKING:
+    from pd_cache.server.protocol import StatusReport
+
 TIMEOUT_S = 2.0
 """How long a node may take."""
+_CHOSEN_BY_UP = "its port is 0 in this file, chosen by `up`"
 _LARGEST = 4 << 20
 _AT_A_TIME = 24
 _LONGEST_PAUSE_S = 15.0
@@ -61,9 +65,9 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
     """Asks a node for its metrics. `access`: key and certificates for proxies. Raises nothing."""
     segments: list[Segment] | None = None
     try:
-        if record.role == "cache-server":
-            text = _server_metrics(record)
-        elif record.role in ("master", "store"):
+        if record.role == "cache-server" and not (record.metrics and urllib.parse.urlsplit(record.metrics).port):
+            text = ask_server(record).metrics
+        elif record.role in ("master", "store", "cache-server"):
             text = get_text(f"{record.metrics}/metrics")
         else:
             text = get_text(f"{record.address}/metrics", access if record.role == "proxy" else NOBODY)
@@ -81,19 +85,20 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
         return NodeAnswer(record.name, clock(), None, one_line(str(said)) or repr(error))
 
 
-def _server_metrics(record: NodeRecord) -> str:
-    if record.metrics is not None and urllib.parse.urlsplit(record.metrics).port:
-        return get_text(f"{record.metrics}/metrics")
+def ask_server(record: NodeRecord) -> StatusReport:
+    """Asks a cache server of this machine over its own socket. Raises ValueError if only `up` knows its port."""
+    if record.address.endswith(":0"):
+        raise ValueError(_CHOSEN_BY_UP)
 
     from pd_cache.server.connection import server_status
 
-    return server_status(record.address, TIMEOUT_S).metrics
+    return server_status(record.address, TIMEOUT_S)
 
 
 def get_text(url: str, access: Access = NOBODY) -> str:
     """Returns what a node answers. Raises OSError if it does not, ValueError if only `up` knows its port."""
     if urllib.parse.urlsplit(url).port == 0:
-        raise ValueError("its port is 0 in this file, chosen by `up`")
+        raise ValueError(_CHOSEN_BY_UP)
     return fetch(url, TIMEOUT_S, access, most=_LARGEST).decode(errors="replace")
 
 
@@ -169,6 +174,10 @@ class NodeRow(NamedTuple):
     history: NodeHistory
     segments: tuple[Segment, ...]
     """The memory that it gives to the pool, as the master says. For a master, all that it knows."""
+
+    @property
+    def hit(self) -> float | None:
+        return None if self.rates is None else self.rates.hit
 
     @property
     def p99(self) -> float | None:

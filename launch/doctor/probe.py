@@ -26,10 +26,11 @@ import pd_cache
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.http import NOBODY, Access, fetch
 from launch.masters import Segment, places_at
-from launch.reachability import PeerAddress, PeerReport, Reach, reach, read_peers
+from launch.reachability import PeerAddress, PeerReport, Reach, reach
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
 from pd_cache.cluster.machine import host_of, shown_bytes
+from pd_cache.decoding import decode_json
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
@@ -81,17 +82,18 @@ def node_findings(status: ClusterStatus) -> Iterator[Finding]:
 def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
     """Nodes with another version of pd-cache than this one."""
     check, ours = "cluster.version", pd_cache.__version__
-    told = [row for row in rows if row.record.version]
-    same = [row.name for row in told if row.record.version == ours]
-    if same:
-        yield ok(check, f"{ours} on {', '.join(same)}")
-    for row in told:
-        if row.record.version != ours:
+    same = []
+    for row in rows:
+        if row.record.version == ours:
+            same.append(row.name)
+        elif row.record.version:
             yield warning(
                 check, f"{row.record.version}, and {ours} here", row.name,
                 why="versions may name chunks in other ways, and cache servers refuse engines of another one",
                 repair=f"on {row.host}: install the wheel of pd-cache {ours}, as README.md says",
             )  # fmt: skip
+    if same:
+        yield ok(check, f"{ours} on {', '.join(same)}")
 
 
 def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
@@ -196,7 +198,7 @@ def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
         return None
     try:
         needed = access if row.record.role == "proxy" else NOBODY
-        return read_peers(fetch(f"{row.record.address}/peers", _PEERS_S, needed))
+        return decode_json(fetch(f"{row.record.address}/peers", _PEERS_S, needed), PeerReport)
     except (OSError, ValueError):
         return None
 

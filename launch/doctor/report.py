@@ -89,14 +89,10 @@ def report_table(report: DoctorReport) -> Group:
     for finding in report.findings:
         style = _STYLES[finding.verdict]
         table.add_row(finding.check, f"[{style}]{finding.verdict.value}[/]", _told(finding))
-    return Group(table, Text(summary(report), "red" if report.broken else "green"))
-
-
-def summary(report: DoctorReport) -> str:
-    """Returns one line."""
     counts = {verdict: sum(one.verdict is verdict for one in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
-    return f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"
+    summary = f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"
+    return Group(table, Text(summary, "red" if report.broken else "green"))
 
 
 def _told(finding: Finding) -> str:

@@ -28,7 +28,7 @@ from launch.proxy.bodies import ApiError, Completion, HandedOver, read_handoff, 
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.reachability import read_peers, targets_of
+from launch.reachability import PeerReport, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from launch.top import Screen, draw
 from launch.watched import NodeAnswer, WatchedNodes
@@ -44,7 +44,7 @@ from pd_cache.cluster import (
     read_about,
 )
 from pd_cache.cluster.machine import host_of
-from pd_cache.decoding import UndecodableError
+from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.events.subscriber import StreamOrder
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 from pd_cache.layout import checksum
@@ -276,7 +276,7 @@ _SEGMENT = {
 
 
 def _peers(data: bytes) -> None:
-    report = read_peers(data)
+    report = decode_json(data, PeerReport)
     row = NodeStatus(record=_RECORDS[0])
     list(peer_findings([row], {"a": report}, (), ()))
 

@@ -216,7 +216,7 @@ def _shown_node(row: NodeRow) -> dict[str, Any]:
         "role": row.role,
         "state": row.state,
         "why": row.why if row.state in ("silent", "ill") else "",
-        "hit": None if rates is None else rates.hit,
+        "hit": row.hit,
         "load": None if moves is None else moves.load,
         "store": None if moves is None else moves.store,
         "lookups": None if moves is None else moves.lookups,
