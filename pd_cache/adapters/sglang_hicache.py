@@ -33,6 +33,7 @@ from pd_cache.errors import ConfigError, LayoutError
 from pd_cache.objects.cache import MOST_BYTES, PART_BYTES, ObjectCache
 from pd_cache.objects.values import MOST_PARTS
 from pd_cache.sparse_log import SparseLog
+from transfer.errors import PoolUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class PdCacheStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Returns how many pages are there, from the first, by one request."""
-        return self._safely("exists", lambda: _leading(self._found(self._kv_names(keys))), 0)
+        return self._safely("exists", lambda: _leading(self._opened().exist(self._kv_names(keys))), 0)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Loads pages into the host pool. Nothing is written to it after the call has returned."""
@@ -136,11 +137,8 @@ class PdCacheStorage(HiCacheStorage):
         """Loads tensors into `target_locations`. Returns None for each miss."""
 
         def load() -> list[Any]:
-            opened = self._opened()
-            if opened is None:
-                return [None] * len(keys)
             views = [bytes_of(target) for target in target_locations]
-            reasons = opened.read_into(names_of(self._plain, keys), views, timeout=self._seconds)
+            reasons = self._opened().read_into(names_of(self._plain, keys), views, timeout=self._seconds)
             return [None if reason else target for reason, target in zip(reasons, target_locations, strict=True)]
 
         return self._safely("get", load, [None] * len(keys))
@@ -154,11 +152,8 @@ class PdCacheStorage(HiCacheStorage):
         """Stores tensors. Returns whether all of them can be loaded now."""
 
         def store() -> bool:
-            opened = self._opened()
-            if opened is None:
-                return False
             views = [bytes_of(value.contiguous()) for value in values]
-            return all(opened.put(names_of(self._plain, keys), views, timeout=self._seconds))
+            return all(self._opened().put(names_of(self._plain, keys), views, timeout=self._seconds))
 
         return self._safely("set", store, False)
 
@@ -171,10 +166,7 @@ class PdCacheStorage(HiCacheStorage):
         """Says that the weights have changed: no node finds any more what was stored before. Returns whether that is done."""
 
         def begin() -> bool:
-            opened = self._opened()
-            if opened is None:
-                return False
-            begun = opened.version.reset() is not None
+            begun = self._opened().version.reset() is not None
             if not begun:  # SGLang 0.5.23 does not look at what this returns
                 log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
             return begun
@@ -230,12 +222,15 @@ class PdCacheStorage(HiCacheStorage):
         if name == "kv":
             self._plain = prefix_of(self._config, name, host, "tensor")
 
-    def _opened(self) -> VersionedNames | None:
-        """Returns the open cache; None after `close`. Opens it for objects of the main pool's pages, or of the largest page."""
+    def _opened(self) -> VersionedNames:
+        """Returns the open cache. Opens it for objects of the main pool's pages, or of the largest page. Raises PoolUnavailableError if it
+        was closed before that."""
         if self._names is not None:
             return self._names
         with self._lock:
-            if self._names is None and not self._closed:
+            if self._closed:
+                raise PoolUnavailableError("this backend is closed")
+            if self._names is None:
                 sizes = {name: pool.pages.bytes for name, pool in self._pools.items() if pool.pages is not None}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
@@ -248,10 +243,6 @@ class PdCacheStorage(HiCacheStorage):
         pool = self._pools.get("kv")
         v1 = bool((self._config.extra_config or {}).get("interface_v1"))
         return names_of(self._plain if pool is None or not v1 else pool.prefix, keys)
-
-    def _found(self, names: Sequence[bytes]) -> list[bool]:
-        opened = self._opened()
-        return [False] * len(names) if opened is None or not names else opened.exist(names)
 
     def _pages_of_all(self, transfers: Any, *, load: bool) -> dict[str, list[bool]]:
         """Moves pages of several pools, one after another, all with one deadline."""
@@ -276,8 +267,8 @@ class PdCacheStorage(HiCacheStorage):
         self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool, end: float
     ) -> list[bool]:
         opened = self._opened()
-        if opened is None or not keys:
-            return [False] * len(keys)
+        if not keys:
+            return []
         if pool is None or indices is None:
             raise ValueError(f"pool {name} is not registered, or no pages of it were given")
         begun = time.perf_counter()
@@ -311,7 +302,7 @@ class PdCacheStorage(HiCacheStorage):
         for one in judged:
             pool = self._pools.get(str(one.name))
             asked.append([] if pool is None else names_of(pool.prefix, keys))
-        answers = iter(self._found([name for names in asked for name in names]))
+        answers = iter(self._opened().exist([name for names in asked for name in names]))
         found = [[next(answers) for _ in names] or [False] * len(keys) for names in asked]
         pages = _leading(found.pop(0)) if kv is not None else len(keys)
         hits: dict[Any, int] = {PoolName.KV: pages} if pages else {}

@@ -202,7 +202,7 @@ class RowJobs:
         return ended
 
     def drain(self) -> None:
-        """Ends all jobs: those that wait fail, and those that run are waited for, until their deadlines at the latest."""
+        """Ends all jobs: those that wait fail, and those that run are cut short and waited for."""
         for lane in (self._loads, self._stores):
             while not lane.drain(_WARN_S):
                 log.warning("still waiting for transfers")
