@@ -9,8 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.doctor import Verdict
-from launch.doctor.checks import memory_finding
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -69,20 +67,6 @@ def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_pa
     assert message.endswith(
         "nodes[1]: the nodes of this host need 68GiB (a 24GiB, b 24GiB, c 20GiB), but it has 64GiB (the machine)"
     )
-
-
-def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) -> None:
-    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
-    config = cluster(StoreNode(name="s", segment_size=ByteSize(16 * GIB)))
-    assert messages(config, tmp_path) == []
-    write(tmp_path, "proc/self/cgroup", "0::/pod")
-    write(tmp_path, "sys/fs/cgroup/pod/memory.max", str(8 * GIB))
-    write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
-    (message,) = messages(config, tmp_path)
-    assert "need 16GiB (s 16GiB), but it has 8GiB (its cgroup)" in message
-    finding = memory_finding(config, config.nodes, (), tmp_path)
-    assert finding.verdict is Verdict.BROKEN
-    assert finding.found in message, "the doctor and the other commands say the same"
 
 
 def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
