@@ -28,7 +28,7 @@ from launch.doctor.probe import (
     advertised_findings,
     discovery_finding,
     fingerprint_findings,
-    listening_findings,
+    listening_finding,
     master_findings,
     node_findings,
     peer_findings,
@@ -87,7 +87,7 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, status.segments)
     }
     yield memory_finding(config, mine, running)
-    yield from listening_findings(mine)
+    yield listening_finding(mine)
     yield discovery_finding(config, status)
     yield from node_findings(status)
     yield from master_findings(config, status)

@@ -286,19 +286,21 @@ _LISTENS = "0A"
 _HOSTNAME_S = 5.0
 
 
-def listening_findings(nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Finding]:
+def listening_finding(nodes: Iterable[Node], root: Path = Path("/")) -> Finding:
     """Checks where `nodes`, those of this machine, listen beyond their `host`."""
     ports = wide_ports(root)
     if not ports:
-        yield skipped(_LISTENING, "no Mooncake client runs here")
-        return
+        return skipped(_LISTENING, "no Mooncake client runs here")
+    addresses = own_addresses()
+    if not addresses:
+        return skipped(_LISTENING, "`hostname -I` names no address of this machine")
     written = {address for node in nodes if (address := _resolved(node.host)) is not None}
     targets = [
         PeerAddress("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
-        for other in sorted(own_addresses() - written)
+        for other in sorted(addresses - written)
         for port in sorted(ports)
     ]
-    yield listening_verdict(asyncio.run(reach(targets)), written)
+    return listening_verdict(asyncio.run(reach(targets)), written)
 
 
 def listening_verdict(reached: Iterable[Reach], written: Iterable[str]) -> Finding:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.probe import listening_findings, listening_verdict, wide_ports
+from launch.doctor.probe import listening_finding, listening_verdict, wide_ports
 from launch.doctor.report import Verdict
 from launch.reachability import PeerAddress, Reach
 from tests.support.cluster import cluster_file
@@ -56,8 +56,13 @@ def test_what_takes_connections_is_a_warning_with_the_rule_that_ends_it() -> Non
     assert listening_verdict([Reach(target, "no answer within 1 s")], ["10.0.0.7"]).verdict is Verdict.OK
 
 
-def test_where_no_client_runs_nothing_is_said(tmp_path: Path) -> None:
-    assert [one.verdict for one in listening_findings((), tmp_path)] == [Verdict.SKIPPED]
+def test_where_no_client_runs_or_no_address_is_known_nothing_is_judged(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    assert listening_finding((), tmp_path / "bin").verdict is Verdict.SKIPPED
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # without `hostname`
+    assert listening_finding((), root).verdict is Verdict.SKIPPED
 
 
 @pytest.mark.slow

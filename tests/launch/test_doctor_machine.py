@@ -363,3 +363,4 @@ def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
     assert [one.verdict for one in segment_findings(rows, [Segment("10.0.0.1:9", GIB, "")])] == [Verdict.OK]
     assert [one.verdict for one in segment_findings(rows, [Segment("10.0.0.2:9", GIB, "")])] == [Verdict.BROKEN]
     assert [one.verdict for one in segment_findings([node("p")], [])] == [Verdict.BROKEN]
+    assert [one.verdict for one in segment_findings(rows, None)] == [Verdict.SKIPPED], "no master says"
