@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, open_directory
-from launch.figures import TIMINGS, NodeReading, Rates, hit_rate
+from launch.figures import TIMINGS, Rates, hit_rate
 from launch.http import proxy_access
 from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
 from pd_cache.cluster import ClusterConfig
@@ -203,19 +203,15 @@ def _moved(row: NodeRow, what: Literal["load", "store", "lookups"]) -> float | N
 
 
 def _queue(row: NodeRow) -> str:
-    figures = () if row.reading is None else (row.reading.queued, row.reading.running)
-    return "+".join(short(one) for one in figures if one is not None)
+    return "+".join(short(one) for one in (row.reading.queued, row.reading.running) if one is not None)
 
 
 def _staging(row: NodeRow) -> float | None:
-    if row.reading is None or not row.reading.staging:
-        return None
-    return (row.reading.staging_used or 0.0) / row.reading.staging
+    return (row.reading.staging_used or 0.0) / row.reading.staging if row.reading.staging else None
 
 
 def _breaker(row: NodeRow) -> str:
-    up = None if row.reading is None else row.reading.pool_up
-    return "" if up is None else "up" if up else "DOWN"
+    return {None: "", True: "up", False: "DOWN"}[row.reading.pool_up]
 
 
 def _given(row: NodeRow) -> str:
@@ -243,7 +239,7 @@ COLUMNS = (
     Column("look/s", 6, 0, lambda row: rate(_moved(row, "lookups")), figure=lambda row: _moved(row, "lookups")),
     Column("p50   p99", 11, 0, lambda row: _pair(row, "first byte", "first token", "lookup"), figure=lambda row: row.p99),
     Column("lookup 50 99", 12, 7, lambda row: _pair(row, "lookup")),
-    Column("queue", 6, 0, _queue, figure=lambda row: None if row.reading is None else row.reading.queued),
+    Column("queue", 6, 0, _queue, figure=lambda row: row.reading.queued),
     Column("staging", 7, 8, lambda row: percent(_staging(row))),
     Column("breaker", 7, 8, _breaker),
     Column("evict/s", 7, 9, lambda row: rate(row.evicted) if row.rates is not None and row.rates.evictions else "", figure=lambda row: row.evicted),
@@ -316,7 +312,7 @@ def details(row: NodeRow, width: int) -> RenderableType:
         if parts:
             grid.add_row(label, Text("  ".join(parts), style))
 
-    reading, rates = row.reading or NodeReading(at=0.0), row.rates or Rates()
+    reading, rates = row.reading, row.rates or Rates()
     if row.why:
         add("why", row.why, style=_STYLES[row.state])
     add("tokens", *(f"{name} {percent(part)}" for name, part in (rates.sources or {}).items() if part))

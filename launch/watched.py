@@ -169,7 +169,8 @@ class NodeRow(NamedTuple):
     silent_s: float | None
     """For how long it has not answered; None if it never did."""
     record: NodeRecord
-    reading: NodeReading | None
+    reading: NodeReading
+    """Without figures while it does not answer."""
     rates: Rates | None
     history: NodeHistory
     segments: tuple[Segment, ...]
@@ -266,7 +267,7 @@ class WatchedNodes:
             why,
             None if node.answered is None else now - node.answered,
             record,
-            reading if alive else None,
+            reading if alive and reading is not None else NodeReading(at=now),
             node.history.rates(now) if alive else None,
             node.history,
             segments,
@@ -281,11 +282,11 @@ class WatchedNodes:
             return "asking", ""
         if now - node.answered > self._stale_s:
             return "silent", "no answer yet"
-        reading, troubles = node.history.last, []
-        if reading is not None and reading.pool_up is False:
+        reading, troubles = node.history.last or NodeReading(at=now), []
+        if reading.pool_up is False:
             troubles.append("calls do not go to the pool: its breaker is open, or its client is not")
-        if reading is not None and reading.tiers_off:
+        if reading.tiers_off:
             troubles.append(f"switched off: {', '.join(reading.tiers_off)}")
-        if reading is not None and reading.nodes_down:
+        if reading.nodes_down:
             troubles.append(f"leaves {reading.nodes_down} of its nodes alone")
         return ("ill", "; ".join(troubles)) if troubles else ("up", "")

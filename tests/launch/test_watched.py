@@ -40,11 +40,11 @@ def test_rows_stand_in_the_order_of_a_requests_way(watched: WatchedNodes) -> Non
 
 
 def test_a_node_that_does_not_answer_is_silent_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
-    watched.take([NodeAnswer("decode-0", 4.0, None, "refused")])
+    watched.take([answer("decode-0", 3.0, 800.0, queued=7.0), NodeAnswer("decode-0", 4.0, None, "refused")])
     row = watched.rows(5.0)[1]
-    assert (row.state, row.why, row.silent_s, row.rates, row.reading) == ("silent", "refused", 3.0, None, None)
-    watched.take([answer("decode-0", 6.0, 900.0)])
-    row = watched.rows(6.0)[1]
+    assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == ("silent", "refused", 2.0, None, None)
+    watched.take([answer("decode-0", 7.0, 900.0)])
+    row = watched.rows(7.0)[1]
     assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
 
 

@@ -224,10 +224,10 @@ def _shown_node(row: NodeRow) -> dict[str, Any]:
         "p99": None if first is None else first[1],
         "evicted": None if rates is None else row.evicted,
         "missed": [] if rates is None else [reason for reason, _, _ in rates.missed[:3]],
-        "queued": None if reading is None else reading.queued,
-        "running": None if reading is None else reading.running,
-        "staging": None if reading is None else reading.staging,
-        "staging_used": None if reading is None else reading.staging_used,
+        "queued": reading.queued,
+        "running": reading.running,
+        "staging": reading.staging,
+        "staging_used": reading.staging_used,
     }
 
 
