@@ -1,4 +1,4 @@
-"""Two masters of which etcd elects one, in one cluster that loses its leader, then etcd, then what etcd knew."""
+"""Two masters of which etcd elects one: nodes follow the leader when it dies, and the keys are still there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launch.status import cluster_status
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config
 from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, started
@@ -23,7 +22,7 @@ from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.slow(seconds=240),  # nearly all of it waits for leases that Mooncake and etcd let run out
+    pytest.mark.slow(seconds=220),  # nearly all of it waits for leases that Mooncake and etcd let run out
     needs_etcd,
 ]
 
@@ -53,9 +52,7 @@ def sections(etcd: Etcd) -> dict[str, Any]:
     return {"transfer": OUTAGES["transfer"], "master": {"ha": True}, "discovery": discovery, "nodes": nodes}
 
 
-def test_clients_follow_the_leader_with_every_key_and_hits_come_back_by_themselves_after_each_way_in_which_etcd_fails(
-    make_etcd: Callable[..., Etcd], tmp_path: Path
-) -> None:
+def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
     etcd = make_etcd().start()
     rng = random.Random(1)
     prompt = [rng.randrange(512) for _ in range(5 * CHUNK + 3)]
@@ -66,54 +63,20 @@ def test_clients_follow_the_leader_with_every_key_and_hits_come_back_by_themselv
             assert answer.status == 200
             return answer
 
-        def hit() -> bool:
-            answer = complete(cluster.urls["proxy"], prompt)
-            return answer.status == 200 and answer.cached == (5 * CHUNK, 5 * CHUNK)
-
-        def well() -> bool:
-            return cluster_status(cluster.config).well
-
-        def led() -> bool:
-            return "leader" in {role(cluster, f"master-{n}") for n in range(2)}
-
+        roles = {name: role(cluster, name) for name in ("master-0", "master-1")}
+        assert sorted(roles.values()) == ["leader", "standby"]
+        leader, standby = sorted(roles, key=lambda name: roles[name])
         file = tmp_path / "running.yaml"
         file.write_text(dump_config(cluster.config))
         # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
         command = [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)]
         examined = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180)
         assert [one for one in json.loads(examined.stdout)["findings"] if one["verdict"] == "broken"] == []
-        wait_for(hit, 20, "hits on both nodes")
-
-        etcd.stop()
-        wait_for(lambda: not hit(), 20, "no hit")
-        wait_for(lambda: not led(), 20, "no leader")
-        status = cluster_status(cluster.config)
-        assert not status.well
-        assert "none of 2 masters leads" in status.problems[0]
-        assert "etcdctl endpoint health" in status.problems[0]
-        etcd.start()
-        wait_for(led, 120, "a leader again")  # before that, no prompt is worth being computed
-        wait_for(hit, 120, "hits again")
-        wait_for(well, 30, "the cluster being well again")
-        # both masters have followed the other's log by now: neither would want to lead without it
-        etcd.stop()
-        etcd.wipe()
-        etcd.start()
-        wait_for(lambda: not hit(), 20, "no hit")
-        wait_for(hit, 120, "hits although etcd knows nothing any more")
-        wait_for(well, 30, "the cluster being well again")
-
-        roles: dict[str, str] = {}
-
-        def settled() -> bool:
-            roles.update({f"master-{n}": role(cluster, f"master-{n}") for n in range(2)})
-            return sorted(roles.values()) == ["leader", "standby"]
-
-        wait_for(settled, 60, "a leader and a standby")
-        leader, standby = sorted(roles, key=lambda name: roles[name])
+        first = ask()
+        wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")
         # what the leader wrote to its log reaches the standby within its polling interval of a second
         seen = [ask() for _ in range(30)]
         kill(cluster, leader)
         wait_for(lambda: seen.append(ask()) or role(cluster, standby) == "leader", 40, "the standby leads")
         wait_for(lambda: seen.append(ask()) or seen[-1].cached == (5 * CHUNK, 5 * CHUNK), 30, "the same keys are found")
-        assert {tuple(answer.tokens) for answer in seen} == {tuple(seen[0].tokens)}
+        assert {tuple(answer.tokens) for answer in seen} == {tuple(first.tokens)}

@@ -146,6 +146,8 @@ class Weights:
         """Engines that have not said yet that they compute with these weights, and how often each had been started when it was told."""
         self._asked: dict[str, int] = {}
         """Engines that were told to reset, and how often each had been started by then."""
+        self._taken: dict[str, bool] = {}
+        """Whether the reset of each engine that has answered succeeded."""
         self._command: threading.Thread | None = None
         """What says to the master that all engines have these weights."""
         self._told = True
@@ -159,7 +161,7 @@ class Weights:
             return
         self.number += 1
         self._who = ENGINES if who == "both" else (who,)
-        self._asked = {}
+        self._asked, self._taken = {}, {}
         self._begin(ENGINES)
 
     def tell(self, engine: str) -> None:
@@ -186,8 +188,14 @@ class Weights:
             elif self._waits[name] != cluster[name].starts:
                 self._waits[name] = cluster[name].starts
                 cluster[name].tell(do="weights", number=self.number)
+        for name in self._asked:
+            answer = books.answer(name, "reset", lambda answer: answer["number"] == self.number)
+            if answer is not None:
+                self._taken[name] = answer["taken"]
+                # an engine that stood still may say no long after a command: then it needs another one
+                self._told = self._told and answer["taken"]
         commanding = self._command is not None and self._command.is_alive()
-        if self._told and not commanding:
+        if self._told and not commanding and not any(self._resets(name) for name in self._asked):
             self._running = False
             return
         if not self._waits:
@@ -195,6 +203,7 @@ class Weights:
                 for name in self._who:
                     if self._asked.get(name) != cluster[name].starts and cluster[name].pid is not None:
                         self._asked[name] = cluster[name].starts
+                        self._taken.pop(name, None)
                         cluster[name].tell(do="reset", number=self.number)
             both_speak = len(self._who) > 1 and self.number not in books.resets and not self._refused()
             if not commanding and not both_speak:
@@ -202,14 +211,14 @@ class Weights:
                 self._command.start()
         self._later(0.5 if self._asked else 0.05, self._step)
 
+    def _resets(self, name: str) -> bool:
+        """Returns whether an engine that was asked is still there and has not answered."""
+        engine = self._cluster[name]
+        return name not in self._taken and engine.pid is not None and engine.starts == self._asked.get(name)
+
     def _refused(self) -> bool:
         """Returns whether an engine that was asked has said no, or is gone: then a command says it."""
-        answers = [
-            self._books.answer(name, "reset", lambda answer: answer["number"] == self.number) for name in self._who
-        ]
-        return any(answer is not None and not answer["taken"] for answer in answers) or any(
-            self._cluster[name].starts != self._asked.get(name) or self._cluster[name].pid is None for name in self._who
-        )
+        return not all(self._taken.get(name, self._resets(name)) for name in self._who)
 
     def _say(self, number: int) -> None:
         with contextlib.suppress(UnavailableError):

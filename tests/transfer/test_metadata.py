@@ -6,19 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.etcd import Etcd
+from tests.support.needs import needs_etcd
 from tests.support.pool import Pool, free_port
 from tests.transfer.test_store import SLOT, leased, opened, put
 from transfer.errors import Status
 from transfer.store import GetResult
 
 
+@needs_etcd
 @pytest.mark.parametrize("kind", ["http", "etcd"])
 def test_objects_move_through_each_kind_of_metadata_service(
-    make_pool: Callable[..., Pool], request: pytest.FixtureRequest, kind: str
+    make_pool: Callable[..., Pool], etcd: Etcd, kind: str
 ) -> None:
-    metadata = f"http://127.0.0.1:{free_port()}/metadata"
-    if kind == "etcd":
-        metadata = f"etcd://{request.getfixturevalue('etcd').endpoint}"
+    metadata = f"etcd://{etcd.endpoint}" if kind == "etcd" else f"http://127.0.0.1:{free_port()}/metadata"
     pool = make_pool(metadata=metadata).start()
     with opened(pool, metadata=metadata) as (store, staging):
         assert put(store, staging, ["k"], b"m") == [Status.OK]
