@@ -165,30 +165,18 @@ class RowJobs:
 
     def load(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
         """Begins to load the values of these names into these rows. Returns at once; so does `store`."""
-        job = RowResult(number, True, tuple(names), (False,) * len(names))
-
-        def load(views: list[memoryview], deadline: Deadline) -> list[bool]:
-            return [not reason for reason in self._names.read_into(names, views, timeout=deadline)]
-
-        self._submit(self._loads, job, rows, load)
+        self._submit(self._loads, RowResult(number, True, tuple(names), (False,) * len(names)), rows, None)
 
     def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, epoch: str | None = None) -> None:
         """Begins to store rows that were computed in the weights version `epoch`, by default the engine's."""
         job = RowResult(number, False, tuple(names), (False,) * len(names))
-        epoch = self._names.own if epoch is None else epoch
         with self._lock:
             waiting = sum(self._waiting.values())
             if waiting and waiting + len(rows) > self._most_waiting:
                 self._refused.append(job)
                 return
             self._waiting[number] = len(rows)
-
-        def store(views: list[memoryview], deadline: Deadline) -> list[bool]:
-            with self._lock:
-                self._waiting.pop(number, None)
-            return self._names.put(names, views, epoch=epoch, timeout=deadline)
-
-        self._submit(self._stores, job, rows, store)
+        self._submit(self._stores, job, rows, self._names.own if epoch is None else epoch)
 
     def finished(self) -> list[RowResult]:
         """Returns the jobs that have ended since the last call."""
@@ -217,23 +205,23 @@ class RowJobs:
         self._memory.release()
         return True
 
-    def _submit(
-        self,
-        lane: TaskLane[RowResult],
-        job: RowResult,
-        rows: Sequence[int],
-        move: Callable[[list[memoryview], Deadline], list[bool]],
-    ) -> None:
+    def _submit(self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], epoch: str | None) -> None:
         """Begins a job, whose result is `job` if it fails. It fails if its rows are not those of its names."""
         begun, size = time.monotonic(), self._row_bytes
         fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
 
         def run(deadline: Deadline) -> RowResult:
+            if not job.is_load:
+                with self._lock:
+                    self._waiting.pop(job.job, None)
             if deadline.passed or not fits:
                 return job
             views = [self._memory[row * size : (row + 1) * size] for row in rows]
             try:
-                done = move(views, deadline)
+                if job.is_load:
+                    done = [not reason for reason in self._names.read_into(job.names, views, timeout=deadline)]
+                else:
+                    done = self._names.put(job.names, views, epoch=epoch, timeout=deadline)
                 return job._replace(done=tuple(done), seconds=time.monotonic() - begun)
             finally:
                 for view in views:  # the memory's owner unmaps it when nothing refers to it
