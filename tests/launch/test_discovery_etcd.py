@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -16,12 +14,10 @@ import pytest
 
 from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, load_etcd3, prefix_of
-from launch.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import PASSWORD, Etcd, make_certificates
 from tests.support.needs import needs_etcd
-from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 pytestmark = needs_etcd
@@ -66,27 +62,6 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) ->
             assert other.wait_synced(60)
             assert names(other.view()) == [], "a cluster of another name"
         wait_for(sees(watch), 1, "the node is gone")
-
-
-DIES = """
-import sys, time, msgspec
-from pd_cache.cluster import EtcdDiscovery, NodeRecord
-from launch.discovery.etcd import EtcdRegistration
-registration = EtcdRegistration(EtcdDiscovery(endpoints=(sys.argv[1],), ttl_s=2), "test")
-registration.announce(NodeRecord(name="dies", role="prefill", address="http://10.0.0.2:8100"))
-time.sleep(600)
-"""
-
-
-def test_a_node_that_dies_is_dropped_once_its_ttl_is_over(etcd: Etcd) -> None:
-    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        process = spawn_child([sys.executable, "-c", DIES, etcd.endpoint], cwd=ROOT, stderr=subprocess.DEVNULL)
-        try:
-            wait_for(sees(watch, "dies"), 20, "the node is seen")
-        finally:
-            process.kill()
-            process.wait()
-        wait_for(sees(watch), 2 + 1, "the dead node is dropped")
 
 
 def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away_or_spoiled(etcd: Etcd) -> None:

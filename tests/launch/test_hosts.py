@@ -27,7 +27,7 @@ from tests.support.needs import needs_etcd
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slow(seconds=80), needs_etcd]
+pytestmark = [pytest.mark.slow(seconds=60), needs_etcd]
 DEADLINE_S = 60
 """Of a request; the proxy answers by then, whatever happens."""
 PROMPT = 12 * CHUNK + 9

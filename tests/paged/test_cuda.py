@@ -177,26 +177,19 @@ def interpreted() -> ModuleType:
 
 @every_case
 @both_mappings
-def test_interpreted_gather_equals_the_cpu_copier(interpreted: ModuleType, case: Case, mapping: str) -> None:
+def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(
+    interpreted: ModuleType, case: Case, mapping: str
+) -> None:
     cache = Cache.random(case)
-    chunk = chunk_of(cache.layout, mapping)
-    before, out = cache.copy(), empty_payload(cache.layout)
+    chunk, out, payload = chunk_of(cache.layout, mapping), empty_payload(cache.layout), random_payload(cache.layout)
+    before, expected = cache.copy(), scattered_on_cpu(cache, chunk, payload)
+    mover = interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout)
 
-    interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout).gather(chunk, out)
-
+    mover.gather(chunk, out)
     assert torch.equal(out, gathered_on_cpu(before, chunk))
     cache.assert_same(before)
 
-
-@every_case
-@both_mappings
-def test_interpreted_scatter_equals_the_cpu_copier(interpreted: ModuleType, case: Case, mapping: str) -> None:
-    cache = Cache.random(case)
-    chunk, payload = chunk_of(cache.layout, mapping), random_payload(cache.layout)
-    expected = scattered_on_cpu(cache, chunk, payload)
-
-    interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout).scatter(chunk, payload)
-
+    mover.scatter(chunk, payload)
     cache.assert_same(expected)
 
 

@@ -20,7 +20,6 @@ from pd_cache.server.protocol import (
     Done,
     EndSession,
     Lookup,
-    RefusalError,
     Refused,
     StatusQuery,
     Unregister,
@@ -134,11 +133,6 @@ def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end: End) -> None:
     assert not end.link.is_attached(NAME)
 
 
-def test_the_end_of_the_server_wakes_the_thread_that_watches(end: End, client: ClientLink) -> None:
-    end.close()
-    wait_for(lambda: client.watch(LATE_S) is False, what="the server's end being seen")
-
-
 def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end: End) -> None:
     with end.connected(NAME) as client:
         wait_for(lambda: end.link.is_attached(NAME))
@@ -168,21 +162,6 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
         assert not held_up.query()
         go_on.set()
         assert held_up.outcome() == Done()
-
-
-def test_errors_of_a_handler_are_answers_and_the_next_request_is_served(end: End, client: ClientLink) -> None:
-    def handle(incoming: Incoming) -> Answer:
-        if isinstance(incoming.request, Lookup):
-            raise RefusalError("unknown_client", "say hello first")
-        if isinstance(incoming.request, Unregister):
-            raise KeyError("odd")
-        return Done()
-
-    end.handle = handle
-    assert client.request(Lookup("", b""), LATE_S).outcome() == "unknown_client"
-    assert end.forgotten == 1
-    assert client.request(Unregister(), LATE_S).outcome() == "failed"
-    assert client.request(StatusQuery(), LATE_S).outcome() == Done()
 
 
 def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None:

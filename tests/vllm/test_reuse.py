@@ -70,14 +70,6 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
 
 
-def test_a_full_hit_leaves_one_token_to_compute(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(8 * CHUNK)
-    stored(pair, prompt)
-    answer = pair.b.complete(prompt)
-    assert answer.cached == 8 * CHUNK - 1
-    assert answer.tokens == plain.tokens(prompt)
-
-
 def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(
     pair: Pair, plain: Reference, new_prompt: NewPrompt
 ) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from pd_cache.errors import ConfigError
 from tests.support.adapters import options_of
@@ -219,15 +218,6 @@ def test_options_that_are_wrong_say_so_when_vllm_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Tiered({**options_of(vllm_pool.settings(), salt), **options})
-
-
-def test_vllms_own_copies_to_its_primary_tier_want_a_gpu(opened: Open) -> None:
-    """This is all of vLLM's tiering that does not run on a CPU; `test_tiering.py` brings copies of its own."""
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
-
-    tensors = [CanonicalKVCacheTensor(torch.zeros((4, ROW), dtype=torch.int8), ROW)]
-    with pytest.raises(Exception, match="only supported on CUDA-alike and XPU"):
-        opened().spec.get_worker(CanonicalKVCaches(tensors, [[]]))
 
 
 def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
