@@ -102,7 +102,9 @@ def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
 
     hashes = [bytes([index]) * 32 for index in range(4)]
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node, clients(node) as client:
-        node.prompts.store(hashes=hashes[:2], kv_caches=node.cache, slot_mapping=torch.arange(8))
+        moved: dict[str, Any] = {"hashes": hashes[:2], "kv_caches": node.cache, "slot_mapping": torch.arange(8)}
+        assert node.prompts.store(**moved) == 8
+        assert node.prompts.retrieve(**moved).all()
         assert client.lookup(block_hashes=hashes) == 8
         assert client.lookup([1] * 16) == 0, "tokens cannot be named in hash mode: an error, and errors are 0"
 

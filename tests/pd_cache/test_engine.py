@@ -82,17 +82,6 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         assert loaded(decode, tokens, other, mask)
 
 
-def test_hash_mode_works_from_block_hashes_alone(pool: Pool, tokens: list[int]) -> None:
-    with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node:
-        hashes = [bytes([index]) * 16 for index in range(5)]  # five blocks: two chunks and half a chunk
-        slots = torch.arange(20)
-        node.compute(tokens[:20], slots.tolist())
-        options: dict[str, Any] = {"hashes": hashes, "kv_caches": node.cache, "slot_mapping": slots}
-        assert node.prompts.store(**options) == 16
-        assert node.prompts.lookup(hashes=hashes) == 16
-        assert node.prompts.retrieve(**options).tolist() == [True] * 16 + [False] * 4
-
-
 def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
     tokens = list(range(200))
     with host(pool, staging_size="8KiB", prefault=True) as node:

@@ -164,13 +164,6 @@ def test_an_op_may_begin_at_any_chunk_of_the_prompt(engine: Engine, tokens: Any,
     assert same_tensors([one[30:34] for one in engine.cache], [one[42:46] for one in engine.cache])
 
 
-def test_extra_keys_keep_tenants_apart(engine: Engine, tokens: Any, name: str) -> None:
-    engine.store(name, tokens, extra_keys=("salt", "x"))
-    assert engine.lookup(name, tokens) == 0
-    assert engine.lookup(name, tokens, extra_keys=("salt", "x")) == 3 * CHUNK
-    assert engine.retrieve(name, tokens, extra_keys=("salt", "y")) == set(range(3 * PER_CHUNK))
-
-
 @pytest.mark.parametrize(
     ("op", "message"),
     [
@@ -251,15 +244,21 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine: Engine, to
 
 
 @contextlib.contextmanager
-def caches(server: CacheServer, *identities: EngineIdentity, tensors: Any = None) -> Iterator[list[ServerCache]]:
-    """Workers of these engines, with tensors of their own, whose chunks the pool takes."""
+def caches(
+    server: CacheServer, *identities: EngineIdentity, asking: EngineIdentity | None = None
+) -> Iterator[list[ServerCache]]:
+    """Workers of these engines, with tensors of their own, whose chunks the pool takes; before them a scheduler, if one is `asking`."""
     with contextlib.ExitStack() as stack:
         found = []
+        if asking is not None:
+            found.append(ServerCache(server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S))
+            stack.callback(found[0].close)
+            found[0].connection.wait_ready(LATE_S)
         for identity in identities:
             one = ServerCache(server.url, identity, move_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
             stack.callback(one.close)
             one.connection.wait_ready(LATE_S)
-            one.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK) if tensors is None else tensors)
+            one.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
             found.append(one)
         for backend in server.models.backends:
             backend.wait_available(LATE_S)
@@ -337,27 +336,24 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
     whole = msgspec.structs.replace(identity, layers=full)
     ends = msgspec.structs.replace(identity, layers=window, shards_per_rank=3)
     asking = msgspec.structs.replace(whole, further=(FurtherLayers(window, BLOCK, 1, 3),))
-    scheduler = ServerCache(own_server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S)
-    with contextlib.closing(scheduler):
-        scheduler.connection.wait_ready(LATE_S)
-        with caches(own_server, whole, ends) as (first, second):
-            before = own_server.sessions.pinned
-            assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-            assert scheduler.survey(NAMES) == Found(0, 5, "no_tail", FIRST)
-            end = [-1, *range(1, 2 * PER_CHUNK)]
-            assert second.store(NAMES[2:4], end) == [StoreOutcome.NEW] * 2
-            with pytest.raises(ValueError, match="blocks must lie"):
-                first.store(NAMES[:2], end)
-            assert scheduler.survey(NAMES, session="a") == Found(4, 5, "no_tail", FIRST)
-            assert own_server.sessions.pinned == before + 4 + 2 * 3
-            assert scheduler.survey(NAMES, at_hand=3) == Found(4, 5, "no_tail", FIRST)
-            into = range(20, 20 + 4 * PER_CHUNK)
-            assert first.retrieve(NAMES[:4], into, session="a") == 4
-            assert own_server.sessions.pinned == before + 2 * 3
-            assert second.retrieve(NAMES[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a") == 2
-            assert own_server.sessions.pinned == before
-            for one in first._tensors:
-                assert same_tensors([one[list(into)]], [one[: 4 * PER_CHUNK]])
+    with caches(own_server, whole, ends, asking=asking) as (scheduler, first, second):
+        before = own_server.sessions.pinned
+        assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
+        assert scheduler.survey(NAMES) == Found(0, 5, "no_tail", FIRST)
+        end = [-1, *range(1, 2 * PER_CHUNK)]
+        assert second.store(NAMES[2:4], end) == [StoreOutcome.NEW] * 2
+        with pytest.raises(ValueError, match="blocks must lie"):
+            first.store(NAMES[:2], end)
+        assert scheduler.survey(NAMES, session="a") == Found(4, 5, "no_tail", FIRST)
+        assert own_server.sessions.pinned == before + 4 + 2 * 3
+        assert scheduler.survey(NAMES, at_hand=3) == Found(4, 5, "no_tail", FIRST)
+        into = range(20, 20 + 4 * PER_CHUNK)
+        assert first.retrieve(NAMES[:4], into, session="a") == 4
+        assert own_server.sessions.pinned == before + 2 * 3
+        assert second.retrieve(NAMES[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a") == 2
+        assert own_server.sessions.pinned == before
+        for one in first._tensors:
+            assert same_tensors([one[list(into)]], [one[: 4 * PER_CHUNK]])
 
 
 def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins_what_a_load_needs(
@@ -367,9 +363,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
     drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
     drafts = msgspec.structs.replace(identity, layers=drafter)
     asking = msgspec.structs.replace(identity, further=(FurtherLayers(drafter, BLOCK, 1, 1),))
-    scheduler = ServerCache(own_server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S)
-    with contextlib.closing(scheduler), caches(own_server, identity, drafts) as (own, other):
-        scheduler.connection.wait_ready(LATE_S)
+    with caches(own_server, identity, drafts, asking=asking) as (scheduler, own, other):
         assert own.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
         assert scheduler.lookup(NAMES) == 0
         assert other.store(NAMES[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
@@ -392,9 +386,7 @@ def test_a_lookup_finds_groups_of_layers_that_are_cut_into_different_numbers_of_
         msgspec.structs.replace(first, layers=states, world_size=2, rank=rank, shards_per_rank=3) for rank in range(2)
     ]
     asking = msgspec.structs.replace(first, further=(FurtherLayers(states, BLOCK, 2, 3),))
-    scheduler = ServerCache(own_server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S)
-    with contextlib.closing(scheduler), caches(own_server, first, *ranks) as workers:
-        scheduler.connection.wait_ready(LATE_S)
+    with caches(own_server, first, *ranks, asking=asking) as (scheduler, *workers):
         for worker in workers:
             assert scheduler.lookup(NAMES[:2]) == 0
             assert worker.store(NAMES[:2], range(2 * PER_CHUNK)) == [StoreOutcome.NEW] * 2
