@@ -289,12 +289,11 @@ def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
 def read_metrics(text: str, row: NodeStatus) -> None:
     """Completes a row from what a node of ours exports. Raises ValueError for text that Prometheus could not read."""
     samples = read_samples(text)
-    if "pd_cache_pool_up" in samples and not total(samples, "pd_cache_pool_up"):
+    reading = read_node(samples, 0.0)
+    if reading.pool_up is False:
         row.state = "degraded: its pool does not answer"
-    asked = total(samples, "pd_cache_prompt_tokens_total")
-    if asked:
-        sources = samples["pd_cache_prompt_tokens_total"]
-        row.hit_rate = sum(value for labels, value in sources if labels.get("source") == "loaded") / asked
+    if asked := sum(tokens for (kind, _), tokens in reading.counts.items() if kind == "tokens"):
+        row.hit_rate = reading.counts.get(("tokens", "loaded"), 0.0) / asked
     row.bytes_by_tier = {
         labels["tier"]: value for labels, value in samples.get("pd_cache_tier_bytes", ()) if "tier" in labels
     }
@@ -304,7 +303,6 @@ def read_metrics(text: str, row: NodeStatus) -> None:
         for labels, value in samples.get(name, ())
         if value and labels.get("reason") != "missing"
     }
-    reading = read_node(samples, 0.0)
     row.up_since = reading.started
     if reading.queued is not None or reading.running is not None:
         row.in_flight = int((reading.queued or 0) + (reading.running or 0))
