@@ -101,6 +101,14 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
     Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports come from the nodes themselves.
     """
+    explained = _ask_for(config, request_id)
+    within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
+    if not explained.hops and within != request_id:
+        return msgspec.structs.replace(_ask_for(config, within), request_id=request_id)
+    return explained
+
+
+def _ask_for(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     unanswered: dict[str, str] = {}
     access, path = proxy_access(config), f"/requests/{urllib.parse.quote(request_id, safe='')}"
 
@@ -157,7 +165,10 @@ def request_text(explained: ExplainedRequest) -> str:
             f"  {report.reason}: {MEANINGS[report.reason]}",
         ]
     if not explained.hops:
-        lines.append(f"{explained.request_id}: no node knows this request among its last ones")
+        lines.append(
+            f"{explained.request_id}: no node knows this request among its last ones; the id is the X-Request-Id of its answer, "
+            "or the answer's own id"
+        )
     lines += [f"{name}: {why}" for name, why in sorted(explained.unanswered.items())]
     return "\n".join(lines)
 

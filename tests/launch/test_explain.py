@@ -87,7 +87,8 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         ]
         tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
-        explained = as_json("abc", "-c", str(tmp_path / "cluster.yaml"))
+        explained, of_answer = (as_json(name, "-c", str(tmp_path / "cluster.yaml")) for name in ("abc", "chatcmpl-abc"))
+    assert of_answer == {**explained, "request_id": "chatcmpl-abc"}, "the id of the answer leads to the same request"
     assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
         ("prefill-0", "evicted"),
         ("http://10.0.0.9:1", "damaged"),

@@ -165,8 +165,9 @@ class ReferenceServer:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
-        identifier = f"cmpl-{uuid.uuid4().hex}"
-        known_as = _request_id(http) or identifier
+        given = _request_id(http)
+        identifier = f"cmpl-{given or uuid.uuid4().hex}"  # as vLLM names its answers
+        known_as = given or identifier
         outcome = "refused, or its client went away"
         span = self._tracing.begin(
             "pd_cache.engine", trace_headers(http.headers), kind="server", request_id=known_as, model=self._model

@@ -144,6 +144,7 @@ def test_a_node_reports_what_became_of_its_last_requests_and_what_it_would_find(
             first = await post(client)
             cache.wait_for_stores(1)
             again = await post(client, headers={"X-Request-Id": "mine"})
+            assert again["id"] == "cmpl-mine"
             assert await get(client, "/requests/mine") == {"reports": [again["pd_cache"]["report"]]}
             assert (await get(client, f"/requests/{first['id']}"))["reports"] == [first["pd_cache"]["report"]]
             assert (await get(client, "/requests/other", 404))["error"]["code"] == "not_found"
