@@ -132,7 +132,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         if len(leading) > 1:
             names = ", ".join(leading)
             return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS}"]
-        promised = sum(node.record.capacity.segment_bytes for node in self.nodes)
+        promised = sum(node.record.capacity.segment_bytes for node in self.nodes if not node.silent)
         mounted = self.leading[0].mounted
         if mounted is not None and mounted < promised:
             return [
@@ -241,7 +241,8 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
         else:
             _ask_http(row, access if record.role == "proxy" else NOBODY)
     except OSError as error:
-        row.state = f"{NO_ANSWER}: {getattr(error, 'reason', error)}"
+        said = getattr(error, "reason", error)
+        row.state = f"{NO_ANSWER}: {getattr(said, 'strerror', None) or said}"
     except (PdCacheError, ValueError) as error:
         row.state = f"{NO_ANSWER}: {error}"
     return row
@@ -312,28 +313,34 @@ def read_metrics(text: str, row: NodeStatus) -> None:
 
 
 def status_table(status: ClusterStatus) -> Group:
-    """Returns the cluster's state as text for people."""
-    table = Table()
+    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below the table."""
+    table = Table(box=None, pad_edge=False)
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)
-    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight", "errors by reason"):
-        table.add_column(column)
+    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight"):
+        table.add_column(column, overflow="fold")
+    details = []
     for row in status.nodes:
+        state = row.state.partition(":")[0].partition(";")[0]
         table.add_row(
             row.name,
             row.record.role,
-            escape(f"{row.state}, {row.leads}" if row.leads else row.state),
+            escape(f"{state}, {row.leads}" if row.leads else state),
             _shown_time(row.up_since),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
             "" if row.in_flight is None else str(row.in_flight),
-            escape("\n".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())),
         )
+        if state != row.state:
+            details.append(Text(f"{row.name}: {row.state}", "" if row.well else "red"))
+        if row.errors:
+            errors = ", ".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())
+            details.append(Text(f"{row.name}: errors since its start: {errors}", "yellow"))
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
     unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
     problems = [Text(problem, "red") for problem in status.problems]
     weights = [Text(line) for line in status.weights]
-    return Group(Text(f"discovery: {status.source}"), table, *weights, *problems, *differing, *unreadable)
+    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
 
 
 def _shown_time(at: float | None) -> str:

@@ -138,7 +138,7 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment] | N
     """Returns whether the pool has the memory that the nodes of each host are to give. `segments`: None if they are unknown."""
     check = "cluster.segments"
     if segments is None:
-        yield skipped(check, "no leading master tells which segments there are")
+        yield skipped(check, "no leading master says which segments there are")
         return
     promised: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
@@ -237,7 +237,7 @@ def peer_findings(
     mute = [f"{host} ({', '.join(sorted(names))})" for host, names in sorted(silent.items()) if host not in spoken]
     if mute:
         shown = ", ".join(mute)
-        yield skipped(check, f"no node tells what is reached from {shown}", repair="on each: pd-cache doctor -c FILE")
+        yield skipped(check, f"no node says what is reached from {shown}", repair="on each: pd-cache doctor -c FILE")
 
 
 def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:

@@ -287,7 +287,7 @@ def test_a_nodes_report_is_broken_where_it_misses_what_we_reach_and_not_for_what
     assert found["b"].verdict is Verdict.OK
     assert (found[""].verdict, found[""].found) == (
         Verdict.SKIPPED,
-        "no node tells what is reached from 10.0.0.9 (v)",
+        "no node says what is reached from 10.0.0.9 (v)",
     )
 
 

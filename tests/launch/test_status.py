@@ -20,9 +20,9 @@ def master(name: str, leads: str, **fields: Any) -> NodeStatus:
     return NodeStatus(record=record, leads=leads, **fields)
 
 
-def store(size: int) -> NodeStatus:
+def store(size: int, state: str = "not asked") -> NodeStatus:
     record = NodeRecord(name="s", role="store", address="10.0.0.1:3", capacity=Capacity(segment_bytes=size))
-    return NodeStatus(record=record, state="not asked")
+    return NodeStatus(record=record, state=state)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,20 @@ def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> Non
     assert "disk" in text.getvalue()
     assert "title" in text.getvalue()
     assert all(letter == "\n" or letter.isprintable() for letter in text.getvalue())
+
+
+def test_eighty_columns_show_every_word() -> None:
+    row, text = engine(), io.StringIO()
+    row.up_since, row.in_flight = 0.0, 3
+    status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "no answer: timed out")])
+    Console(file=text, width=80).print(status_table(status))
+    shown = " ".join(text.getvalue().split())
+    assert "…" not in shown
+    for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: no answer: timed out"):
+        assert part in shown
+
+
+def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:
+    nodes = [master("a", "leader", mounted=0), store(GIB, "no answer: timed out")]
+    status = ClusterStatus("static", True, nodes)
+    assert (status.problems, status.well) == ([], False)
