@@ -147,7 +147,9 @@ def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
         what = "on this machine"
     if len(found) == 1:
         return found[0]
-    known = ", ".join(node.name for node in config.by_role(role)) or "none"
+    known = ", ".join(node.name for node in config.by_role(role))
+    if not known:
+        raise ConfigError(f"expected one {role} node, but the file has none")
     raise ConfigError(
         f"expected one {role} node {what}, got {len(found)}; the file has: {known}; say which with --node NAME"
     )

@@ -50,6 +50,8 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
         ConfigError, match="expected one decode node of that name, got 0; the file has: a, b; say which"
     ):
         up.pick_node(config, "decode", "s")
+    with pytest.raises(ConfigError, match="expected one prefill node, but the file has none"):
+        up.pick_node(config, "prefill", None)
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
     with pytest.raises(
         ConfigError, match="expected one decode node on this machine, got 2; the file has: a, b; say which with --node"
