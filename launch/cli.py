@@ -206,7 +206,9 @@ def top(file: Path, once: bool, interval: float) -> None:
     "--version", help="The version of the new weights: 1 to 64 letters, digits, dots, dashes and underscores."
 )
 @click.option(
-    "--remove", is_flag=True, help="Remove the chunks of the version before at once, instead of leaving them to eviction."
+    "--remove",
+    is_flag=True,
+    help="Remove the chunks of the version before at once, instead of leaving them to eviction.",
 )
 def reset(file: Path, model: str | None, version: str | None, remove: bool) -> None:
     """Say that the weights of a model have changed: no node loads KV again that was computed with the old ones.
