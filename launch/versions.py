@@ -85,6 +85,7 @@ class Authority:
         self._clock = clock
         self._wall = wall
         self._began = clock()
+        self._latest = 0
         self._newest: dict[str, tuple[Version, float]] = {}
         """The newest version of each model that this process knows of, and since when, by the clock."""
         self._processes: dict[str, tuple[Question, float]] = {}
@@ -97,17 +98,22 @@ class Authority:
         self._learn(question.model, question.known)
         if self._clock() - self._began < OVER_S:
             raise UnavailableError("it has just started, and learns from the processes which version is current")
+        latest = self._number()
         key = self._prefix + hashlib.sha256(question.model.encode()).hexdigest()[:32]
         for _ in range(_TRIES):
             stored = self._values.get(key)
             written = _decoded(stored)
             current, _ = self._learn(question.model, written)
             if question.new is not None and question.known == current:
-                number = max(current.number + 1, int(self._wall() * 1000))
-                current = msgspec.structs.replace(question.new, number=number)
+                current = msgspec.structs.replace(question.new, number=max(current.number, self._number()) + 1)
             if current.number == written.number or self._values.replace(key, stored, msgspec.json.encode(current)):
                 _, since = self._learn(question.model, current)
-                return Reply(current=current, age_s=self._clock() - since)
+                return Reply(
+                    current=current,
+                    age_s=self._clock() - since,
+                    latest=max(current.number, latest),
+                    turn=question.turn,
+                )
         raise UnavailableError("others change the versions all the time")
 
     def models(self) -> dict[str, ModelVersions]:
@@ -117,8 +123,17 @@ class Authority:
             found: dict[str, list[tuple[str, str | None]]] = {}
             for question, at in self._processes.values():
                 if now - at < KNOWN_S and question.model in self._newest:
-                    found.setdefault(question.model, []).append((question.name, question.own))
+                    newest, own = self._newest[question.model][0], question.own
+                    if own == newest.label and question.since != newest.number:
+                        own = None  # the label is that of an earlier version, and what was said in between has not been heard
+                    found.setdefault(question.model, []).append((question.name, own))
             return {model: ModelVersions(self._newest[model][0], tuple(rows)) for model, rows in found.items()}
+
+    def _number(self) -> int:
+        """Returns the time as a number of versions. Never goes back, as the clock may."""
+        with self._lock:
+            self._latest = max(self._latest, int(self._wall() * 1000))
+            return self._latest
 
     def _note(self, question: Question) -> None:
         if not question.process:
@@ -212,7 +227,7 @@ def tell_all(urls: Sequence[str], model: str, label: str | None) -> Told:
     if not urls:
         raise UnavailableError("no authority is known")
     with contextlib.closing(Channel(list(urls))) as channel:
-        version = begin_version(channel, Question(model=model), label, _COMMAND_S, for_all=True)
+        version, _ = begin_version(channel, Question(model=model), label, _COMMAND_S, for_all=True)
     answers = {url: _versions_at(url) for url in urls}
     found = _merged([{model: ModelVersions(version)}, *(one or {} for one in answers.values())])[model]
     silent = [f"the processes that ask {url}" for url, one in answers.items() if one is None]

@@ -67,8 +67,8 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     """Larger than those of all versions before: milliseconds since 1970, so that an authority that has forgotten some makes larger ones."""
     label: Label
-    previous: Label | None = None
-    """The one before, if engines that have it may join by a change without a label."""
+    previous: int | None = None
+    """The number of the one before, if engines that have that one may join by a change without a label."""
     for_all: bool = False
     """Whether a command has said it of all nodes at once."""
 
@@ -86,10 +86,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What people call the process."""
     own: Label | None = None
     """The label of its weights; None if it is not known."""
+    since: int | None = None
+    """The number of that version, as a label may be used again; None if the label is not known."""
     known: Version = BEGINNING
     """The newest version that it knows of."""
     new: Version | None = None
     """What becomes current if `known` still is. The authority numbers it. So a question that comes late, or twice, changes nothing."""
+    turn: int = 0
+    """Which of its asker's questions it is. So an answer that comes late, or twice, is not taken for the answer to another one."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +102,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     current: Version
     age_s: float
     """How long it has been current at least."""
+    latest: int = 0
+    """What begins after the question has come has a larger number; what began before has not."""
+    turn: int = 0
+    """That of the question."""
     authorities: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     """Where to ask from now on, if the authority knows more than the caller."""
 
@@ -117,6 +125,7 @@ class Channel:
         """`urls` becomes what an answer says of the authorities: channels that have the same list all follow."""
         self._urls = urls
         self._turn = 0
+        self._asked = 0
         self._connection: Any = None
 
     def ask(self, question: Question, timeout: float) -> Reply:
@@ -124,6 +133,8 @@ class Channel:
         import http.client  # an engine without an authority imports no HTTP
 
         url = self._urls[self._turn % len(self._urls)]
+        self._asked += 1
+        question = msgspec.structs.replace(question, turn=self._asked)
         try:
             if self._connection is None:
                 address = url.removeprefix("http://").rstrip("/")
@@ -137,6 +148,8 @@ class Channel:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {body[:1000].decode(errors='replace')}")
             reply = decode_json(body, Reply)
+            if reply.turn != question.turn:
+                raise ValueError("the answer to another question")
         except (http.client.HTTPException, OSError, ValueError) as error:
             self.close()
             raise UnavailableError(f"{url}: {type(error).__name__}: {error}") from error
@@ -161,8 +174,9 @@ def begin_version(
     for_all: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
-) -> Version:
-    """Makes a version current, or joins the change that has made the current one. Returns it when no process relies on an older one.
+) -> tuple[Version, int]:
+    """Makes a version current, or joins the change that has made the current one. Returns it when no process relies on an older one, and
+    the latest number when this began.
 
     `question` says what the caller is. Without a `label` of the new weights, one is made. `for_all`: all nodes have them, not only the caller.
     Raises RefusedError, with nothing changed, or UnavailableError after `timeout` seconds: then the version may have begun.
@@ -170,7 +184,7 @@ def begin_version(
     end = clock() + timeout
     made = secrets.token_hex(8) if label is None else label
     found: Version | None = None
-    begun: int | None = None
+    begun = latest = None
     while clock() < end:
         try:
             reply = channel.ask(question, max(_AGAIN_S, min(end - clock(), timeout / 2)))
@@ -182,13 +196,18 @@ def begin_version(
         current = reply.current
         # what is known is told again with each question: an authority that has been started anew learns it
         question = msgspec.structs.replace(question, known=current, new=None)
-        begun = current.number if begun is None else begun
+        if begun is None or latest is None:
+            begun, latest = current.number, reply.latest
         if found is None:
             is_made = current.label == made and (not for_all or (current.for_all and current.number > begun))
-            if is_made or (label is None and not for_all and _joins(question.own, reply)):
+            if is_made or (label is None and not for_all and _joins(question, reply)):
                 found = current
-            elif for_all or label is not None or question.own == current.label:
-                previous = current.label if for_all or label is None else None
+            elif label is not None and current.for_all and current.number > begun and not for_all:
+                raise RefusedError(
+                    f"a command has said meanwhile that all nodes have version {current.label or '(first)'}: give the version that this one has"
+                )
+            elif for_all or label is not None or question.since == current.number:
+                previous = current.number if for_all or label is None else None
                 question = msgspec.structs.replace(question, new=Version(0, made, previous, for_all))
                 continue
             else:
@@ -198,16 +217,21 @@ def begin_version(
                     "run `pd-cache reset` when all nodes have the new weights"
                 )
         if reply.age_s >= OVER_S:
-            return found
+            return found, latest
         sleep(max(_SHORTEST_S, min(OVER_S - reply.age_s, end - clock())))  # a rest too short to add up would never end
     raise UnavailableError(f"no version was current for long enough within {timeout:g} s")
 
 
-def _joins(own: str | None, reply: Reply) -> bool:
+def _joins(question: Question, reply: Reply) -> bool:
     """Returns whether an engine's change without a label is the one that has made the current version."""
-    # an engine that speaks while a command is under way means the same change
-    joinable_s = OVER_S if reply.current.for_all else CHANGE_S
-    return own not in (None, reply.current.label) and own == reply.current.previous and reply.age_s < joinable_s
+    current, since = reply.current, question.since
+    # an authority that has been started anew knows a version for a shorter time than that has been current
+    age_s = max(reply.age_s, (reply.latest - current.number) / 1000)
+    is_next = since is not None and since == current.previous and question.own != current.label
+    if current.for_all:
+        # an engine that speaks while a command is under way means the same change, whether it has heard of it or not
+        return (is_next or since == current.number) and age_s < OVER_S
+    return is_next and age_s < CHANGE_S
 
 
 class WeightsVersion:
@@ -255,8 +279,11 @@ class WeightsVersion:
         """When it asked the question by whose answer it knows that, by the clock."""
         self._own = None if self._urls else FIRST
         self._since: int | None = None
-        """The number of its own version; if that is not known, of one that was current after the weights last changed. What a command says of
-        all nodes later, it says of these weights, too. None if nothing is known yet."""
+        """The number of its own version; if that is not known, of one that was current after the weights last changed. None if nothing is
+        known yet."""
+        self._latest = 0
+        """The latest number when the weights last changed. What a command says of all nodes later, it says of these weights, too. The number
+        of the version that was current then says less: an authority that was started anew may hear late of a newer one."""
         self._as_started = True
         """Whether the weights have never changed, as far as this engine has said."""
         self._tried = not self._urls
@@ -312,13 +339,14 @@ class WeightsVersion:
             with self._lock:
                 question = self._question()
                 self._own, self._since, self._as_started = None, None, False
-            made = self._begin(channel, question, version, timeout)
-            if made is None:
+            begun = self._begin(channel, question, version, timeout)
+            if begun is None:
                 # The authority may have made a version of this. But the next call may mean the next change, so without a label it cannot
                 # be known of which weights it speaks; nor of which a command spoke meanwhile.
                 return None
+            made, latest = begun
             with self._lock:
-                self._own, self._since = made.label, made.number
+                self._own, self._since, self._latest = made.label, made.number, latest
                 self._known = max(self._known, made, key=lambda one: one.number)
             if self._urls:
                 self.poll(channel)
@@ -327,16 +355,16 @@ class WeightsVersion:
     def poll(self, channel: Channel, timeout: float = LEASE_S / 2) -> bool:
         """Asks once. Returns whether there was anything new."""
         with self._asking:
-            question, asked, current = self._question(), self._clock(), None
+            question, asked, reply = self._question(), self._clock(), None
             try:
-                current = channel.ask(question, timeout).current
+                reply = channel.ask(question, timeout)
             except UnavailableError as error:
                 if (times := self._complaints.admit()) is not None:
                     log.warning("cannot ask which version of %s is current, %d times: %s", self._model, times, error)
             with self._lock:
                 before = self._known, self._own
-                if current is not None and current.number >= self._known.number:
-                    self._learn(current, asked)
+                if reply is not None and reply.current.number >= self._known.number:
+                    self._learn(reply, asked)
                 self._tried = True
                 self._lock.notify_all()
                 return before != (self._known, self._own)
@@ -359,22 +387,32 @@ class WeightsVersion:
         return not self._urls or self._clock() - self._asked < LEASE_S
 
     def _question(self) -> Question:
-        return Question(model=self._model, process=self._process, name=self._name, own=self._own, known=self._known)
+        return Question(
+            model=self._model,
+            process=self._process,
+            name=self._name,
+            own=self._own,
+            since=None if self._own is None else self._since,
+            known=self._known,
+        )
 
-    def _learn(self, current: Version, asked: float) -> None:
+    def _learn(self, reply: Reply, asked: float) -> None:
+        current = reply.current
         if current != self._known:
             log.info("%s: version %s is current", self._model, current.label or "(first)")
         self._known, self._asked = current, asked
         if self._watches:
             self._own, self._since = current.label, current.number
         elif self._since is None:
-            self._since = current.number
+            self._since, self._latest = current.number, reply.latest
             if self._as_started and current.label == FIRST:
                 self._own = FIRST
-        elif current.for_all and current.number > self._since:
-            self._own, self._since = current.label, current.number
+        elif current.for_all and current.number > self._latest:
+            self._own, self._since, self._latest = current.label, current.number, current.number
 
-    def _begin(self, channel: Channel, question: Question, version: str | None, timeout: float) -> Version | None:
+    def _begin(
+        self, channel: Channel, question: Question, version: str | None, timeout: float
+    ) -> tuple[Version, int] | None:
         """Returns what `begin_version` does; None if it was refused or not answered."""
         if not self._urls:
             if version is None and not self._alone:
@@ -384,7 +422,7 @@ class WeightsVersion:
                     self._model,
                 )
                 return None
-            return Version(self._known.number + 1, version or secrets.token_hex(8))
+            return Version(self._known.number + 1, version or secrets.token_hex(8)), 0
         try:
             return begin_version(channel, question, version, timeout, clock=self._clock, sleep=self._sleep)
         except (RefusedError, UnavailableError) as error:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from launch.discovery.etcd import EtcdValues, prefix_of
-from launch.health_server import serving
+from launch.health_server import Response, serving
 from launch.versions import KNOWN_S, Authority, MemoryValues, answering, known_versions, tell_all
 from pd_cache.cluster import EtcdDiscovery
 from pd_cache.versions import (
@@ -118,7 +118,7 @@ class World:
 
     def command(self, label: str, known: Version | None = None) -> Version:
         """A command begins; by default it has seen what is current."""
-        new = Version(0, label, for_all=True, previous=(known or self.current()).label)
+        new = Version(0, label, for_all=True, previous=(known or self.current()).number)
         return self.authority.answer(Question(model=MODEL, known=known or self.current(), new=new)).current
 
 
@@ -248,6 +248,7 @@ def test_a_command_reaches_all_who_were_there_and_nobody_who_starts_later(world:
     assert polled(far) == ["new"], "its next question is answered with the command"
     world.command("new")
     assert polled(near, far, late) == ["new", "new", "new"], "the command again, which means the late one, too"
+    world.clock.now += OVER_S
     assert late.version.reset() not in (None, "new")
 
 
@@ -268,6 +269,29 @@ def test_an_engine_that_speaks_while_a_command_is_under_way_means_the_same_chang
     world.command("new")
     assert a.version.reset() == "new"
     assert polled(a, b) == ["new", "new"]
+
+
+def test_an_engine_that_has_heard_of_a_command_under_way_means_the_same_change_too() -> None:
+    """Otherwise it would make a version of its own, which an engine joins whose weights change next."""
+    world = World()
+    a, b = world.engine(), world.engine()
+    world.command("new")
+    assert polled(a, b) == ["new", "new"]
+    assert a.version.reset() == "new"
+    world.clock.now += OVER_S
+    assert b.version.reset() not in ("new", None)
+
+
+def test_a_command_is_not_under_way_again_when_the_authority_is_started_anew() -> None:
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("new")
+    world.clock.now += OVER_S
+    polled(a)
+    a.wire.authority = far.wire.authority = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
+    world.clock.now += OVER_S / 2
+    a.poll()
+    assert far.version.reset() is None, "its weights have changed since the command"
 
 
 def test_a_command_after_an_engines_change_reaches_that_engine_too() -> None:
@@ -301,6 +325,21 @@ def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended
     assert polled(e) == ["all" if answered else None]
 
 
+def test_a_command_in_the_middle_of_a_change_to_a_label_leaves_it_unknown_which_of_the_two_an_engine_has() -> None:
+    world = World()
+    e = world.engine()
+
+    def meanwhile() -> None:
+        e.wire.meanwhile = None
+        world.command("all")
+
+    e.wire.meanwhile = meanwhile
+    assert e.version.reset("w1") is None
+    assert polled(e) == [None]
+    assert world.current().label == "all"
+    assert e.version.reset("w1") == "w1"
+
+
 def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     world = World()
     e = world.engine()
@@ -325,6 +364,33 @@ def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_c
     assert polled(a, far) == ["w1", "w1"]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_no_change_leads_from_a_label_that_is_used_again(goes_on: bool) -> None:
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("w1")
+    polled(a, far)
+    far.wire.question = False
+    world.command("w2")
+    assert a.version.reset("w1") == "w1"
+    if goes_on:
+        assert a.version.reset()
+    far.wire.question = True
+    polled(far)
+    assert far.version.reset() is None, "its weights were those of w2 before"
+
+
+def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses_it_again() -> None:
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("w1")
+    polled(a, far, a, far)
+    for label in ("w2", "w1"):
+        world.command(label)
+        polled(a, a)
+    assert [own for _, own in world.authority.models()[MODEL].processes] == ["w1", None]
+
+
 def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of_it() -> None:
     world = World()
     wire = Wire(world.authority)
@@ -336,7 +402,7 @@ def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of
 
     wire.meanwhile = restart
     command = functools.partial(begin_version, for_all=True, clock=world.clock, sleep=world.clock.sleep)
-    made = command(wire, Question(model=MODEL), "new", 30.0)
+    made, _ = command(wire, Question(model=MODEL), "new", 30.0)
     assert wire.authority is anew
     assert made == anew.answer(Question(model=MODEL)).current
     assert world.engine(anew).uses() is None
@@ -385,6 +451,18 @@ def test_what_an_authority_makes_after_it_has_forgotten_is_newer_than_what_other
     b.version = world.engine().version
     world.command("new")
     assert polled(a, b) == ["new", "new"], "a was there before the command"
+
+
+def test_a_command_of_which_an_authority_hears_late_says_nothing_of_engines_that_started_after_it() -> None:
+    world = World()
+    a = world.engine()
+    world.command("new")
+    polled(a)
+    world.clock.now += LEASE_S
+    a.wire.authority = world.another(MemoryValues())
+    late = world.engine(a.wire.authority)
+    assert late.uses() == FIRST, "nobody who knows better has asked yet"
+    assert polled(a, late) == ["new", None]
 
 
 def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_etcd: Callable[..., Etcd]) -> None:
@@ -528,9 +606,24 @@ def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
         assert urls == others
 
 
+def test_over_http_an_answer_that_comes_again_is_not_the_next_one(judge: Authority) -> None:
+    answers: list[Response] = []
+
+    def late(path: str, body: bytes | None) -> Response:
+        answers.append(answering(judge)(path, body))
+        return answers[max(0, len(answers) - 2)]
+
+    with serving("127.0.0.1", 0, late, 64) as (host, port):
+        wait_for(lambda: _learned(judge), what="an authority that has learned")
+        with contextlib.closing(Channel([f"http://{host}:{port}"])) as channel:
+            channel.ask(Question(model=MODEL), 10)
+            with pytest.raises(UnavailableError, match="another question"):
+                channel.ask(Question(model=MODEL), 10)
+
+
 def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Authority, service: str) -> None:
     newer = Version(7, "v7")
-    judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7"))
+    judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7", since=7))
     behind = Authority(MemoryValues())
     with serving("127.0.0.1", 0, answering(behind), 64) as (host, port):
         for process, name in (("1", "moved"), ("2", "stuck")):
