@@ -119,7 +119,7 @@ def _wait_for_versions(config: ClusterConfig) -> None:
             raise DemoError(f"no answer at {config.versions} about the weights of {', '.join(sorted(engines))}")
         time.sleep(0.1)
         for model in known_versions(config.versions.split(",")).values():
-            engines -= {name for name, label in model.processes if label is not None}
+            engines -= {name for name, label in model.processes.values() if label is not None}
 
 
 def _ask(url: str, model: str, prompt: list[int]) -> _Answer:

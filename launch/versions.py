@@ -54,18 +54,18 @@ class MemoryValues:
 
 
 class ModelVersions(msgspec.Struct, frozen=True):
-    """The version of a model that is current, and the label that each process has; None if it knows none."""
+    """The version of a model that is current, and each process with its name and the label that it has; None if it knows none."""
 
     current: Version
-    processes: tuple[tuple[str, str | None], ...] = ()
+    processes: dict[str, tuple[str, str | None]] = {}
 
     def following(self) -> list[str]:
-        """Returns the names of the processes that have the current version."""
-        return sorted({name for name, own in self.processes if own == self.current.label})
+        """Returns the names under which all processes have the current version."""
+        return sorted({name for name, _ in self.processes.values()}.difference(self.lagging()))
 
     def lagging(self) -> list[str]:
-        """Returns the names of those that do not have it, and use no cache."""
-        return sorted({name for name, _ in self.processes}.difference(self.following()))
+        """Returns the names of processes that do not have it, and use no cache."""
+        return sorted({name for name, own in self.processes.values() if own != self.current.label})
 
 
 class Authority:
@@ -88,8 +88,8 @@ class Authority:
         self._latest = 0
         self._newest: dict[str, tuple[Version, float]] = {}
         """The newest version of each model that this process knows of, and since when, by the clock."""
-        self._processes: dict[str, tuple[Question, float]] = {}
-        """What each process has said last, and when."""
+        self._processes: dict[str, tuple[Question, float, float]] = {}
+        """What each process has said last, when that was, and when it was heard of first."""
         self._lock = threading.Lock()
 
     def answer(self, question: Question) -> Reply:
@@ -120,14 +120,20 @@ class Authority:
         """Returns what is known of each model that a process has asked for lately."""
         with self._lock:
             now = self._clock()
-            found: dict[str, list[tuple[str, str | None]]] = {}
-            for question, at in self._processes.values():
-                if now - at < KNOWN_S and question.model in self._newest:
+            found: dict[str, dict[str, tuple[str, str | None]]] = {}
+            begun: dict[tuple[str, str], float] = {}
+            for question, _, first in self._processes.values():
+                node = question.model, question.name
+                begun[node] = max(first, begun.get(node, first))
+            for question, at, _ in self._processes.values():
+                # one that was silent before another one of its name began has been started again; ranks of a node begin together
+                again = at < begun[question.model, question.name]
+                if now - at < KNOWN_S and not again and question.model in self._newest:
                     newest, own = self._newest[question.model][0], question.own
                     if own == newest.label and question.since != newest.number:
                         own = None  # the label is that of an earlier version, and what was said in between has not been heard
-                    found.setdefault(question.model, []).append((question.name, own))
-            return {model: ModelVersions(self._newest[model][0], tuple(rows)) for model, rows in found.items()}
+                    found.setdefault(question.model, {})[question.process] = question.name, own
+            return {model: ModelVersions(self._newest[model][0], rows) for model, rows in found.items()}
 
     def _number(self) -> int:
         """Returns the time as a number of versions. Never goes back, as the clock may."""
@@ -144,7 +150,8 @@ class Authority:
                 self._processes = {key: one for key, one in self._processes.items() if now - one[1] < KNOWN_S}
                 if len(self._processes) >= _MOST:
                     raise UnavailableError(f"{_MOST} processes ask, and there is no room for another")
-            self._processes[question.process] = question, now
+            _, _, first = self._processes.get(question.process, (question, now, now))
+            self._processes[question.process] = question, now, first
 
     def _learn(self, model: str, version: Version) -> tuple[Version, float]:
         """Takes in that a version has been current. Returns the newest, and since when it is known."""
@@ -248,7 +255,9 @@ def _versions_at(url: str) -> dict[str, ModelVersions] | None:
 def _merged(answers: Iterable[dict[str, ModelVersions]]) -> dict[str, ModelVersions]:
     merged: dict[str, ModelVersions] = {}
     for model, one in (item for answer in answers for item in answer.items()):
-        before = merged.get(model, ModelVersions(one.current))
-        newest = max(before.current, one.current, key=lambda version: version.number)
-        merged[model] = ModelVersions(newest, before.processes + one.processes)
+        before = merged.get(model, one)
+        current = max(before.current, one.current, key=lambda version: version.number)
+        # what a process said to a master before it asked another one is old
+        new = {process: row for process, row in one.processes.items() if row[1] == current.label}
+        merged[model] = ModelVersions(current, one.processes | before.processes | new)
     return merged

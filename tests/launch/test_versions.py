@@ -388,7 +388,25 @@ def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses
     for label in ("w2", "w1"):
         world.command(label)
         polled(a, a)
-    assert [own for _, own in world.authority.models()[MODEL].processes] == ["w1", None]
+    assert [own for _, own in world.authority.models()[MODEL].processes.values()] == ["w1", None]
+
+
+def test_a_rank_that_was_not_told_is_named_though_others_of_its_node_were_and_one_that_was_started_again_is_not() -> (
+    None
+):
+    world = World()
+    one, other = world.engine(), world.engine()
+    other.wire.question = False
+    world.command("new")
+    polled(one, one)
+    found = world.authority.models()[MODEL]
+    assert (found.following(), len(found.lagging())) == ([], 1)
+    world.clock.now += 1
+    again = world.engine()
+    world.command("newer")
+    polled(one, again, one, again)
+    found = world.authority.models()[MODEL]
+    assert (len(found.following()), found.lagging()) == (1, [])
 
 
 def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of_it() -> None:
@@ -570,7 +588,7 @@ def test_over_http_all_engines_follow(service: str, opened: Callable[..., Weight
     assert labels[0]
     wait_for(lambda: {a.current(), b.current()} == set(labels), what="both engines with the new version")
     wait_for(
-        lambda: [one for _, one in known_versions([service, "http://127.0.0.1:1"])[MODEL].processes] == labels,
+        lambda: [own for _, own in known_versions([service, "http://127.0.0.1:1"])[MODEL].processes.values()] == labels,
         what="an authority that has heard of it",
     )
 

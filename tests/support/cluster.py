@@ -143,7 +143,7 @@ def _versions_known(config: ClusterConfig) -> bool:
     """Whether every engine has said with which weights it works: it finds and loads nothing before it can."""
     rows = cluster_status(config).nodes
     known = known_versions(row.record.versions for row in rows if row.record.versions)
-    told = {name for one in known.values() for name, label in one.processes if label is not None}
+    told = {name for one in known.values() for name, label in one.processes.values() if label is not None}
     return told >= {row.name for row in rows if row.record.role in ("prefill", "decode")}
 
 
