@@ -39,8 +39,8 @@ class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local
     """Memory of each process that caches."""
 
     capacity: ByteSize
-    device: Literal["cpu", "cuda"] = "cpu"
-    """On the CPU, the tier shares one registered memory region with `transfer.staging_size`, so that nothing is copied."""
+    device: Literal["cpu"] = "cpu"
+    """The tier shares one registered memory region with `transfer.staging_size`, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""

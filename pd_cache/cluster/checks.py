@@ -270,7 +270,7 @@ def _tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
         if isinstance(tier, LocalTier):
             if any(isinstance(other, DiskTier) for other in before):
                 yield Problem(("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first")
-            if any(isinstance(other, LocalTier) and other.device == tier.device for other in before):
-                yield Problem(("cache", "tiers", index), f"is the second local tier on {tier.device}; make it one")
+            if any(isinstance(other, LocalTier) for other in before):
+                yield Problem(("cache", "tiers", index), "is the second local tier; make it one")
         if isinstance(tier, DiskTier) and any(isinstance(o, DiskTier) and o.path == tier.path for o in before):
             yield Problem(("cache", "tiers", index, "path"), "is already the path of another tier")

@@ -177,7 +177,7 @@ class Need(NamedTuple):
     segment: int
     """The memory that it gives to the pool."""
     staging: int
-    """Its staging memory and local tiers on the CPU, which are one registered region."""
+    """Its staging memory and local tiers, which are one registered region."""
 
     @property
     def total(self) -> int:
@@ -187,9 +187,7 @@ class Need(NamedTuple):
 def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
     """Returns what each of `nodes` needs. Leaves out nodes that need none."""
     caching = config.caching_nodes()
-    tiers = sum(
-        int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier) and tier.device == "cpu"
-    )
+    tiers = sum(int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier))
     found = (
         Need(node.name, config.segment_size(node), int(config.transfer.staging_size) + tiers if node in caching else 0)
         for node in nodes

@@ -34,6 +34,10 @@ _POOLS_EVENTS = (
 _BY_NGINX = "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/deploy.md)"
 REMOVED: dict[str, str] = {
     "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
+    "cache.tiers.local.device: cuda": (
+        "went in 0.2.0: a load from there crossed the bus twice, to staging memory and back, and GPU memory is what engines are short of; "
+        "leave device out"
+    ),
     "connector.load: auto": _BY_LAYERS,
     "connector.load: layerwise": _BY_LAYERS,
     "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
@@ -48,7 +52,7 @@ REMOVED: dict[str, str] = {
     "transfer.client": _HOST_CLIENT,
     "transfer.client_address": _HOST_CLIENT,
 }
-"""Keys and values of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, a value `key: value`.
+"""Keys and values of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, of a tier `cache.tiers.KIND.key`, a value `key: value`.
 
 Example: `{"transfer.client": "went in 0.2.0: give the host a cache-server node"}`.
 """
@@ -254,7 +258,7 @@ def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, An
 
 def _written(path: KeyPath, section: dict[str, Any], key: str) -> str:
     """Returns how `REMOVED` writes the key of a section."""
-    names = [f"{section.get('role')}" if isinstance(part, int) else str(part) for part in path]
+    names = [str(section.get("role") or section.get("kind")) if isinstance(part, int) else str(part) for part in path]
     return ".".join([*names, key])
 
 

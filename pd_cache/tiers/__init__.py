@@ -11,9 +11,8 @@ from pd_cache.metrics import BackendLevels, CacheMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
-from pd_cache.tiers.local import LocalBackend, open_local
+from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory, Staged, slots_of
-from pd_cache.tiers.pipelined import PipelinedBackend
 from transfer.staging import Pin, StagingPool
 
 if TYPE_CHECKING:
@@ -90,11 +89,8 @@ def open_backend(
             if isinstance(tier, DiskTier):
                 backend = LocalDiskBackend(memory, tier, transfer.timeouts, counts, slots=staging)
             else:
-                backend = local = open_local(memory, tier, transfer.timeouts, counts)
-                if tier.device == "cpu":
-                    shelves.append(local)
-                else:  # copies from a device take the caller's time, unless another thread makes them
-                    backend = PipelinedBackend(local)
+                backend = local = LocalBackend(memory, tier, transfer.timeouts, counts)
+                shelves.append(local)
             opened.append(backend)
             parts.append(Tier(backend, counts, tier.blocking, tier.promote))
         _report_levels(metrics, memory, reserve, shelves, store)
@@ -136,7 +132,7 @@ def _report_levels(
 
 def _reserved(tier: object, payload_bytes: int) -> int:
     """Returns the bytes of shared memory in which a tier keeps objects."""
-    if not isinstance(tier, LocalTier) or tier.device != "cpu":
+    if not isinstance(tier, LocalTier):
         return 0
     return slots_of(tier.capacity, payload_bytes) * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
 

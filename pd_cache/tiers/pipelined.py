@@ -1,7 +1,7 @@
 """PipelinedBackend: wraps a backend, and fetches the next chunks while the caller works on the last.
 
-It is for backends that work on the caller's thread, such as memory on a device. `MooncakeBackend` and `LocalDiskBackend` need no
-wrapper: they have their own threads and run ahead by themselves.
+It is for backends of others that work on the caller's thread. `MooncakeBackend` and `LocalDiskBackend` need no wrapper: they have their
+own threads and run ahead by themselves.
 
 The first chunk is fetched on the caller's own thread, because nothing could overlap with it. From then on, a thread of this read runs
 ahead, by `depth` chunks at most.

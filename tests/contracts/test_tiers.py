@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from pd_cache.tiers.local import DeviceBackend, LocalBackend
+from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.memory import SELF_SIZED, TRAILER_BYTES, seal
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.backends import (
@@ -295,33 +295,6 @@ def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(
         assert Subject(base, {}, subject.metrics).get(keys) == [value(n) for n in range(3)], "in every tier"
 
 
-def test_a_failing_copy_of_a_device_leaves_nothing_pinned_reserved_or_leased(
-    make: Callable[..., Subject], key: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subject = make("device", objects=2)
-    subject.put({key(0): value(0)})
-    local = subject.bases["device"]
-    assert isinstance(local, DeviceBackend)
-
-    def fail(view: memoryview) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(local, "view", fail)
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="CUDA"):
-                subject.get([key(0)])
-            with pytest.raises(RuntimeError, match="CUDA"):
-                subject.put({key(1): value(1)})
-    assert subject.backend.memory.pool.in_use == 0
-    assert local.index.held == 0
-    for _ in range(3):
-        for n in range(3):
-            assert subject.put({key(n): value(n)}) == [Status.OK]
-            assert subject.get([key(n)]) == [value(n)]
-    subject.check_integrity()
-
-
 @pytest.fixture(scope="module")
 def raw_client_of_module(pool: Pool) -> Iterator[Any]:
     with pool.bare_client() as client:
@@ -402,7 +375,6 @@ def make_own(make: Callable[..., Subject], pool: Pool, tmp_path: Path) -> Iterat
 CLOSABLE = (
     "mooncake",
     "local",
-    "device",
     "disk",
     "pipelined(disk)",
     "hybrid(local+disk)",
@@ -569,7 +541,7 @@ class Model(RuleBasedStateMachine):
             self.subject.backend.close()
 
 
-SMALL_BUDGET = {"local": "lru", "device": "lfu", "disk": "s3fifo", "hybrid(local+disk)": "lru"}
+SMALL_BUDGET = {"local": "lfu", "disk": "s3fifo", "hybrid(local+disk)": "lru"}
 """Kinds that are also tried with a budget that is too small for all keys, and their policy."""
 
 

@@ -37,7 +37,7 @@ def subject(tmp_path: Path) -> Iterator[Subject]:
         one.backend.close()
 
 
-@pytest.mark.parametrize("tier", ["local", "disk", "device"])
+@pytest.mark.parametrize("tier", ["local", "disk"])
 def test_chunks_that_were_damaged_on_the_way_are_read_again_and_stay_in_their_tier(
     tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

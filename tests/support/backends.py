@@ -15,7 +15,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
-from pd_cache.tiers.local import DeviceBackend, LocalBackend, open_local
+from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
@@ -26,16 +26,15 @@ from transfer.staging import StagingPool
 
 TIMEOUTS = Timeouts(exist_ms=20_000, get_ms=30_000, put_ms=30_000, close_ms=20_000)
 
-BASES = ("local", "device", "disk", "mooncake")
+BASES = ("local", "disk", "mooncake")
 CHAINS = ("local+disk", "local+mooncake", "disk+mooncake", "local+disk+mooncake")
 KINDS = (
     *BASES,
-    "pipelined(device)",
+    "pipelined(disk)",
     "hybrid(local)",
     *(f"hybrid({chain})" for chain in CHAINS),
     "pipelined(hybrid(local+disk+mooncake))",
 )
-"""`device` is the local tier's code for a GPU, with its slab on the CPU."""
 
 
 class _KeptMemory(ObjectMemory):
@@ -126,19 +125,12 @@ def make_memory(payload: int, slots: int) -> ObjectMemory:
 
 
 def make_local(
-    memory: ObjectMemory,
-    objects: int,
-    *,
-    policy: EvictionName = "lru",
-    metrics: CacheMetrics | None = None,
-    on_device: bool = False,
+    memory: ObjectMemory, objects: int, *, policy: EvictionName = "lru", metrics: CacheMetrics | None = None
 ) -> LocalBackend:
     """A local tier for so many objects."""
-    counts = (metrics or CacheMetrics()).tier("device" if on_device else "local")
-    if on_device:
-        return DeviceBackend(memory, objects, policy, TIMEOUTS, counts, device="cpu")
     capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
-    return open_local(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
+    counts = (metrics or CacheMetrics()).tier("local")
+    return LocalBackend(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
 
 
 def make_disk(
@@ -185,7 +177,7 @@ def make_subject(
         elif name == "disk":
             bases[name] = make_disk(memory, folder, objects, metrics=metrics, policy=policy)
         else:
-            bases[name] = make_local(memory, objects, policy=policy, metrics=metrics, on_device=name == "device")
+            bases[name] = make_local(memory, objects, policy=policy, metrics=metrics)
     backend = bases[names[0]]
     for wrapper in reversed(wrappers):
         if wrapper == "pipelined":
@@ -247,12 +239,8 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
     if held is None:
         return
     size = base.memory.object_bytes
-    if isinstance(base, DeviceBackend):
-        row = base.slab[held.resource.number].numpy()  # type: ignore[index]
-        row[:] = list(damage(bytes(row))[:size].ljust(size, b"\0"))
-    else:
-        view = held.resource.slot.view
-        view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
+    view = held.resource.slot.view
+    view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
     base.index.unpin(held)
 
 

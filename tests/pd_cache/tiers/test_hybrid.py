@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import pd_cache.tiers
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers import open_backend
@@ -19,7 +18,6 @@ from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.mooncake import MooncakeBackend
-from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import Subject, count, make_disk, make_local, make_memory, making
 from tests.support.engines import CHUNK, Host, host, random_slots
@@ -345,20 +343,6 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path
     small = TransferSettings(staging_size=ByteSize(100))
     with pytest.raises(ValueError, match="holds no slot"):
         open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
-
-
-def test_memory_on_a_device_reads_ahead_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pd_cache.tiers, "open_local", lambda memory, *_: make_local(memory, 16, on_device=True))
-    config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20), device="cuda"),))
-    transfer = TransferSettings(staging_size=ByteSize(1 << 20))
-    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=transfer), PAYLOAD)
-    try:
-        subject = Subject(backend, {}, CacheMetrics())
-        assert isinstance(hybrid_of(subject).tiers[0].backend, PipelinedBackend)
-        subject.put({f"k{n}": value(n) for n in range(6)})
-        assert subject.get([f"k{n}" for n in range(7)]) == [*(value(n) for n in range(6)), "missing"]
-    finally:
-        backend.close()
 
 
 # --- the engine over tiers -------------------------------------------------------------------------------------------
