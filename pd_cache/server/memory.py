@@ -25,12 +25,7 @@ from pd_cache.layout import layer_tensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Storage, TensorView
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_SEAL_FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE, which the module fcntl does not name."""
-_READ_ONLY = fcntl.F_SEAL_WRITE | _SEAL_FUTURE_WRITE
 _PIECE = 64 << 20
-_BLOCK = 512
-"""Bytes of a block in `st_blocks`."""
 
 
 class SealError(ValueError):
@@ -58,36 +53,22 @@ def sealed_memory(name: str, nbytes: int) -> int:
 
 def is_sealed(descriptor: int) -> bool:
     """Returns whether the size of the file can never change."""
-    return _seals(descriptor) & _SEALS == _SEALS
+    try:
+        return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)) & _SEALS == _SEALS
+    except OSError:  # a kind of file that has no seals
+        return False
 
 
 def check_sealed(descriptor: int, nbytes: int) -> None:
-    """Raises SealError, with the reason, unless the descriptor is `nbytes` of memory that is safe to map, read and write.
-
-    Safe means that no access can kill this process, block it, or allocate memory. That takes a memfd of ordinary pages, sealed against
-    changes of its size, and allocated to the last page.
-    """
-    seals = _seals(descriptor)
-    if seals < 0:
-        raise SealError("expected sealed memory of memfd_create(), got another kind of file descriptor")
-    if seals & _SEALS != _SEALS:
+    """Raises SealError, with the reason, unless the descriptor is at least `nbytes` of memory that can never become smaller."""
+    if not is_sealed(descriptor):
         raise SealError(
             "the shared memory is not sealed; it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL, so that it cannot "
             "shrink while the server uses it"
         )
-    if seals & _READ_ONLY or fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise SealError("the shared memory cannot be written; the server must be able to load chunks into it")
-    page = os.fstatvfs(descriptor).f_bsize
-    if page != mmap.PAGESIZE:
-        raise SealError(f"the shared memory has pages of {page} bytes; expected pages of {mmap.PAGESIZE} bytes")
-    status = os.fstat(descriptor)
-    if status.st_size < nbytes:
-        raise SealError(f"expected a storage of {nbytes} bytes, the file has {status.st_size}")
-    if status.st_blocks * _BLOCK < nbytes:
-        raise SealError(
-            f"of {nbytes} bytes of shared memory only {status.st_blocks * _BLOCK} are allocated; write all of it before "
-            "lending it, so that the engine is charged for it and not the server"
-        )
+    size = os.fstat(descriptor).st_size
+    if size < nbytes:
+        raise SealError(f"expected a storage of {nbytes} bytes, the file has {size}")
 
 
 def reseat(source: int, address: int, nbytes: int) -> None:
@@ -108,14 +89,6 @@ def reseat(source: int, address: int, nbytes: int) -> None:
         os.dup2(descriptor, source, inheritable=False)
     finally:
         os.close(descriptor)
-
-
-def _seals(descriptor: int) -> int:
-    """Returns the seals of a file, or -1 if it cannot have any."""
-    try:
-        return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS))
-    except OSError:
-        return -1
 
 
 _MAP_FIXED = 0x10
