@@ -198,12 +198,12 @@ class CacheView:
         for record in records:
             url = record.address.rstrip("/")
             nodes[url] = record
-            if record.events is None:
+            if record.events is None or record.replays is None:
                 continue
             key = (url, record.instance)
             caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._budget)
             cache.fingerprint = record.fingerprint
-            wanted[key] = (EventEndpoints(record.events, record.replays or ""), cache.apply)
+            wanted[key] = (EventEndpoints(record.events, record.replays), cache.apply)
         self._subscriber.follow(wanted)
         for left in self._caches.keys() - caches.keys():
             self._caches[left].forget()

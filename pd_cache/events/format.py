@@ -25,13 +25,9 @@ class StoredEvent(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     """Blocks that are there now. The fields are some of vLLM's."""
 
     block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None = None
-    token_ids: msgspec.Raw = msgspec.Raw(b"\x90")
-    """A list of integers in msgpack, which is decoded only by those that need it."""
     block_size: int = 0
     """Tokens of each block."""
     medium: _Words = None
-    lora_name: _Words = None
     group_idx: int | None = None
     kv_cache_spec_kind: _Words = None
 
@@ -57,13 +53,11 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     """When it was published: seconds of the publisher's wall clock."""
     events: list[KvEvent]
-    data_parallel_rank: int | None = None
 
 
 class _RawBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
 
 
 class _OtherEvent(msgspec.Struct, gc=False):
@@ -94,7 +88,7 @@ def read_batch(raw: bytes) -> tuple[EventBatch, int]:
         except UndecodableError:
             if _other_event(one).type != "BlockStored":
                 events.append(ClearedEvent())
-    return EventBatch(batch.ts, events, batch.data_parallel_rank), len(batch.events) - len(events)
+    return EventBatch(batch.ts, events), len(batch.events) - len(events)
 
 
 def short_hash(value: BlockHash) -> int:

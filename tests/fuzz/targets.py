@@ -488,7 +488,7 @@ _EVENTS = _PACK(
     (
         1.5,
         [
-            kv_events.StoredEvent([1, b"n" * 16], 7, msgspec.Raw(b"\x91\x05"), 16, medium="GPU", group_idx=0, kv_cache_spec_kind="mla_attention"),
+            kv_events.StoredEvent([1, b"n" * 16], 16, medium="GPU", group_idx=0, kv_cache_spec_kind="mla_attention"),
             kv_events.StoredEvent([b"n" * 32], block_size=256, medium="STORAGE"),
             kv_events.RemovedEvent([1, b"n" * 16], "STORAGE"),
             kv_events.ClearedEvent(),
@@ -500,7 +500,7 @@ _EVENTS = _PACK(
 def _kv_events(data: bytes) -> None:
     (batch, _), budget = kv_events.read_batch(data), BlockBudget(100)
     order, cache = StreamOrder(), KnownCache(budget)
-    steps = [*order.live(0, batch), *order.replayed([]), kv_events.Forget.ALL, batch]
+    steps = [*order.live(0, batch), *order.replayed(2, batch), *order.replay_ended(whole=True)]
     cache.apply(steps)
     assert budget.used <= 100
 

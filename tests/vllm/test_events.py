@@ -38,7 +38,7 @@ def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_repl
                 [number], None, [1, 2], 2, None, "GPU", None, group_idx=0, kv_cache_spec_kind="full_attention"
             )
             publisher.publish(KVEventBatch(ts=float(number), events=[event]))
-        with closing(EventSubscriber(again_s=0.02)) as subscriber:
+        with closing(EventSubscriber()) as subscriber:
             subscriber.follow({"vllm": (ends, known.apply)})
             wait_for(lambda: len(known) == 6000, what="everything was replayed")
             publisher.publish(KVEventBatch(ts=6001.0, events=[BlockRemoved([3], "GPU", 0)]))
