@@ -151,7 +151,6 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
                     break
                 assert time.monotonic() < deadline, event
                 complete(url_of(cluster), tokens)  # something to be counted between any two answers of the nodes
-    assert {flow["to"] for flow in event["flows"]} == {"decode-0"}
     assert event["slow"][0]["hops"][0]["asked"]
 
     done = CliRunner().invoke(main, ["top", "-c", file, "--interval", "0.5"])

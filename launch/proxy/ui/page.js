@@ -146,10 +146,10 @@ function drawPicture(state) {
 
   // edges: as wide as they are fast, in relation to the fastest
   const most = Math.max(1, ...state.nodes.map((node) => Math.max(node.load || 0, node.store || 0)));
-  const thick = (value, all) => 1 + 7 * Math.sqrt(value / all);
+  const thick = (value) => 1 + 7 * Math.sqrt(value / most);
   const curve = (x1, y1, x2, y2) => `M${x1} ${y1}C${(x1 + x2) / 2} ${y1} ${(x1 + x2) / 2} ${y2} ${x2} ${y2}`;
   const poolMiddle = (y) => Math.min(poolTop + poolHeight - 22, Math.max(poolTop + 22, y));
-  const line = (kind, value, all, d, text) => edges.append(title(svg("path", { d, class: `edge ${kind}`, "stroke-width": thick(value, all).toFixed(1) }), text));
+  const line = (kind, value, d, text) => edges.append(title(svg("path", { d, class: `edge ${kind}`, "stroke-width": thick(value).toFixed(1) }), text));
   for (const role of ["prefill", "decode"]) {
     for (const node of shown[role]) {
       const at = places[node.name];
@@ -157,16 +157,9 @@ function drawPicture(state) {
       const x1 = left ? at.x + card.w : at.x;
       const x2 = left ? columns.pool : columns.pool + card.w;
       const y = at.y + card.h / 2;
-      if (node.store >= 0.5) line("store", node.store, most, curve(x1, y - 14, x2, poolMiddle(y) - 14), `${node.name} stores ${rate(node.store)}`);
-      if (node.load >= 0.5) line("load", node.load, most, curve(x1, y + 14, x2, poolMiddle(y) + 14), `${node.name} loads ${rate(node.load)}`);
+      if (node.store >= 0.5) line("store", node.store, curve(x1, y - 14, x2, poolMiddle(y) - 14), `${node.name} stores ${rate(node.store)}`);
+      if (node.load >= 0.5) line("load", node.load, curve(x1, y + 14, x2, poolMiddle(y) + 14), `${node.name} loads ${rate(node.load)}`);
     }
-  }
-  const busiest = Math.max(1, ...state.flows.map((flow) => flow.tokens));
-  for (const flow of state.flows.slice(0, 60)) {
-    const from = places[flow.from];
-    const to = places[flow.to];
-    if (!from || !to || !flow.tokens) continue;
-    line("flow", flow.tokens / 3, busiest, curve(from.x + card.w, from.y + card.h / 2, to.x, to.y + card.h / 2), `${flow.to} takes over from ${flow.from}: ${short(flow.tokens)} tokens/s`);
   }
   canvas.append(edges, cards);
   room.replaceChildren(canvas);
@@ -187,18 +180,6 @@ function table(columns, rows, cards) {
     })),
   );
   return el("div", { class: "wide" }, el("table", { class: cards ? "cards" : "" }, el("thead", {}, head), el("tbody", {}, ...body)));
-}
-
-function drawFlows(state) {
-  const rows = state.flows.slice(0, 30);
-  if (!rows.length) return $("flows").replaceChildren(el("p", { class: "sub" }, "No prompt went through both in the last two minutes."));
-  const columns = [
-    { name: "decode node", cell: (flow) => flow.to, as: "break" },
-    { name: "from", cell: (flow) => flow.from, as: "break" },
-    { name: "tokens/s", cell: (flow) => short(flow.tokens), n: true },
-    { name: "prompts/s", cell: (flow) => flow.requests.toFixed(2), n: true },
-  ];
-  return $("flows").replaceChildren(table(columns, rows, false));
 }
 
 function drawSlow(state) {
@@ -301,7 +282,6 @@ function draw() {
   if (!latest) return;
   drawFigures(latest);
   drawPicture(latest);
-  drawFlows(latest);
   drawHour(latest);
   drawSlow(latest);
   drawNodes(latest);

@@ -45,7 +45,7 @@ _INTERVAL_S = 2.0
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
 _MOST_SHOWN = 200
-"""The most nodes, segments and flows in one event."""
+"""The most nodes and segments in one event."""
 
 
 class UiPages:
@@ -169,14 +169,12 @@ class UiPages:
         rows = self._nodes.rows(now)
         names = {row.record.address: row.name for row in rows}
         owners = {one.segment_name: row.name for row in rows if row.role != "master" for one in row.segments}
-        requests_s, recent_flows = self._recent.lately()
-        flows = sorted(recent_flows.items(), key=lambda item: (-item[1].tokens, -item[1].requests))
         segments = sorted(self._nodes.segments, key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
             "version": pd_cache.__version__,
             "proxy": {
                 "running": self._metrics.running._value.get(),
-                "requests_s": requests_s,
+                "requests_s": self._recent.rate(),
                 "asked": len(rows),
             },
             "left_out": max(0, len(self._view.nodes) - _MOST_SHOWN),
@@ -189,10 +187,6 @@ class UiPages:
                     "used": one.allocator_used_bytes,
                 }
                 for one in segments[:_MOST_SHOWN]
-            ],
-            "flows": [
-                {"from": names.get(a, a), "to": names.get(b, b), "requests": flow.requests, "tokens": flow.tokens}
-                for (a, b), flow in flows[:_MOST_SHOWN]
             ],
             "minutes": [
                 one and {"requests": one.requests, "untold": one.untold, **one.sources}

@@ -1,7 +1,6 @@
 """What the proxy keeps of the last hour's requests. Pure.
 
-Everything is bounded: for each minute of an hour, where prompts were found, and some slow requests; for the present minute and the last,
-which decode node took over from which prefill node.
+Everything is bounded: for each minute of an hour, where prompts were found, and some slow requests.
 """
 
 from __future__ import annotations
@@ -53,14 +52,6 @@ class SlowRequest(NamedTuple):
         return self.seconds if self.first_byte_s is None else self.first_byte_s
 
 
-class Flow(NamedTuple):
-    """What one decode node took over from one prefill node."""
-
-    requests: float = 0
-    tokens: float = 0.0
-    """Tokens whose KV the decode node loaded from the pool. What its own memory and disk had came from no other node."""
-
-
 class Minute(msgspec.Struct):
     number: int
     """Minutes since the clock's zero."""
@@ -69,7 +60,6 @@ class Minute(msgspec.Struct):
     """How many of them came back without a report, such as streams of vLLM."""
     sources: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(_SOURCES, 0.0))
     slow: list[SlowRequest] = []
-    flows: dict[tuple[str, str], Flow] = {}
 
 
 class RecentRequests:
@@ -91,18 +81,10 @@ class RecentRequests:
         minute.slow.append(SlowRequest(request_id, now, seconds, first_byte_s, status, trip))
         if len(minute.slow) > SLOWEST:
             minute.slow.remove(min(minute.slow, key=lambda one: one.waited))
-        nodes = {hop.hop: hop for hop in trip.hops}
-        if "prefill" in nodes and "decode" in nodes:
-            pair, report = (nodes["prefill"].node, nodes["decode"].node), nodes["decode"].report
-            flow = minute.flows.get(pair, Flow())
-            loaded = 0.0 if report is None else prompt_sources(report)["pool"]
-            minute.flows[pair] = Flow(flow.requests + 1, flow.tokens + loaded)
 
     def _minute(self, now: float) -> Minute:
         number = int(now // _MINUTE_S)
         if not self._minutes or self._minutes[-1].number != number:
-            for minute in list(self._minutes)[:-1]:
-                minute.flows = {}
             self._minutes.append(Minute(number))
         return self._minutes[-1]
 
@@ -117,14 +99,7 @@ class RecentRequests:
         slow = [one for minute in self.minutes() if minute is not None for one in minute.slow]
         return sorted((one for one in slow if client in (None, one.trip.client)), key=lambda one: -one.waited)[:SLOWEST]
 
-    def lately(self) -> tuple[float, dict[tuple[str, str], Flow]]:
-        """Returns how many requests ended a second, and the flows a second, by the URLs of prefill and decode node: both over the present minute
-        and the last."""
-        seconds = _MINUTE_S + self._clock() % _MINUTE_S
-        minutes = [minute for minute in self.minutes()[-2:] if minute is not None]
-        flows: dict[tuple[str, str], Flow] = {}
-        for minute in minutes:
-            for pair, flow in minute.flows.items():
-                before = flows.get(pair, Flow())
-                flows[pair] = Flow(before.requests + flow.requests / seconds, before.tokens + flow.tokens / seconds)
-        return sum(minute.requests for minute in minutes) / seconds, flows
+    def rate(self) -> float:
+        """Returns how many requests ended a second, over the present minute and the last."""
+        ended = sum(minute.requests for minute in self.minutes()[-2:] if minute is not None)
+        return ended / (_MINUTE_S + self._clock() % _MINUTE_S)
