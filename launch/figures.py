@@ -30,7 +30,7 @@ Key = tuple[str, str]
 K = TypeVar("K")
 
 TRENDS: dict[str, Key] = {"load": ("bytes", "retrieve"), "store": ("bytes", "store"), "lookups": ("lookups", "")}
-"""The counts whose rates are kept over time."""
+"""The counts whose rates are shown over time."""
 
 _VLLM = "vllm:"
 """The prefix of all metrics, ours included, that vLLM exports."""
@@ -46,9 +46,7 @@ _TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
 _QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
 _RUNNING = ("pd_cache_reference_running", "num_requests_running", "pd_cache_proxy_requests_running")
-_MOST_STEPS = 120
-_MOST_TREND = 240
-"""How many points of a trend are kept."""
+_MOST_STEPS = 240
 _SAME_START_S = 1.0
 
 
@@ -225,15 +223,13 @@ class _Increment(msgspec.Struct, frozen=True):
 
 
 class NodeHistory:
-    """The readings of one node over the last minute, as increments."""
+    """The readings of one node, as increments: of the last minute, and some before it, which only trends show."""
 
     def __init__(self, since_start: bool = False) -> None:
         """`since_start`: what a node counted before its first reading belongs to the last minute, too, if the node says when it started."""
         self.last: NodeReading | None = None
         self.readings = 0
         """How many readings there were."""
-        self.trends: dict[str, deque[float]] = {name: deque(maxlen=_MOST_TREND) for name in TRENDS}
-        """The rate of each interval, the latest last."""
         self._since_start = since_start
         self._steps: deque[_Increment] = deque(maxlen=_MOST_STEPS)
 
@@ -252,15 +248,16 @@ class NodeHistory:
         if before.started and reading.started and abs(reading.started - before.started) > _SAME_START_S:
             before = NodeReading(at=before.at)
         buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}
-        step = _Increment(reading.at, reading.at - before.at, _increase(before.counts, reading.counts), buckets)
-        self._steps.append(step)
-        for name, key in TRENDS.items():
-            self.trends[name].append(step.rate(key))
+        counts = _increase(before.counts, reading.counts)
+        self._steps.append(_Increment(reading.at, reading.at - before.at, counts, buckets))
 
-    def silent(self) -> None:
+    def silent(self, at: float) -> None:
         """Notes that the node did not answer: its trends go on at zero."""
-        for trend in self.trends.values():
-            trend.append(0.0)
+        self._steps.append(_Increment(at, 1.0, {}, {}))
+
+    def trend(self, name: str) -> list[float]:
+        """Returns the rate of one of `TRENDS` in each interval, the latest last."""
+        return [step.rate(TRENDS[name]) for step in self._steps]
 
     def recent(self, now: float) -> list[_Increment]:
         """Returns the increments of the last minute."""

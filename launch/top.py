@@ -11,6 +11,7 @@ import io
 import logging
 import math
 import os
+import re
 import select
 import sys
 import termios
@@ -27,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, open_directory
-from launch.figures import TIMINGS, Rates, hit_rate
+from launch.figures import TIMINGS, TRENDS, Rates, hit_rate
 from launch.http import proxy_access
 from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
 from pd_cache.cluster import ClusterConfig
@@ -220,7 +221,7 @@ def _given(row: NodeRow) -> str:
 
 
 def _trend(row: NodeRow, width: int) -> str:
-    moved = [one + other for one, other in zip(row.history.trends["load"], row.history.trends["store"], strict=True)]
+    moved = [sum(both) for both in zip(row.history.trend("load"), row.history.trend("store"), strict=True)]
     return sparkline(moved if row.role != "proxy" else [], width)
 
 
@@ -329,7 +330,8 @@ def details(row: NodeRow, width: int) -> RenderableType:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {_ago(when)} ago: {reason}: {meaning}")
     if row.role in ("prefill", "decode", "cache-server"):
-        for name, trend in row.history.trends.items():
+        for name in TRENDS:
+            trend = row.history.trend(name)
             bars = sparkline(trend, min(len(trend), width - 17))
             add(
                 "look/s" if name == "lookups" else f"{name}/s",
@@ -459,19 +461,7 @@ def _follow(console: Console, directory: Directory, asker: Asker, nodes: Watched
 
 def read_keys(typed: bytes) -> list[Key]:
     """Returns the keys among what was typed. Ignores all others."""
-    keys: list[Key] = []
-    at = 0
-    while at < len(typed):
-        length = 1
-        if typed[at : at + 2] in (b"\x1b[", b"\x1bO"):
-            length = 2
-            while at + length < len(typed) and not 0x40 <= typed[at + length] <= 0x7E:
-                length += 1
-            length += 1
-        if (key := _KEYS.get(typed[at : at + length])) is not None:
-            keys.append(key)
-        at += length
-    return keys
+    return [_KEYS[one] for one in re.findall(rb"(?s)\x1b[\[O][^@-~]*[@-~]?|.", typed) if one in _KEYS]
 
 
 @contextlib.contextmanager

@@ -229,7 +229,7 @@ class WatchedNodes:
                 continue
             node.why = answer.why
             if answer.reading is None:
-                node.history.silent()
+                node.history.silent(answer.at)
                 continue
             node.answered = answer.at
             node.history.add(answer.reading)

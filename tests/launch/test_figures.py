@@ -86,7 +86,7 @@ def test_a_reading_that_is_not_later_is_ignored() -> None:
     found = history((5.0, text(load=10)), (5.0, text(load=90)))
     assert found.rates(5.0) is None, "one reading says nothing of rates"
     found.add(read_node(read_samples(text(load=30)), 7.0))
-    assert list(found.trends["load"]) == [10.0]
+    assert found.trend("load") == [10.0]
 
 
 def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
@@ -151,8 +151,7 @@ def test_what_is_kept_of_a_node_has_a_bound() -> None:
     found = NodeHistory()
     for second in range(1000):
         found.add(read_node({}, float(second)))
-    assert len(found.trends["load"]) == 240
-    assert len(found._steps) == 120
+    assert len(found.trend("load")) == 240
 
 
 VLLM = """
