@@ -32,34 +32,23 @@ class Response(NamedTuple):
     kind: str = "text/plain; charset=utf-8"
 
 
-class RoleHealth(msgspec.Struct, frozen=True):
-    """What `/health` says. The status is `ok`, `degraded` (the node serves, but the pool does not answer) or `starting`."""
-
-    status: str
-    version: str = pd_cache.__version__
-
-
-def health_of(available: bool) -> RoleHealth:
-    """Returns `ok`, or `degraded` if the pool does not answer."""
-    return RoleHealth("ok" if available else "degraded")
-
-
 @contextlib.contextmanager
 def exposed(
-    host: str, port: int, registry: CollectorRegistry, health: Callable[[], RoleHealth]
+    host: str, port: int, registry: CollectorRegistry, available: Callable[[], bool | None]
 ) -> Iterator[tuple[str, int]]:
     """Serves `/metrics` and `/health` while the block runs. Yields the address. Port 0 means any.
 
-    `/health` answers 503 while the status is `starting`, and otherwise 200: a pool that does not answer is no reason to restart the node.
-    Raises RoleError if the address cannot be bound.
+    `available` returns whether the pool answers, or None while the node starts: then `/health` answers 503, and otherwise 200, because a
+    pool that does not answer is no reason to restart the node. Raises RoleError if the address cannot be bound.
     """
 
     def respond(path: str, body: bytes | None) -> Response:
         if path == "/metrics":
             return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
         if path == "/health":
-            found = health()
-            return Response(503 if found.status == "starting" else 200, msgspec.json.encode(found), "application/json")
+            up = available()
+            told = {"status": {None: "starting", True: "ok", False: "degraded"}[up], "version": pd_cache.__version__}
+            return Response(503 if up is None else 200, msgspec.json.encode(told), "application/json")
         return Response(404, b"/metrics and /health are here\n")
 
     with serving(host, port, respond, _CONNECTIONS) as address:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from prometheus_client import ProcessCollector
 
 from launch.discovery import Member
-from launch.health_server import RoleHealth, exposed, health_of
+from launch.health_server import exposed
 from launch.supervise import stop_on_signals
 from pd_cache.cluster import CacheServerNode, ClusterConfig
 from pd_cache.metrics import CacheMetrics
@@ -26,13 +26,10 @@ def run_cache_server(
     ProcessCollector(registry=metrics.registry)
     serving: list[CacheServer] = []
 
-    def health() -> RoleHealth:
-        return health_of(serving[0].available) if serving else RoleHealth("starting")
+    def available() -> bool | None:
+        return serving[0].available if serving else None
 
-    with (
-        stop_on_signals() as stop,
-        exposed(node.host, node.metrics_port, metrics.registry, health),
-    ):
+    with stop_on_signals() as stop, exposed(node.host, node.metrics_port, metrics.registry, available):
         server = CacheServer(
             config.settings_of(node),
             node,

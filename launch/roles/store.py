@@ -52,7 +52,7 @@ def _questions(node: StoreNode, available: Callable[[], bool | None], segment: C
         return
     from prometheus_client import CollectorRegistry, ProcessCollector
 
-    from launch.health_server import RoleHealth, exposed, health_of
+    from launch.health_server import exposed
     from pd_cache.metrics import BackendLevels, LevelCollector
 
     registry = CollectorRegistry()
@@ -66,9 +66,5 @@ def _questions(node: StoreNode, available: Callable[[], bool | None], segment: C
 
     levels.add(given)
 
-    def health() -> RoleHealth:
-        up = available()
-        return RoleHealth("starting") if up is None else health_of(up)
-
-    with exposed(node.host, node.metrics_port, registry, health):
+    with exposed(node.host, node.metrics_port, registry, available):
         yield

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from launch.health_server import RoleHealth, exposed, health_of
+from launch.health_server import exposed
 from launch.supervise import RoleError
 from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @contextmanager
-def server(*told: RoleHealth) -> Iterator[str]:
+def server(*told: bool | None) -> Iterator[str]:
     registry = CollectorRegistry()
     Gauge("answer", "", registry=registry).set(42)
     answers = list(told)
@@ -37,7 +37,7 @@ def get(url: str) -> tuple[int, bytes]:
 
 
 def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is() -> None:
-    with server(RoleHealth("starting"), health_of(False), health_of(True)) as url:
+    with server(None, False, True) as url:
         told = [get(f"{url}/health") for _ in range(3)]
     assert [(code, json.loads(body)["status"]) for code, body in told] == [
         (503, "starting"),
@@ -54,12 +54,12 @@ def test_metrics_and_nothing_else_are_there() -> None:
 
 def test_a_port_in_use_is_named() -> None:
     with server() as url, pytest.raises(RoleError, match=f"port {url.rpartition(':')[2]} of 127.0.0.1"):
-        exposed("127.0.0.1", int(url.rpartition(":")[2]), CollectorRegistry(), lambda: health_of(True)).__enter__()
+        exposed("127.0.0.1", int(url.rpartition(":")[2]), CollectorRegistry(), lambda: True).__enter__()
 
 
 def test_silent_connections_take_all_places_but_no_thread_more() -> None:
     """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them goes."""
-    with server(*[health_of(True)] * 500) as url:
+    with server(*[True] * 500) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         silent = [socket.create_connection(address, PATIENCE_S) for _ in range(16)]
         try:
