@@ -225,15 +225,12 @@ def _tether(argv: Sequence[str], death_signal: signal.Signals, env: Mapping[str,
     return [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), file, *argv]
 
 
-def spawn(program: Program, on_line: OnLine) -> Process:
-    """Starts `program`, in a session of its own. Call it, as `spawn_child`, on a thread that lives long enough.
+class Child:
+    """A program that was started in a session of its own. Make it, as `spawn_child`, on a thread that lives long enough.
 
     Raises OSError if the program cannot be started.
     """
-    return _Child(program, on_line)
 
-
-class _Child:
     def __init__(self, program: Program, on_line: OnLine) -> None:
         # unbuffered: lines come as they are printed, and a traceback stays the last of them.
         # safe path: a `launch.py` or `transfer/` in the working directory is not our package
@@ -383,7 +380,7 @@ class Supervisor:
         sink: Callable[[str], None] = to_stderr,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        spawn: Spawn = spawn,
+        spawn: Spawn = Child,
     ) -> None:
         self._settings = settings
         self._sink = sink

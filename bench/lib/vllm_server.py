@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
-from launch.supervise import ForeignProgram, Program, StopFlag, spawn
+from launch.supervise import Child, ForeignProgram, Program, StopFlag
 from pd_cache.cluster import Argument
 from pd_cache.cluster.machine import bound_socket
 
@@ -49,7 +49,7 @@ def vllm_server(
 
     server = Program("vllm", command, env)
     with ForeignProgram(
-        "vLLM", lambda: spawn(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
+        "vLLM", lambda: Child(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
     ) as vllm:
         vllm.wait_serving(StopFlag(), lambda: healthy("127.0.0.1", port), ready_timeout_s)
         yield f"http://127.0.0.1:{port}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from launch.discovery import Member
 from launch.engines.vllm_command import command, environment
 from launch.http import healthy
-from launch.supervise import ForeignProgram, Program, spawn, stop_on_signals
+from launch.supervise import Child, ForeignProgram, Program, stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config, read_about
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import about
@@ -39,7 +39,7 @@ def run_vllm(
             return output.refusal or "its last lines say why, and a large model needs time"
 
         # it has to be gone before the process that stops us loses patience
-        vllm = ForeignProgram("vLLM", lambda: spawn(program, output.pass_on), 0.8 * settings.stop_grace_s, hint)
+        vllm = ForeignProgram("vLLM", lambda: Child(program, output.pass_on), 0.8 * settings.stop_grace_s, hint)
         with vllm:
             try:
                 if vllm.wait_serving(stop, lambda: healthy(node.host, node.port), settings.ready_timeout_s):

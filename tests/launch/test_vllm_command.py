@@ -10,7 +10,7 @@ import pytest
 
 from launch.discovery import file_records
 from launch.engines.vllm_command import command, environment
-from launch.supervise import Program, RoleError, spawn
+from launch.supervise import Child, Program, RoleError
 from pd_cache.cluster import (
     Argument,
     ClusterConfig,
@@ -101,7 +101,7 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     argv = command(engine, node, tmp_path / "c.yaml", tmp_path / "n")
     lines: list[str] = []
     program = Program("vllm", tuple(argv), environment(engine, node, tmp_path / "n"))
-    child = spawn(program, lambda _, line: lines.append(line))
+    child = Child(program, lambda _, line: lines.append(line))
     wait_for(lambda: child.poll() is not None, 20, "the child's end")
     assert "--max-model-len=64" in lines, "the child shows its command line"
     assert {"key node-secret", "token hf-secret"} <= set(lines)
