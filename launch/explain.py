@@ -7,26 +7,27 @@ vLLM, this process looks up in the pool under the node's namespaces.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from launch.discovery import View, open_directory
-from launch.http import NOBODY, ask, fetch, proxy_access
+from launch.discovery import View
+from launch.http import NOBODY, ask, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, name_prompt, open_lookup, versions_of
+from launch.status import NodeStatus, cluster_status
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
+from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError
 from pd_cache.lookup import MooncakeLookupClient
 from pd_cache.reasons import MEANINGS, MissReason, RequestReport
 from transfer.errors import PoolUnavailableError
 
-_SYNC_S = 5.0
 _ASK_S = 5.0
 _POOL_S = 10.0
 _AT_A_TIME = 16
@@ -101,21 +102,16 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
     Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports come from the nodes themselves.
     """
-    explained = _ask_for(config, request_id)
-    within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
-    if not explained.hops and within != request_id:
-        return msgspec.structs.replace(_ask_for(config, within), request_id=request_id)
-    return explained
+    nodes = cluster_status(config).nodes
+    rows = [row for role in ("proxy", "prefill", "decode") for row in nodes if row.record.role == role]
+    unanswered = {row.name: row.state for row in rows if row.silent}
+    records = [row.record for row in rows if not row.silent]
+    access, hops = proxy_access(config), list[ExplainedHop]()
 
-
-def _ask_for(config: ClusterConfig, request_id: str) -> ExplainedRequest:
-    unanswered: dict[str, str] = {}
-    access, path = proxy_access(config), f"/requests/{urllib.parse.quote(request_id, safe='')}"
-
-    def asked(record: NodeRecord) -> list[ExplainedHop]:
+    def asked(record: NodeRecord, asked_for: str) -> list[ExplainedHop]:
         by_proxy = record.role == "proxy"
         try:
-            answer = ask(record.address + path, _ASK_S, access if by_proxy else NOBODY)
+            answer = ask(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
             if answer.status == 200 and by_proxy:
                 return decode_json(answer.body, _ToldTrip).hops
             if answer.status == 200:
@@ -124,30 +120,35 @@ def _ask_for(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             if answer.status != 404:
                 unanswered[record.name] = f"it answers {answer.status} {one_line(answer.reason)}"
         except (OSError, ValueError) as error:
-            unanswered[record.name] = f"it does not answer: {error}"
+            unanswered[record.name] = f"no answer: {error}"
         return []
 
-    with _viewing(config) as view, ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-        proxies, engines = (
-            {
-                record.name: record
-                for role in roles
-                for record in view.by_role(role)
-                if record.address.startswith("http")
-            }
-            for roles in (("proxy",), ("prefill", "decode"))
-        )
-        trips = list(threads.map(asked, proxies.values()))
-        own = dict(zip(engines, threads.map(asked, engines.values()), strict=True))
-    hops = next(filter(None, trips), None)
-    if hops is None:
-        return ExplainedRequest(request_id, [hop for told in own.values() for hop in told], unanswered)
-    names = {record.address.rstrip("/"): name for name, record in engines.items()}
-    for place, hop in enumerate(hops):
-        if (name := names.get(hop.node)) is not None:
-            report = hop.report or next((one.report for one in reversed(own[name])), None)
-            hops[place] = ExplainedHop(hop.hop, name, report)
+    within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
+        for one in dict.fromkeys((request_id, within)):
+            asked_for = itertools.repeat(urllib.parse.quote(one, safe=""))
+            if hops := _joined(records, list(threads.map(asked, records, asked_for))):
+                break
     return ExplainedRequest(request_id, hops, unanswered)
+
+
+def _joined(records: Sequence[NodeRecord], told: Sequence[list[ExplainedHop]]) -> list[ExplainedHop]:
+    """Returns a request's way as a proxy tells it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
+    own = {
+        record.address.rstrip("/"): hops for record, hops in zip(records, told, strict=True) if record.role != "proxy"
+    }
+    names = {record.address.rstrip("/"): record.name for record in records}
+    trips = (hops for record, hops in zip(records, told, strict=True) if record.role == "proxy" and hops)
+    if (trip := next(trips, None)) is None:
+        return [hop for hops in own.values() for hop in hops]
+    return [
+        ExplainedHop(
+            hop.hop,
+            names.get(hop.node, hop.node),
+            hop.report or next((one.report for one in reversed(own.get(hop.node, ()))), None),
+        )
+        for hop in trip
+    ]
 
 
 def request_text(explained: ExplainedRequest) -> str:
@@ -199,18 +200,17 @@ def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | N
 
     Nothing is stored, loaded or computed.
     """
-    with _viewing(config) as view:
-        records = [*view.by_role("prefill"), *view.by_role("decode")]
-        with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-            known = list(threads.map(_told, records))
-            explained = list(threads.map(lambda record: _ask_node(record, prompt, salt), known))
-        with contextlib.closing(_PoolLookups(config, view, salt)) as pool:
-            for record, one in zip(known, explained, strict=True):
-                if one.found is None and not one.detail:
-                    tokens = prompt if isinstance(prompt, list) else _tokenized(record, prompt, one)
-                    if tokens is not None:
-                        pool.look(record, tokens, one)
-    _compare(known, explained)
+    status = cluster_status(config)
+    rows = [row for role in ("prefill", "decode") for row in status.nodes if row.record.role == role]
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
+        explained = list(threads.map(lambda row: _ask_node(row, prompt, salt), rows))
+    with contextlib.closing(_PoolLookups(config, status.view, salt)) as pool:
+        for row, one in zip(rows, explained, strict=True):
+            if one.found is None and not one.detail:
+                tokens = prompt if isinstance(prompt, list) else _tokenized(row.record, prompt, one)
+                if tokens is not None:
+                    pool.look(row.record, tokens, one)
+    _compare(rows, explained)
     return explained
 
 
@@ -226,17 +226,12 @@ def prompt_text(explained: Sequence[ExplainedNode]) -> str:
     return "\n".join(lines) or "discovery knows no prefill or decode node"
 
 
-def _told(record: NodeRecord) -> NodeRecord:
-    """Returns the record, with the namespace of the node's `/health` if it registered without one."""
-    if record.fingerprint is None:
-        with contextlib.suppress(OSError, ValueError):
-            return record.telling(read_about(fetch(f"{record.address}/health", _ASK_S)))
-    return record
-
-
-def _ask_node(record: NodeRecord, prompt: list[int] | str, salt: str | None) -> ExplainedNode:
+def _ask_node(row: NodeStatus, prompt: list[int] | str, salt: str | None) -> ExplainedNode:
     """Returns the node's own answer. `found` and `detail` are empty if it has no page for that."""
-    one = ExplainedNode(record.name, record.role)
+    record, one = row.record, ExplainedNode(row.name, row.record.role)
+    if row.silent:
+        one.detail = row.state
+        return one
     salted = {} if salt is None else {"cache_salt": salt}
     survey = _posted(record, "survey", _Survey, prompt=prompt, max_tokens=1, **salted)
     if isinstance(survey, str):
@@ -263,7 +258,7 @@ def _posted(record: NodeRecord, page: str, kind: type[Any], **fields: Any) -> An
         if answer.status == 200:
             return decode_json(answer.body, kind)
     except (OSError, ValueError) as error:
-        return f"it does not answer: {error}"
+        return f"no answer: {error}"
     if answer.status in (404, 405) and b"model" not in answer.body:
         return None
     return f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}"
@@ -319,30 +314,21 @@ class _PoolLookups:
             client.close()
 
 
-def _compare(records: Sequence[NodeRecord], explained: Sequence[ExplainedNode]) -> None:
+def _compare(rows: Sequence[NodeStatus], explained: Sequence[ExplainedNode]) -> None:
     """Says of a node that finds less than a node of another namespace that this is why."""
-    differing = differences(records)
-    for record, one in zip(records, explained, strict=True):
+    for row, one in zip(rows, explained, strict=True):
         if one.found is None or one.reason not in _NOT_THERE:
             continue
         better = [
-            (other.found, record_.name)
-            for record_, other in zip(records, explained, strict=True)
-            if other.found is not None and other.found > one.found and record_.fingerprint != record.fingerprint
+            (other.found, other_row.name, other_row.difference)
+            for other_row, other in zip(rows, explained, strict=True)
+            if other.found is not None
+            and other.found > one.found
+            and other_row.record.fingerprint != row.record.fingerprint
         ]
         if better:
-            found, name = max(better)
+            found, name, difference = max(better)
             one.reason = "other_namespace"
             one.detail = f"{name}, which would find {found} tokens, has another namespace"
-            if why := differing.get(record.name) or differing.get(name):
+            if why := row.difference or difference:
                 one.detail += f": {why}"
-
-
-# --- asking ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _viewing(config: ClusterConfig) -> Iterator[View]:
-    with open_directory(config) as directory:
-        directory.wait_synced(_SYNC_S)
-        yield directory.view()

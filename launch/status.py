@@ -57,8 +57,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """Errors by operation and reason, since the start."""
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
-    mounted: int | None = None
-    """For the leading master: bytes of memory that nodes have given to the pool, as far as it knows."""
 
     @property
     def name(self) -> str:
@@ -111,6 +109,11 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The pool's memory, as the leading master knows it; None if none says so."""
 
     @property
+    def view(self) -> View:
+        """The nodes as discovery would show them, completed by their own answers."""
+        return View(tuple(row.record for row in self.nodes))
+
+    @property
     def masters(self) -> list[NodeStatus]:
         return [node for node in self.nodes if node.record.role == "master"]
 
@@ -133,8 +136,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
             names = ", ".join(leading)
             return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS}"]
         promised = sum(node.record.capacity.segment_bytes for node in self.nodes if not node.silent)
-        mounted = self.leading[0].mounted
-        if mounted is not None and mounted < promised:
+        mounted = sum(segment.size_bytes for segment in self.segments or ())
+        if self.segments is not None and mounted < promised:
             return [
                 f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give; {_NO_MEMORY}"
             ]
@@ -206,14 +209,12 @@ def _weights(rows: Iterable[NodeStatus]) -> list[str]:
 
 
 def _segments(leading: Iterable[NodeStatus]) -> list[Segment] | None:
-    """Returns the first leading master's segments, and notes in each one's row how much memory it knows of."""
-    known: list[list[Segment]] = []
+    """Returns the segments of the first leading master that says so."""
     for row in leading:
         with contextlib.suppress(OSError, ValueError):
             assert row.record.metrics is not None, "a master without metrics has not said that it leads"
-            known.append(segments_at(row.record.metrics))
-            row.mounted = sum(segment.size_bytes for segment in known[-1])
-    return known[0] if known else None
+            return segments_at(row.record.metrics)
+    return None
 
 
 def _source(config: ClusterConfig, view: View, synced: bool) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
-from launch.discovery import View, find_master
+from launch.discovery import find_master
 from launch.doctor.checks import (
     installed_findings,
     library_findings,
@@ -101,9 +101,8 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
 def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
     rows, segments = status.nodes, status.segments or ()
     hosts = {row.host for row in rows if row.host} | {node.host for node in config.nodes}
-    view = View(tuple(row.record for row in rows))
     leading = next((row.name for row in status.leading), None)
-    reached = asyncio.run(reach(targets_of(config, view, segments, leading)))
+    reached = asyncio.run(reach(targets_of(config, status.view, segments, leading)))
     yield from reach_findings(reached)
     yield from advertised_findings(hosts, segments)
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:

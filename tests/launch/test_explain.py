@@ -178,6 +178,6 @@ def test_a_file_that_is_no_prompt_is_refused(content: bytes, told: str, tmp_path
 def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("[1, 2, 3]")
     nodes = as_json("--prompt", str(tmp_path / "prompt"), "-c", str(example_file("local")), code=1)["nodes"]
-    assert all(one["detail"].startswith("it does not answer: ") for one in nodes)
+    assert all(one["detail"].startswith("no answer: ") for one in nodes)
     unanswered = as_json("abc", "-c", str(example_file("local")), code=1)["unanswered"]
     assert {"proxy"} < set(unanswered)

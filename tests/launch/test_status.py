@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launch.masters import Segment
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.cluster import Capacity, NodeRecord
 
@@ -26,20 +27,22 @@ def store(size: int, state: str = "not asked") -> NodeStatus:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "problem"),
+    ("nodes", "segments", "problem"),
     [
-        ([master("a", "leader", mounted=GIB), master("b", "standby"), store(GIB)], None),
-        ([master("a", "leader"), store(GIB)], None),
-        ([store(GIB)], None),
-        ([master("a", "standby"), master("b", "candidate")], "none of 2 masters leads"),
-        ([master("a", "leads, but does not serve yet")], "none of 1 masters leads"),
-        ([master("a", "leader"), master("b", "leader")], "2 masters lead (a, b): each knows only some of the keys"),
-        ([master("a", "leader", mounted=0), store(GIB)], "a has 0 B of the 1.0 GiB that nodes give; nodes that follow another"),
+        ([master("a", "leader"), master("b", "standby"), store(GIB)], [Segment("10.0.0.1:3", GIB, "")], None),
+        ([master("a", "leader"), store(GIB)], None, None),
+        ([store(GIB)], None, None),
+        ([master("a", "standby"), master("b", "candidate")], None, "none of 2 masters leads"),
+        ([master("a", "leads, but does not serve yet")], None, "none of 1 masters leads"),
+        ([master("a", "leader"), master("b", "leader")], None, "2 masters lead (a, b): each knows only some of the keys"),
+        ([master("a", "leader"), store(GIB)], [], "a has 0 B of the 1.0 GiB that nodes give; nodes that follow another"),
     ],
     ids=["well", "memory unknown", "no master registered", "none leads", "warming up", "two lead", "memory elsewhere"],
 )  # fmt: skip
-def test_one_master_leads_and_has_the_memory_that_nodes_give(nodes: list[NodeStatus], problem: str | None) -> None:
-    status = ClusterStatus("etcd", True, nodes)
+def test_one_master_leads_and_has_the_memory_that_nodes_give(
+    nodes: list[NodeStatus], segments: list[Segment] | None, problem: str | None
+) -> None:
+    status = ClusterStatus("etcd", True, nodes, segments=segments)
     assert status.well is (problem is None)
     shown = json.loads(as_json(status))
     assert shown["well"] is status.well
@@ -87,6 +90,6 @@ def test_eighty_columns_show_every_word() -> None:
 
 
 def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:
-    nodes = [master("a", "leader", mounted=0), store(GIB, "no answer: timed out")]
-    status = ClusterStatus("static", True, nodes)
+    nodes = [master("a", "leader"), store(GIB, "no answer: timed out")]
+    status = ClusterStatus("static", True, nodes, segments=[])
     assert (status.problems, status.well) == ([], False)
