@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -173,50 +173,33 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
         if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
     }
     known = sorted((record for record in nodes if record.fingerprint), key=lambda record: record.name)
-    groups = {record.name: _groups(record) for record in known}
-    counts = Counter(frozenset(one) for one in groups.values())
-    if len(counts) < 2:
-        return stranded
-    usual = next(record for record in known if counts[frozenset(groups[record.name])] == max(counts.values()))
-    return (
-        stranded
-        | {
-            record.name: f"{_difference(record, usual)}: these two never share a hit"
-            for record in known
-            if record.fingerprint != usual.fingerprint
-        }
-        | {
-            record.name: f"{_other_layers(record, usual)}: what one stores of those, the other cannot load"
-            for record in known
-            if record.fingerprint == usual.fingerprint and groups[record.name].keys() != groups[usual.name].keys()
-        }
-    )
-
-
-def _groups(record: NodeRecord) -> dict[str, str]:
-    """Returns what each of a node's layer groups keeps, by the fingerprint of its namespace."""
-    further = {one.fingerprint(): f"{one.group}: {one.keeps}" for one in record.cache_namespaces[1:]}
-    return {record.fingerprint or "": "", **further}
-
-
-def _other_layers(here: NodeRecord, there: NodeRecord) -> str:
-    mine, theirs = _groups(here), _groups(there)
-    only_here = [one_line(mine[one]) for one in mine.keys() - theirs.keys()]
-    only_there = [one_line(theirs[one]) for one in theirs.keys() - mine.keys()]
-    told = ((only_here, "here"), (only_there, f"on {there.name}"))
-    return ", ".join(f"layers {'; '.join(sorted(ones))} only {place}" for ones, place in told if ones)
+    spaces = {
+        record.name: frozenset([record.fingerprint, *(one.fingerprint() for one in record.cache_namespaces[1:])])
+        for record in known
+    }
+    counts = Counter(spaces.values())
+    usual = next((record for record in known if counts[spaces[record.name]] == max(counts.values())), None)
+    return stranded | {
+        record.name: _difference(record, usual)
+        for record in known
+        if usual is not None and spaces[record.name] != spaces[usual.name]
+    }
 
 
 def _difference(here: NodeRecord, there: NodeRecord) -> str:
-    mine, theirs = here.namespace or {}, there.namespace or {}
-    fields = [name for name in (*mine, *(set(theirs) - set(mine))) if mine.get(name) != theirs.get(name)]
-    if not fields:
-        return one_line(f"fingerprint {here.fingerprint} here, {there.fingerprint} on {there.name}")
-    return ", ".join(
-        f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}" for name in sorted(fields)
-    )
+    mine: Mapping[str, str | int]
+    theirs: Mapping[str, str | int]
+    if here.fingerprint == there.fingerprint:
+        mine, theirs = ({f"layers {one.group}": one.keeps for one in of.cache_namespaces[1:]} for of in (here, there))
+        why = "what one stores of those, the other cannot load"
+    else:
+        mine, theirs = here.namespace or {}, there.namespace or {}
+        why = "these two never share a hit"
+    fields = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    shown = [f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}" for name in fields]
+    return f"{', '.join(shown) or 'the fingerprints of the namespaces differ'}: {why}"
 
 
-def _shown(fields: dict[str, str | int], name: str) -> str:
+def _shown(fields: Mapping[str, str | int], name: str) -> str:
     value = fields.get(name, "not known")
     return one_line(str(value)) if value != "" else "empty"

@@ -175,13 +175,14 @@ DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for 
         (
             [engine_record("c", NAMESPACE, WIDER)],
             {
-                "c": "layers 1-3: the last 512 tokens only here, layers 1-3: the last 256 tokens only on a: what one stores of those, the "
-                "other cannot load"
+                "c": "layers 1-3 the last 512 tokens here, the last 256 tokens on a: what one stores of those, the other cannot load"
             },
         ),
         (
             [engine_record("c", NAMESPACE, WINDOW, DRAFTER)],
-            {"c": "layers 4: every token, for drafts of m only here: what one stores of those, the other cannot load"},
+            {
+                "c": "layers 4 every token, for drafts of m here, not known on a: what one stores of those, the other cannot load"
+            },
         ),
     ],
     ids=["none", "no cache", "a field", "two fields", "a window", "a drafter"],
