@@ -36,25 +36,23 @@ class Arrival(NamedTuple):
         return sum(part.tokens for part in self.prompt)
 
 
-def poisson(rate: float, count: int, rng: random.Random) -> list[float]:
-    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others."""
-    now, times = 0.0, []
+def poisson(rate: float, count: int) -> list[float]:
+    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others; the same ones each time."""
+    rng, now, times = random.Random(0), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)
         times.append(now)
     return times
 
 
-def synthetic(
-    times: Iterable[float], tokens: int, shared: float, prefixes: int, output: int, seed: int
-) -> list[Arrival]:
+def synthetic(times: Iterable[float], tokens: int, shared: float, prefixes: int, output: int) -> list[Arrival]:
     """Prompts of `tokens` tokens, of which the first `shared` part (0 to 1) is one of so many `prefixes`; the rest is unique."""
-    rng = random.Random(f"prompts {seed}")
+    rng = random.Random(0)
     head = round(tokens * shared)
     arrivals = []
     for index, due in enumerate(times):
-        own = Part(_seed("own", seed, index), tokens - head)
-        common = Part(_seed("shared", seed, rng.randrange(prefixes)), head)
+        own = Part(_seed("own", index), tokens - head)
+        common = Part(_seed("shared", rng.randrange(prefixes)), head)
         arrivals.append(Arrival(due, tuple(part for part in (common, own) if part.tokens), output))
     return arrivals
 

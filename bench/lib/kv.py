@@ -2,73 +2,61 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import click
 import numpy as np
 import torch
 
-from bench.lib.report import option
 from pd_cache.cache import BlockCache, PromptCache
 from pd_cache.layout import KVLayout
 from pd_cache.tiers.memory import TRAILER_BYTES
+from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 
 _COPIED_TOGETHER = 64 << 20
 """Bytes of a batch of `CopiedPool`, as many as the engine hands over together."""
 
 
+CHUNK, BLOCK = 256, 16
+"""Tokens of a chunk, and of a block of the paged cache."""
+_KV_HEADS, _HEAD_DIM = 8, 128
+
+
 class Shape(NamedTuple):
     """A prompt's KV cache; by default Llama-3.1-8B's, 128 KiB a token."""
 
     tokens: int = 4096
-    chunk: int = 256
-    block: int = 16
     layers: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
 
     @property
     def chunks(self) -> int:
-        return self.tokens // self.chunk
+        return self.tokens // CHUNK
 
     @property
     def whole_tokens(self) -> int:
         """Those of whole chunks."""
-        return self.chunks * self.chunk
+        return self.chunks * CHUNK
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens: two for each number of K and V."""
+        return self.tokens * self.layers * _KV_HEADS * 2 * _HEAD_DIM * 2
 
     @property
     def object_bytes(self) -> int:
-        """The bytes of a chunk in the pool: two for each number of K and V."""
-        return self.chunk * self.layers * self.kv_heads * 2 * self.head_dim * 2 + TRAILER_BYTES
+        """The bytes of a chunk in the pool."""
+        return self.nbytes // self.tokens * CHUNK + TRAILER_BYTES
 
     @property
     def pool_bytes(self) -> int:
         """Room for what raw and ours hold at the same time, below the level at which the master begins to evict."""
         return int(2.5 * self.chunks * self.object_bytes) + (256 << 20)
 
-
-def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a click command the options of a `Shape`, as the argument `shape`."""
-
-    @functools.wraps(command)
-    def with_shape(**arguments: Any) -> Any:
-        shape = Shape(*(arguments.pop(name) for name in Shape._fields))
-        if shape.tokens < shape.chunk or shape.chunk % shape.block:
-            raise click.UsageError(
-                f"--tokens {shape.tokens} must hold a chunk, and --chunk {shape.chunk} be a multiple of --block {shape.block}"
-            )
-        return command(shape=shape, **arguments)
-
-    helps = {"tokens": "Of the prompt.", "chunk": "Tokens a chunk.", "block": "Tokens a block of the paged cache."}
-    options: Callable[..., Any] = with_shape
-    for name, default in reversed(Shape()._asdict().items()):
-        flag = f"--{name.replace('_', '-')}"
-        options = option(flag, name, default=default, type=click.IntRange(1), help=helps.get(name))(options)
-    return options
+    @property
+    def staging(self) -> TransferSettings:
+        """Settings with staging memory for the prompt."""
+        return TransferSettings(staging_size=ByteSize(max(self.nbytes, 64 << 20)))
 
 
 class RawPool:
@@ -139,9 +127,9 @@ class PagedPrompt:
     """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""
 
     def __init__(self, shape: Shape) -> None:
-        tokens, block = shape.tokens, shape.block
+        tokens, block = shape.tokens, BLOCK
         blocks = -(-tokens // block)
-        size = (shape.layers, 2 * blocks, shape.kv_heads, block, 2 * shape.head_dim)
+        size = (shape.layers, 2 * blocks, _KV_HEADS, block, 2 * _HEAD_DIM)
         self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16)
         self.tensors = {str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())}
         self.layout = KVLayout.from_tensors(self.tensors)

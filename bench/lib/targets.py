@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from bench.lib.pool import cluster_here
 from bench.lib.trace import BLOCK_TOKENS
 from launch.discovery import open_directory
-from launch.http import NOBODY, Access, client_key, fetch, proxy_access, proxy_certificate
+from launch.http import client_key, proxy_certificate
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -43,14 +41,12 @@ class ServerUnderLoad(NamedTuple):
     """Prompts are made of token ids below it."""
     longest: int
     """Tokens of a prompt and its answer; more than it takes is not asked."""
-    prefill: tuple[str, ...] = ()
-    """Where the nodes are that look prompts up in the pool, as far as they are known."""
+    hands_over: bool = False
+    """Whether there are prefill nodes."""
     key: str = ""
     """What it asks clients for."""
     certificate: str = ""
     """Its own, in PEM format, where it speaks TLS and we have it."""
-    watching: Access = NOBODY
-    """What its metrics ask for."""
 
 
 @contextmanager
@@ -76,7 +72,7 @@ def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
     )
     with cluster_here(config) as cluster:
         model, words, longest = _of_engine(config.engine, vocabulary)
-        yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, (cluster.urls["prefill"],))
+        yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, hands_over=True)
 
 
 def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnderLoad:
@@ -90,16 +86,14 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnder
             f"the cluster {config.name} has no proxy whose address is known; is it running? --url names one"
         )
     model, words, longest = _of_engine(config.engine, vocabulary)
-    prefill = tuple(record.address for record in view.by_role("prefill") if record.address.startswith("http"))
     return ServerUnderLoad(
         proxies[0],
         model,
         words,
         longest,
-        prefill,
+        hands_over=bool(view.by_role("prefill")),
         key=client_key(config),
         certificate=proxy_certificate(config),
-        watching=proxy_access(config),
     )
 
 
@@ -112,45 +106,16 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
     return engine.name or engine.model, vocabulary, _ANY_LENGTH
 
 
-def any_server(url: str, model: str | None, vocabulary: int | None, key: str) -> ServerUnderLoad:
-    """Returns the server at `url`. Raises ConfigError if it does not list its models."""
+def any_server(url: str, vocabulary: int | None, key: str) -> ServerUnderLoad:
+    """Returns the server at `url`, with the first model that it lists. Raises ConfigError if it lists none."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        if model is None:
-            with urllib.request.urlopen(request, timeout=_FIND_S) as answer:
-                model = str(msgspec.json.decode(answer.read(1 << 20))["data"][0]["id"])
+        with urllib.request.urlopen(request, timeout=_FIND_S) as answer:
+            model = str(msgspec.json.decode(answer.read(1 << 20))["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{url} does not list its models: {error}; say --model") from None
+        raise ConfigError(f"{url} does not list its models: {error}") from None
     return ServerUnderLoad(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
-
-
-def past_prefill(proxy: str, access: Access = NOBODY) -> float:
-    """Prompts that went past the prefill nodes because the pool held them; 0 where that is not a proxy of ours."""
-    try:
-        samples = _samples(proxy, access)
-    except (OSError, ValueError):
-        return 0.0
-    name = "pd_cache_proxy_handoffs_total"
-    return sum(one.value for one in samples if one.name == name and one.labels.get("result") == "in_pool")
-
-
-def looked_up(nodes: Sequence[str]) -> tuple[float, float] | None:
-    """Returns how many tokens nodes found in the pool and how many they looked up, since their start; None if not all of them report it."""
-    try:
-        samples = [one for node in nodes for one in _samples(node)]
-    except (OSError, ValueError):
-        return None
-    lookups = [
-        one for one in samples if one.name.endswith("pd_cache_tokens_total") and one.labels.get("op") == "lookup"
-    ]
-    found = sum(one.value for one in lookups if one.labels["outcome"] == "hit")
-    return (found, sum(one.value for one in lookups if one.labels["outcome"] == "requested")) if nodes else None
-
-
-def _samples(node: str, access: Access = NOBODY) -> list[Sample]:
-    text = fetch(f"{node}/metrics", _FIND_S, access).decode()
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

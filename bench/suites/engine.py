@@ -20,14 +20,13 @@ from typing import Any
 
 import click
 
-from bench.lib.kv import CopiedPool, PagedPrompt, RawPool, Shape, shape_options
+from bench.lib.kv import CHUNK, CopiedPool, PagedPrompt, RawPool, Shape
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import at_least, finish, option, output_options, progress, size
+from bench.lib.report import at_least, finish, option, output_options, progress
 from bench.lib.stats import gbps, timed
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
-from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 
 
@@ -71,19 +70,16 @@ def measure(
 
 
 @click.command()
-@shape_options
+@option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt.")
+@option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=9, type=click.IntRange(5))
-@option("--staging", default="512MiB", callback=size, help="Size of the staging memory.")
 @output_options
-def main(shape: Shape, rounds: int, staging: ByteSize, **output: Any) -> None:
+def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""
+    shape = Shape(tokens, layers)
     prompt = PagedPrompt(shape)
     with local_pool(shape.pool_bytes) as master, raw_client(master) as client:
-        settings = NodeSettings(
-            master=master,
-            cache=CacheConfig(chunk_size=shape.chunk),
-            transfer=TransferSettings(staging_size=staging),
-        )
+        settings = NodeSettings(master=master, cache=CacheConfig(chunk_size=CHUNK), transfer=shape.staging)
         metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
         try:

@@ -26,11 +26,12 @@ from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import Histogram, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Machines, Site, conduct, machine_options
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
 from transfer.errors import TransferError
 
+CHUNK = 256
 _HASH_LIMIT_RATIO = 5 / 1.5
 """Hashing 128k tokens may take 5 ms where building a NumPy array from the same list takes 1.5 ms."""
 _PEER_RATIO = 0.8
@@ -54,21 +55,17 @@ def measure(
     rounds: int,
 ) -> dict[str, float]:
     """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
-    import torch  # takes seconds: only one process of all that look up needs it
-
     keys = database.all_shard_keys(database.hash_tokens(tokens))
     store(client, raw, keys, tokens)
-    tensor = torch.tensor(tokens)
 
-    def names(prompt: Tokens) -> list[bytes]:
-        return ChunkNamer(database.chunk_size).hash_tokens(prompt)  # one that has not seen the prompt
+    def names() -> list[bytes]:
+        return ChunkNamer(CHUNK).hash_tokens(tokens)  # one that has not seen the prompt
 
     functions: dict[str, Callable[[], object]] = {
-        "hash_ms": lambda: database.all_shard_keys(names(tokens)),
+        "hash_ms": lambda: database.all_shard_keys(names()),
         "raw_exist_ms": lambda: raw.batch_is_exist(keys),
-        "first_ms": lambda: client.find(names(tokens)),
+        "first_ms": lambda: client.find(names()),
         "again_ms": lambda: client.lookup(tokens),
-        "hash_tensor_ms": lambda: names(tensor),
         "numpy_ms": lambda: np.array(tokens, dtype=np.int32),
     }
     if peer is not None:
@@ -100,11 +97,11 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 @contextmanager
 def looking_up(
-    location: Location, master: str, chunk: int, model: str
+    location: Location, master: str, model: str
 ) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
     """Yields a lookup client, the names of its chunks, and a raw client of the same pool."""
     transfer = bench_transfer(location.config)
-    settings = NodeSettings(master=master, host=location.host, cache=CacheConfig(chunk_size=chunk), transfer=transfer)
+    settings = NodeSettings(master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer)
     metadata = metadata_of(model)
     client = MooncakeLookupClient(settings, metadata, master)
     try:
@@ -123,7 +120,7 @@ def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[
         raise TransferError(f"the pool holds {found} of the {len(tokens)} tokens that were just put")
 
 
-def lmcache_client(raw: Any, chunk: int) -> Any:
+def lmcache_client(raw: Any) -> Any:
     """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
 
     `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache 0.5.6 names it
@@ -145,11 +142,11 @@ def lmcache_client(raw: Any, chunk: int) -> Any:
         worker_id=0,
         local_worker_id=0,
         kv_dtype=torch.bfloat16,
-        kv_shape=(32, 2, chunk, 8, 128),
+        kv_shape=(32, 2, CHUNK, 8, 128),
     )
     client = TheirLookupClient.__new__(TheirLookupClient)
     client.store = raw
-    client.token_database = TheirTokenDatabase(LMCacheEngineConfig.from_defaults(chunk_size=chunk), metadata)
+    client.token_database = TheirTokenDatabase(LMCacheEngineConfig.from_defaults(chunk_size=CHUNK), metadata)
     return client
 
 
@@ -161,7 +158,6 @@ class Clients(msgspec.Struct, frozen=True):
 
     count: int
     master: str
-    chunk: int
     lengths: tuple[int, ...]
     seed: int
 
@@ -197,7 +193,7 @@ class TimedLookups(Site):
     def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, database, self._raw = self._open.enter_context(
-            looking_up(self.location, job.master, job.chunk, f"bench-{job.seed}")
+            looking_up(self.location, job.master, f"bench-{job.seed}")
         )
         for length in job.lengths:
             tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
@@ -255,13 +251,13 @@ class LookupSite(Site):
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(machines: Machines, master: str, chunk: int, rounds: int, lmcache: bool) -> list[dict[str, float]]:
+def measure_parts(machines: Machines, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with (
-        looking_up(machines.location, master, chunk, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
+        looking_up(machines.location, master, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
         progress() as bar,
     ):
-        peer = lmcache_client(raw, chunk) if lmcache else None
+        peer = lmcache_client(raw) if lmcache else None
         return [
             measure(client, database, raw, peer, prompt(size, size), rounds)
             for size in bar.track((4096, 32768, 131072), description="prompts")
@@ -269,7 +265,7 @@ def measure_parts(machines: Machines, master: str, chunk: int, rounds: int, lmca
 
 
 def measure_clients(
-    machines: Machines, master: str, chunk: int, levels: Sequence[int], lengths: Sequence[int], seconds: float
+    machines: Machines, master: str, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     seed = random.randrange(1 << 31)
@@ -279,7 +275,7 @@ def measure_clients(
         for clients in levels:
             # the more, the longer they all take to start on one machine
             timeout = 2 * _MARGIN_S + _OPEN_S + 5 * clients
-            of_a_node = Clients(clients, master, chunk, tuple(lengths), seed)
+            of_a_node = Clients(clients, master, tuple(lengths), seed)
             machines.everywhere(LookupSite.open, of_a_node, timeout_s=timeout)
             for tokens in lengths:
                 row: dict[str, Any] = {
@@ -302,7 +298,6 @@ def measure_clients(
 
 def lead(
     machines: Machines,
-    chunk: int,
     rounds: int,
     levels: Sequence[int],
     lengths: Sequence[int],
@@ -312,9 +307,9 @@ def lead(
     """Both parts, on a pool of the bench's own at the machine that leads."""
     config, hosts = machines.location.config, machines.hosts
     master = machines.needing(own_master(config, hosts[machines.own], _SEGMENT))
-    parts = measure_parts(machines, master, chunk, rounds, lmcache)
-    clients = measure_clients(machines, master, chunk, levels, lengths, seconds) if levels else []
-    return {"about": about(config), "nodes": hosts, "coordinator": machines.own, "results": parts, "clients": clients}
+    parts = measure_parts(machines, master, rounds, lmcache)
+    clients = measure_clients(machines, master, levels, lengths, seconds) if levels else []
+    return {"about": about(config), "nodes": hosts, "results": parts, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -349,19 +344,14 @@ def report_of(figures: dict[str, Any]) -> Report:
         Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")
     ]
     if clients:
-        for what, unit in (
-            ("per_s", "Requests a second"),
-            ("p50_ms", "Median latency, ms"),
-            ("p99_ms", "99th percentile of latency, ms"),
-        ):
-            lines = {
-                f"{_KINDS[kind]}, {tokens} tokens": [
-                    (row["clients"], row[f"{kind}_{what}"]) for row in clients if row["tokens"] == tokens
-                ]
-                for tokens in sorted({row["tokens"] for row in clients})
-                for kind in _KINDS
-            }
-            parts.append(LinePlot(unit, "clients, on all nodes together", "", lines))
+        lines = {
+            f"{_KINDS[kind]}, {tokens} tokens": [
+                (row["clients"], row[f"{kind}_per_s"]) for row in clients if row["tokens"] == tokens
+            ]
+            for tokens in sorted({row["tokens"] for row in clients})
+            for kind in _KINDS
+        }
+        parts.append(LinePlot("Requests a second", "clients, on all nodes together", "", lines))
         parts.append(
             Table(
                 "As clients grow",
@@ -379,7 +369,7 @@ def report_of(figures: dict[str, Any]) -> Report:
                 "pause; the ratio is of lookups to raw requests a second.",
             )
         )
-    parts.append(Table("Nodes", ("node", "host"), list(nodes.items()), f"The master is on {figures['coordinator']}."))
+    parts.append(Table("Nodes", ("node", "host"), list(nodes.items()), "The master is on the first."))
     summary = (
         "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which names the chunks and asks the master, for a prompt "
         "that it sees for the first time and again, next to a raw batch_is_exist of the same keys in the same run."
@@ -397,7 +387,6 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 
 @click.command()
 @machine_options
-@option("--chunk", default=256, type=click.IntRange(1), help="Tokens a chunk.")
 @option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
 @option(
     "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
@@ -408,7 +397,6 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @report_options
 def main(
     where: MachineOptions,
-    chunk: int,
     rounds: int,
     lmcache: bool,
     clients: tuple[int, ...],
@@ -417,13 +405,12 @@ def main(
     **output: Any,
 ) -> None:
     """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node."""
-    if bad := [length for length in lengths if length % chunk]:
-        raise click.UsageError(f"--tokens: {bad[0]} is no multiple of --chunk {chunk}")
-
+    if bad := [length for length in lengths if length % CHUNK]:
+        raise click.UsageError(f"--tokens: {bad[0]} is no multiple of {CHUNK}")
     figures = conduct(
         where,
         LookupSite,
-        lambda all_of_us: lead(all_of_us, chunk, rounds, clients, lengths, seconds, lmcache),
+        lambda all_of_us: lead(all_of_us, rounds, clients, lengths, seconds, lmcache),
         local=1,
     )
     if figures is not None:

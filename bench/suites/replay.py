@@ -39,7 +39,7 @@ from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
 from pd_cache.errors import ConfigError
 from pd_cache.paged import Slots
 from pd_cache.reasons import StoreOutcome
-from transfer.errors import Status
+from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
 
 _UNBOUNDED = math.inf
@@ -51,7 +51,6 @@ _STEP_S = 60.0
 _FIND_S = 10.0
 _OPEN_S = 30.0
 _STAGING = ByteSize(32 << 20)
-_REMOVED_AT_ONCE = 512
 _HALVINGS = 8
 _PERCENT = ("hit_rate", "lru", "ideal")
 _COLUMNS = {
@@ -95,15 +94,6 @@ class Replay(msgspec.Struct, frozen=True):
     what: str
     """For the progress bar."""
     requests: list[Request]
-    speed: float | None
-    """How many times as fast as the trace was; None is as fast as possible."""
-
-
-class Remove(msgspec.Struct, frozen=True):
-    """Take these blocks' chunks out of the pool."""
-
-    blocks: list[int]
-    lease_ms: int
 
 
 class Tally(msgspec.Struct):
@@ -119,8 +109,6 @@ class Tally(msgspec.Struct):
     stored: int = 0
     refused: int = 0
     """That the pool did not take."""
-    troubles: dict[str, float] = {}
-    """As the engine counts them, by operation and reason."""
     seconds: float = 0.0
 
     @property
@@ -135,8 +123,6 @@ class Tally(msgspec.Struct):
         for part in parts:
             for name in ("prompt_tokens", "found", "loaded", "damaged", "stored", "refused"):
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for reason, count in part.troubles.items():
-                total.troubles[reason] = total.troubles.get(reason, 0) + count
         return total
 
 
@@ -148,15 +134,14 @@ class ReplaySite(Site):
         self._instance = f"replay-{uuid.uuid4().hex}"
         self._engine: CacheEngine | None = None
 
-    def open(self, job: Open) -> int:
-        """Connects; a client from before is closed. Returns the lease, in ms, as far as the client knows."""
+    def open(self, job: Open) -> None:
+        """Connects; a client from before is closed."""
         self.close()
         settings = self._settings(job)
         self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
         metadata, layout = CacheMetadata.of(job.model, self._cache.layout), self._cache.layout
         self._engine = CacheEngineBuilder.get_or_create(self._instance, settings, metadata, layout)
         self._engine.wait_available(_OPEN_S)
-        return job.lease_ms or find_master(self.location.config, _FIND_S).lease_ttl_ms
 
     def replay(self, job: Replay) -> Tally:
         """Lives through requests, one after the other."""
@@ -164,14 +149,9 @@ class ReplaySite(Site):
         tally, start = Tally(), time.monotonic()
         with progress() as bar:
             for request in bar.track(job.requests, description=job.what):
-                if job.speed is not None:
-                    time.sleep(max(0.0, start + request.timestamp / 1000 / job.speed - time.monotonic()))
                 self._one(self._engine, request.whole_blocks, tally)
                 tally.prompt_tokens += request.input_length
         tally.seconds = time.monotonic() - start
-        for (name, *labels), count in self._engine.metrics.totals().items():
-            if name == "troubles" and count:
-                tally.troubles[".".join(labels)] = count
         return tally
 
     def _one(self, engine: CacheEngine, blocks: Sequence[int], tally: Tally) -> None:
@@ -190,21 +170,11 @@ class ReplaySite(Site):
             tally.stored += outcomes.count(StoreOutcome.NEW)
             tally.refused += outcomes.count(StoreOutcome.NOT)
 
-    def remove(self, job: Remove) -> None:
-        """Takes chunks out of a pool that is not ours, as far as that goes: those under a lease when it is over."""
+    def remove(self, job: None) -> None:
+        """Takes this bench's chunks out of a pool that is not its own, leased or not."""
         assert self._engine is not None, "not open"
-        database = self._engine.database
-        keys = [*database.all_shard_keys(_names(job.blocks)), database.manifest_key]
-        for _ in range(2):
-            busy = []
-            for start in range(0, len(keys), _REMOVED_AT_ONCE):
-                some = keys[start : start + _REMOVED_AT_ONCE]
-                statuses = self._engine.backend.batched_remove(some, timeout=_FIND_S)
-                busy += [key for key, status in zip(some, statuses, strict=True) if status is Status.BUSY]
-            keys = busy
-            if not keys:
-                return
-            time.sleep(job.lease_ms / 1000 + 0.1)
+        assert isinstance(self._engine.backend, MooncakeBackend)
+        self._engine.backend.store.remove_matching(f"^{self._engine.database.prefix()}/", timeout=_STEP_S)
 
     def disconnect(self, job: None) -> None:
         """Disconnects: the pool is about to end."""
@@ -248,8 +218,8 @@ class Eviction(NamedTuple):
 class Leader:
     """The part of the machine that leads."""
 
-    def __init__(self, machines: Machines, requests: Sequence[Request], chunk_bytes: int, speed: float | None) -> None:
-        self._machines, self._trace, self._chunk_bytes, self._speed = machines, requests, chunk_bytes, speed
+    def __init__(self, machines: Machines, requests: Sequence[Request], chunk_bytes: int) -> None:
+        self._machines, self._trace, self._chunk_bytes = machines, requests, chunk_bytes
         self._slot = allotted_bytes(object_bytes(chunk_bytes))
         shares = deal(requests, len(machines.nodes))
         self._shares = {
@@ -257,8 +227,6 @@ class Leader:
         }
         self.ideal = hit_rate(requests, Infinite())
         self.distinct = sorted({block for request in requests for block in request.whole_blocks})
-        paced = 0.0 if speed is None else requests[-1].timestamp / 1000 / speed
-        self._longest_s = paced + 60 + _SLOWEST_S * len(requests)
 
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:
         """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be too small."""
@@ -283,9 +251,7 @@ class Leader:
         )
         size = max(MIN_SEGMENT, math.ceil(chunks) * self._slot)
         with local_pool(size, transfer=transfer, master=master) as address:
-            tally, _ = self._replay(
-                "unbounded" if capacity == _UNBOUNDED else f"{capacity:.0f} chunks", address, lease_ms
-            )
+            tally = self._replay("unbounded" if capacity == _UNBOUNDED else f"{capacity:.0f} chunks", address, lease_ms)
             self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
         return self._row(tally, capacity, eviction, lease_ms)
 
@@ -297,24 +263,22 @@ class Leader:
             capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
         if not capacity:
             raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
-        tally, lease_ms = self._replay(config.name)
-        job = Remove(self.distinct, lease_ms)
-        timeout_s = 2 * (_STEP_S + lease_ms / 1000 + _SLOWEST_S * len(self.distinct))
-        self._machines.run(ReplaySite.remove, {self._machines.own: job}, timeout_s=timeout_s)
+        tally = self._replay(config.name)
+        self._machines.run(ReplaySite.remove, {self._machines.own: None}, timeout_s=2 * _STEP_S)
         master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
         eviction = None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
-        return self._row(tally, capacity // self._slot, eviction, lease_ms)
+        return self._row(tally, capacity // self._slot, eviction, None if master is None else master.lease_ttl_ms)
 
-    def _replay(self, what: str, master: str = "", lease_ms: int = 0) -> tuple[Tally, int]:
-        """Returns what became of the requests, and the lease in force."""
+    def _replay(self, what: str, master: str = "", lease_ms: int = 0) -> Tally:
+        """Returns what became of the requests."""
         longest = max(1, *(len(request.whole_blocks) for request in self._trace))
         job = Open(f"replay-{uuid.uuid4().hex}", longest, self._chunk_bytes, master, lease_ms)
-        opened = self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
-        jobs = {node: Replay(what, share, self._speed) for node, share in self._shares.items()}
-        tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=self._longest_s)
-        return Tally.together(tallies.values()), min(opened.values())
+        self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
+        jobs = {node: Replay(what, share) for node, share in self._shares.items()}
+        tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=_STEP_S + _SLOWEST_S * len(self._trace))
+        return Tally.together(tallies.values())
 
-    def _row(self, tally: Tally, capacity: float, eviction: Eviction | None, lease_ms: int) -> dict[str, Any]:
+    def _row(self, tally: Tally, capacity: float, eviction: Eviction | None, lease_ms: int | None) -> dict[str, Any]:
         bounded = capacity != _UNBOUNDED
         return {
             "capacity_chunks": int(capacity) if bounded else "unbounded",
@@ -330,7 +294,6 @@ class Leader:
             "damaged": tally.damaged,
             "stored": tally.stored,
             "seconds": tally.seconds,
-            "troubles": tally.troubles,
         }
 
     def figures(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -422,7 +385,6 @@ _CAPACITY = (
 @option("--evict", "eviction", callback=_eviction, help="The master's eviction_high_watermark and eviction_ratio, such as 0.85,0.02.")  # fmt: skip
 @option("--lease-ms", type=click.IntRange(100), help="How long a chunk that was looked up is safe from eviction, in the time of the replay; by default 200.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk. With a file it decides how many the pool has room for.")  # fmt: skip
-@option("--speed", type=click.FloatRange(0, min_open=True), help="Times the trace's own; else as fast as possible.")
 @report_options
 def main(
     where: MachineOptions,
@@ -432,7 +394,6 @@ def main(
     eviction: Eviction | None,
     lease_ms: int | None,
     chunk_bytes: int,
-    speed: float | None,
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
@@ -447,7 +408,7 @@ def main(
     config = None if where.file is None else read_config(where.file)[0]
 
     def lead(running: Machines) -> tuple[Leader, list[dict[str, Any]]]:
-        leader = Leader(running, read_trace(trace, limit), chunk_bytes, speed)
+        leader = Leader(running, read_trace(trace, limit), chunk_bytes)
         if config is not None:
             return leader, [leader.on_the_clusters_pool(config)]
         evict, lease = eviction or Eviction(), lease_ms or _DEFAULT_LEASE_MS

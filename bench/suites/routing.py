@@ -8,7 +8,7 @@ describes the format of traces, `agent_trace` the synthetic one.
 - `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million
   tokens.
 - `guess_of_size`: the same, if nodes say it.
-- `events`: `prefix_aware` with the nodes' KV events, which arrive a while (`--lag`) after the block was computed or
+- `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the block was computed or
   evicted.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
@@ -42,7 +42,10 @@ from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 _ROUTERS: tuple[Router, ...] = get_args(Router)
 _SPACE = "0" * 16
+_RATE = 12_000.0
+"""Tokens/s of a node."""
 _LAG_S = 0.1
+"""Until an event is with the router."""
 
 _SYSTEM_TOKENS = 22 * BLOCK_TOKENS
 _TASK_TOKENS = 1_014
@@ -80,7 +83,7 @@ class _SimulatedNode:
         """When each batch arrives at the router."""
         self._room = cache_tokens // BLOCK_TOKENS
 
-    def compute(self, blocks: list[int], now: float, lag_s: float) -> int:
+    def compute(self, blocks: list[int], now: float) -> int:
         """Returns how many of a prompt's blocks, from the first, the cache has; then it has all, as far as there is room."""
         found = leading(blocks, self.blocks)
         came = [block for block in blocks if block not in self.blocks]
@@ -96,7 +99,7 @@ class _SimulatedNode:
         if gone:
             events.append(RemovedEvent([*gone], "GPU"))
         if events:
-            self.events.append((now + lag_s, EventBatch(now, events)))
+            self.events.append((now + _LAG_S, EventBatch(now, events)))
         return found
 
 
@@ -117,9 +120,7 @@ class _SeenCache(KnownCache):
         return there * prompt.block_tokens
 
 
-def simulate(
-    requests: Iterable[Request], router: Router, nodes: int, cache_tokens: int, rate: float, lag_s: float = _LAG_S
-) -> PolicyOutcome:
+def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_tokens: int, rate: float) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool = NodePool("prefill", policy, rng=Random(0))
@@ -144,7 +145,7 @@ def simulate(
         node.busy = one = node.queue.popleft()
         queueing.append(now - one.arrived)
         assert one.prompt.named is not None
-        found = node.compute(list(one.prompt.named.blocks), now, lag_s) * BLOCK_TOKENS
+        found = node.compute(list(one.prompt.named.blocks), now) * BLOCK_TOKENS
         hit += found
         total += one.prompt.tokens
         heapq.heappush(ends, (now + (one.prompt.tokens - found) / rate, len(queueing), url))
@@ -189,13 +190,11 @@ def ideal_hit_rate(requests: Iterable[Request]) -> float:
     return simulate(requests, "round_robin", 1, 1 << 60, 1e12).hit_rate
 
 
-def compare(
-    requests: list[Request], nodes: int, cache_tokens: int, rate: float, lag_s: float = _LAG_S
-) -> list[dict[str, Any]]:
+def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
     """Returns one row per router."""
     rows = []
     for router in _ROUTERS:
-        outcome = simulate(requests, router, nodes, cache_tokens, rate, lag_s)
+        outcome = simulate(requests, router, nodes, cache_tokens, rate)
         rows.append(
             {
                 "cache_tokens": cache_tokens,
@@ -254,16 +253,12 @@ _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for none.")
 @option("--nodes", default=4, type=click.IntRange(1))
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--rate", default=12_000.0, type=click.FloatRange(1.0), help="Tokens/s of a node.")
-@option("--lag", default=_LAG_S, type=click.FloatRange(0.0), help="Seconds until an event is with the router.")
 @output_options
 def main(
     trace: Path | None,
     agents: int,
     nodes: int,
     caches: tuple[int, ...],
-    rate: float,
-    lag: float,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
@@ -276,7 +271,7 @@ def main(
     checks = []
     with progress() as bar:
         for name, cache in bar.track([(name, cache) for name in workloads for cache in caches], description="caches"):
-            compared = compare(workloads[name], nodes, cache, rate, lag)
+            compared = compare(workloads[name], nodes, cache)
             rows += [{"workload": name, **row} for row in compared]
             by_router = {row["policy"]: row for row in compared}
             known, at = by_router["events"], f"{name} at {cache}"

@@ -18,18 +18,18 @@ import click
 import msgspec
 
 from bench.lib.about import about
-from bench.lib.report import LinePlot, Report, Table, finish, option, progress, report_options, size
+from bench.lib.report import LinePlot, Report, Table, finish, option, progress, report_options
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
-from launch.proxy.routing import Policy
-from pd_cache.cluster import ProxyConfig
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHOWN = 1.25
 """Where a plot of shares ends: what is full is full."""
+_MEMORY = 32 << 30
+"""Bytes that each node gives to the pool."""
 _LEAST_REQUESTS = 300
 _DEPTH = 300
 _TRIAL_NODES = 4
@@ -40,21 +40,10 @@ _TRIAL_REQUESTS = 100
 class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a cluster grows, as given by the options."""
 
-    prefill_share: float = 0.5
-    """Of all nodes; at least one decodes."""
     proxies: int = 1
-    max_requests: int = ProxyConfig().max_requests
-    policy: Policy = ProxyConfig().policy
-    memory: int = 32 << 30
-    """Bytes that each node gives to the pool."""
     requests_per_node: int = 8
     warm: int = 1000
     """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
-    seed: int = 0
-
-    def prefill(self, nodes: int) -> int:
-        """Returns how many of so many nodes prefill."""
-        return min(nodes - 1, max(1, round(nodes * self.prefill_share))) if nodes > 1 else 0
 
 
 class GrowthStep(msgspec.Struct):
@@ -91,22 +80,20 @@ def grow(
     trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: int, rate_per_node: float, requests: int = 0
 ) -> GrowthStep:
     """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or what the plan says."""
-    prefill = plan.prefill(nodes)
+    prefill = nodes // 2
     rate = rate_per_node * nodes
     count = requests or max(_LEAST_REQUESTS, plan.requests_per_node * nodes)
     # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
     share = min(1.0, plan.requests_per_node * nodes / _DEPTH)
     users = of_some_users(trace, share) or trace
     copied = CopiedTrace(users, round(plan.warm * share), min(_DEPTH, count))
-    arrivals = copied.arrivals(count, rate, plan.seed)
+    arrivals = copied.arrivals(count, rate)
     cluster = SimulatedCluster(
         ClusterPlan(
             prefill,
             nodes - prefill,
             plan.proxies,
-            pool_chunks=max(1, nodes * plan.memory // costs.chunk_bytes),
-            proxy=ProxyConfig(max_requests=plan.max_requests, policy=plan.policy),
-            seed=plan.seed,
+            pool_chunks=max(1, nodes * _MEMORY // costs.chunk_bytes),
         ),
         costs,
     )
@@ -170,18 +157,13 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 
 @click.command()
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
-@option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill and decode nodes together; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
-@option("--prefill-share", default=0.5, type=click.FloatRange(0, 1), help="Part of the nodes that prefill.")
+@option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
-@option("--max-requests", default=ProxyConfig().max_requests, type=click.IntRange(1), help="As in the proxy's section of a cluster's file.")  # fmt: skip
-@option("--policy", default=ProxyConfig().policy, type=click.Choice(["prefix_aware", "least_loaded", "round_robin"]))
-@option("--memory", default="32GiB", callback=size, help="That each node gives to the pool.")
 @option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second and node; by default what keeps engines busy --busy of the time.")  # fmt: skip
 @option("--busy", default=0.6, type=click.FloatRange(0, 1, min_open=True))
 @option("--requests-per-node", default=8, type=click.IntRange(1), help="How long each number of nodes is simulated.")
 @option("--warm", default=1000, type=click.IntRange(0), help="Requests of the trace that the pool has seen before.")
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
-@option("--seed", default=0)
 @report_options
 def main(
     trace: Path, counts: tuple[int, ...], rate: float | None, busy: float, file: Path | None, **others: Any

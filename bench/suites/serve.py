@@ -14,7 +14,6 @@ that every prompt is computed anew, then without, so that prompts reuse what oth
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, syn
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import quantile
-from bench.lib.targets import ServerUnderLoad, any_server, clusters_proxy, looked_up, own_cluster, past_prefill
+from bench.lib.targets import any_server, clusters_proxy, own_cluster
 from bench.lib.trace import read_trace
 from bench.lib.two_machines import MachineOptions, Machines, Site, conduct, machine_options
 from pd_cache.cluster import read_config
@@ -52,7 +51,6 @@ class LoadPlan(NamedTuple):
     speed: float
     scale: float
     requests: int | None
-    seed: int
     prompt_tokens: int
     shared: float
     prefixes: int
@@ -65,7 +63,7 @@ class LoadPlan(NamedTuple):
         trace = None if self.trace is None else read_trace(self.trace, self.requests)
         count = len(trace) if trace is not None else self.requests or _REQUESTS
         if self.rate is not None:
-            times = poisson(self.rate, count, random.Random(self.seed))
+            times = poisson(self.rate, count)
         else:
             assert trace is not None
             times = [(request.timestamp - trace[0].timestamp) / 1000 / self.speed for request in trace]
@@ -73,7 +71,7 @@ class LoadPlan(NamedTuple):
             return from_trace(trace, times, self.scale, self.longest)
         output = min(self.output_tokens, self.longest - 1)
         prompt = min(self.prompt_tokens, self.longest - output)
-        return synthetic(times, prompt, self.shared, self.prefixes, output, self.seed)
+        return synthetic(times, prompt, self.shared, self.prefixes, output)
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -100,7 +98,6 @@ class ServeSite(Site):
 def run_pass(
     machines: Machines,
     name: str,
-    server: ServerUnderLoad,
     target: Destination,
     arrivals: Sequence[Arrival],
     ttft_limit_s: float | None,
@@ -114,24 +111,10 @@ def run_pass(
         for part, node in enumerate(machines.nodes)
     }
     timeout_s = arrivals[-1].due + target.deadline_s + _STEP_S
-    before, direct = looked_up(server.prefill), past_prefill(server.url, server.watching)
     load = join(machines.run(ServeSite.send, {node: job for node, job in jobs.items() if job.arrivals}, timeout_s=timeout_s).values())  # fmt: skip
-    after = looked_up(server.prefill)
     row = summarize(load, ttft_limit_s)
     row["ideal_hit_rate"] = ideal_hit_rate(arrivals) if not target.salted else 0.0
-    row["hit_rate_from"] = None if row["hit_rate"] is None else "answers"
-    by_nodes = share_found(before, after)
-    # what went past the prefill nodes is not among their hits
-    if row["hit_rate"] is None and by_nodes is not None and past_prefill(server.url, server.watching) == direct:
-        row |= {"hit_rate": by_nodes, "hit_rate_from": "prefill nodes' metrics"}
     return load, row
-
-
-def share_found(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
-    """Returns the share that was found of what was looked up between two results of `looked_up`; None if it is not known."""
-    if before is None or after is None or after[1] <= before[1]:
-        return None
-    return (after[0] - before[0]) / (after[1] - before[1])
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
@@ -151,7 +134,6 @@ _ABOVE_0 = click.FloatRange(0, min_open=True)
 @click.command()
 @machine_options
 @option("--url", help="A server to put under load, in place of the cluster's proxy or a small cluster of this machine.")
-@option("--model", help="With --url: what requests say in `model`; by default the first that the server lists.")
 @option("--vocabulary", type=click.IntRange(16), help="Prompts have token ids below this; by default the model's.")
 @option("--key-file", type=click.Path(path_type=Path), help="Holds an API key; read at the machine that leads.")
 @option("--rate", type=_ABOVE_0, help="Requests a second, of both machines together, at random times (Poisson).")
@@ -159,7 +141,6 @@ _ABOVE_0 = click.FloatRange(0, min_open=True)
 @option("--speed", default=1.0, type=_ABOVE_0, help="Times a trace's own.")
 @option("--scale", default=16.0, type=click.FloatRange(1), help="How many times shorter than a trace's prompts are.")
 @option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
-@option("--seed", default=0)
 @option("--prompt-tokens", default=1024, type=click.IntRange(1), help="Without a trace: of a prompt.")
 @option("--shared", default=0.75, type=click.FloatRange(0, 1), help="Without a trace: the part that others have, too.")
 @option("--prefixes", default=8, type=click.IntRange(1), help="Without a trace: how many such parts there are.")
@@ -173,7 +154,6 @@ _ABOVE_0 = click.FloatRange(0, min_open=True)
 def main(
     where: MachineOptions,
     url: str | None,
-    model: str | None,
     vocabulary: int | None,
     key_file: Path | None,
     deadline_s: float,
@@ -196,7 +176,7 @@ def main(
         key = "" if key_file is None else _read_key(key_file)
         with ExitStack() as stack:
             if url is not None:
-                server = any_server(url, model, vocabulary, key)
+                server = any_server(url, vocabulary, key)
             elif where.file is not None:
                 server = clusters_proxy(read_config(where.file)[0], vocabulary)
             else:
@@ -210,13 +190,13 @@ def main(
                 in_flight,
                 key=key or server.key,
                 certificate=server.certificate,
-                hands_over=bool(server.prefill),
+                hands_over=server.hands_over,
             )
             limit_s = None if ttft_limit is None else ttft_limit / 1000
             loads, rows = {}, []
             for name in _PASSES[1:] if only_reuse else _PASSES:
                 salted = target._replace(salted=uuid.uuid4().hex if name == "recompute" else "")
-                loads[name], row = run_pass(there, name, server, salted, arrivals, limit_s)
+                loads[name], row = run_pass(there, name, salted, arrivals, limit_s)
                 rows.append({"pass": name, **row})
             return loads, rows
 

@@ -25,22 +25,22 @@ import psutil
 import torch
 import zmq
 
-from bench.lib.kv import PagedPrompt, Shape, shape_options
+from bench.lib.kv import BLOCK, CHUNK, PagedPrompt, Shape
 from bench.lib.pool import cluster_here
-from bench.lib.report import at_least, at_most, finish, option, output_options, progress, size
+from bench.lib.report import at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import gbps, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode
-from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.layout import KVLayout
 from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import ServerConnection, server_status
 from pd_cache.server.protocol import EngineIdentity, Lookup
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import ByteSize
 
 CLIENTS = 4
 RATE = 1000
@@ -58,25 +58,24 @@ while True:
 
 
 @contextlib.contextmanager
-def cache_server(segment: int, staging: ByteSize, cache: CacheConfig) -> Iterator[tuple[NodeSettings, str, int]]:
-    """Yields a pool and a cache server on it: settings for an engine of one's own, the server's URL, and its pid."""
+def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettings, str, int]]:
+    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, the server's URL, and its pid."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
-        StoreNode(name="store", segment_size=ByteSize(segment)),
+        StoreNode(name="store", segment_size=ByteSize(shape.pool_bytes)),
         CacheServerNode(name="cache"),
     )
-    transfer = TransferSettings(staging_size=staging)
-    name = f"bench-{uuid.uuid4().hex[:8]}"
-    with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=transfer, cache=cache)) as cluster:
-        plain = CacheConfig(chunk_size=cache.chunk_size)
-        settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=transfer)
+    name, cache = f"bench-{uuid.uuid4().hex[:8]}", CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier()))
+    with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=shape.staging, cache=cache)) as cluster:
+        plain = CacheConfig(chunk_size=CHUNK)
+        settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=shape.staging)
         url = cluster.urls["cache"]
         yield settings, url, server_status(url, 10).pid
 
 
-def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], chunk: int) -> ServerCache:
+def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor]) -> ServerCache:
     """Returns a server's cache, which has been lent these tensors."""
-    cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=chunk)), move_timeout_s=60)
+    cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK)), move_timeout_s=60)
     cache.register_kv_caches(caches)
     return cache
 
@@ -84,11 +83,11 @@ def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tens
 class Transfers:
     """A prompt that moves through the server, through an engine in this process, and by `memcpy`."""
 
-    def __init__(self, prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) -> None:
+    def __init__(self, prompt: PagedPrompt, settings: NodeSettings, url: str) -> None:
         self.prompt = prompt
         metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
         # the engine's tensors lie in shared memory, too: both write to the same pages
-        self.server = served_cache(url, metadata, prompt.tensors, chunk)
+        self.server = served_cache(url, metadata, prompt.tensors)
         self.engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
         self.nbytes = prompt.whole_tokens * prompt.layout.token_bytes
         self._source = np.ones(self.nbytes, np.uint8)
@@ -107,8 +106,8 @@ class Transfers:
         """Waits until both ways reach the pool."""
         self.engine.wait_available(30)
         _until(lambda: self.server.available, 30)
-        chunk, prompt = self.engine.chunk_size, self.prompt
-        tokens, slots, remote = prompt.tokens[:chunk], prompt.source[:chunk], PromptCache(self.server)
+        prompt, remote = self.prompt, PromptCache(self.server)
+        tokens, slots = prompt.tokens[:CHUNK], prompt.source[:CHUNK]
         _until(lambda: remote.store(tokens, kv_caches=prompt.tensors, slot_mapping=slots) > 0, 30)
         self.remove()
 
@@ -154,13 +153,13 @@ def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
+def small_prompt(url: str) -> Iterator[str]:
     """4096 tokens of a tiny model, stored through the server: what lookups find. The model's name."""
-    caches = {"0": torch.zeros(LOOKUP_TOKENS // block, 1, block, 8)}
+    caches = {"0": torch.zeros(LOOKUP_TOKENS // BLOCK, 1, BLOCK, 8)}
     layout = KVLayout.from_tensors(caches)
     metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", layout)
     slots, prompt = torch.arange(LOOKUP_TOKENS), list(range(LOOKUP_TOKENS))
-    server = served_cache(url, metadata, caches, chunk)
+    server = served_cache(url, metadata, caches)
     remote = PromptCache(server)
     try:
 
@@ -175,9 +174,9 @@ def small_prompt(url: str, chunk: int, block: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def moving(prompt: PagedPrompt, settings: NodeSettings, url: str, chunk: int) -> Iterator[Transfers]:
+def moving(prompt: PagedPrompt, settings: NodeSettings, url: str) -> Iterator[Transfers]:
     """`Transfers`, ready."""
-    moves = Transfers(prompt, settings, url, chunk)
+    moves = Transfers(prompt, settings, url)
     try:
         moves.wait_ready()
         yield moves
@@ -299,27 +298,23 @@ def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, fl
 
 
 @click.command()
-@shape_options
+@option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt that is transferred.")
+@option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=7, type=click.IntRange(3))
-@option("--staging", default="512MiB", callback=size, help="Size of the staging memory.")
 @option("--questions", default=20_000, type=click.IntRange(100), help="Empty lookups.")
 @option("--seconds", default=10.0, type=click.FloatRange(1), help="Of 1000 lookups each.")
 @option("--requests", default=100_000, type=click.IntRange(1000), help="While memory is watched.")
 @output_options
-def main(
-    shape: Shape, rounds: int, staging: ByteSize, questions: int, seconds: float, requests: int, **output: Any
-) -> None:
+def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, requests: int, **output: Any) -> None:
     """The cache server's questions, transfers and memory."""
-    prompt, chunk, block = PagedPrompt(shape), shape.chunk, shape.block
-    room = shape.pool_bytes
-    plain = CacheConfig(chunk_size=chunk)
+    shape = Shape(tokens, layers)
+    prompt = PagedPrompt(shape)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
-    capacity = ByteSize(int(1.25 * shape.tokens * prompt.layout.token_bytes) + (64 << 20))
-    tiered = CacheConfig(chunk_size=chunk, tiers=(LocalTier(capacity=capacity), MooncakeTier()))
+    local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
     results: dict[str, Any] = {}
     with progress() as bar:
         steps = iter(bar.track(range(5), description="server"))
-        with cache_server(room, staging, plain) as (settings, url, pid):
+        with cache_server(shape) as (settings, url, _):
             next(steps)
             trips = round_trips(url, questions)
             results["empty_lookup_p50_us"] = quantile(trips, 0.5) * 1e6
@@ -327,19 +322,19 @@ def main(
             results["zmq_echo_p50_us"] = quantile(echoes := raw_round_trips(questions), 0.5) * 1e6
             results["zmq_echo_p99_us"] = quantile(echoes, 0.99) * 1e6
             next(steps)
-            with moving(prompt, settings, url, chunk) as moves:
+            with moving(prompt, settings, url) as moves:
                 results |= from_the_pool(moves, rounds)
             next(steps)
-            with small_prompt(url, chunk, block) as model:
+            with small_prompt(url) as model:
                 latencies = lookups_at_a_rate(url, model, seconds)
             results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
             results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
-        with cache_server(room, staging, tiered) as (settings, url, pid):
+        with cache_server(shape, local) as (settings, url, pid):
             next(steps)
-            with moving(prompt, settings, url, chunk) as moves:
+            with moving(prompt, settings, url) as moves:
                 results |= from_memory(moves, rounds)
             next(steps)
-            with small_prompt(url, chunk, block) as model:
+            with small_prompt(url) as model:
                 results |= memory_growth(url, model, pid, requests)
     checks = [
         at_most("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150),

@@ -36,7 +36,6 @@ class ClusterPlan(NamedTuple):
     pool_chunks: int = 1 << 40
     """Room of the whole pool."""
     proxy: ProxyConfig = ProxyConfig()
-    seed: int = 0
 
 
 class SimulatedPool:
@@ -158,10 +157,10 @@ class SimulatedCluster:
         self._every = [_Node(self, number) for number in range(plan.prefill + plan.decode)]
         self.nodes = {"prefill": self._every[: plan.prefill], "decode": self._every[plan.prefill :]}
         self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
-        self.first_turns = random.Random(plan.seed)
+        self.first_turns = random.Random(0)
         """Says at which nodes proxies begin."""
         self._proxies = [_Proxy(self) for _ in range(plan.proxies)]
-        self._rng = random.Random(plan.seed)
+        self._rng = random.Random(0)
 
     def remember(self, names: Sequence[bytes]) -> None:
         """Puts the chunks of a prompt that passed before the load into the pool."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bench.lib.arrivals import Arrival, Part
+from bench.lib.arrivals import Arrival, Part, poisson
 from bench.lib.trace import BLOCK_TOKENS, Request
 from launch.proxy.prefixes import RoutedPrompt
 
@@ -81,13 +80,11 @@ class CopiedTrace:
         """Returns how many copies `count` requests need."""
         return -(-count // len(self._coming))
 
-    def arrivals(self, count: int, rate: float, seed: int = 0) -> list[Arrival]:
+    def arrivals(self, count: int, rate: float) -> list[Arrival]:
         """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another copy. Each copy comes as far as
         the others, so that the share of a prompt that its user has sent before does not depend on the number of copies."""
-        rng = random.Random(seed)
-        copies, now, arrivals = self.copies(count), 0.0, []
-        for number in range(count):
-            now += rng.expovariate(rate)
+        copies, arrivals = self.copies(count), []
+        for number, now in enumerate(poisson(rate, count)):
             index, copy = divmod(number, copies)
             request = self._coming[index]
             arrivals.append(Arrival(now, self.parts(request, copy), max(1, request.output_length)))

@@ -156,7 +156,7 @@ def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: 
 
 
 def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_before() -> None:
-    arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4, seed=1)
+    arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4)
     prompts = [prompt_ids(arrival.prompt, 50_000) for arrival in arrivals]
     assert all(len(prompt) == 100 for prompt in prompts)
     assert len({tuple(prompt[:60]) for prompt in prompts}) == 3

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.shrunken import ShrunkenCache, allotted_bytes
 from bench.lib.two_machines import Location
-from bench.suites.replay import Open, Remove, Replay, ReplaySite, main
+from bench.suites.replay import Open, Replay, ReplaySite, main
 from pd_cache.cluster import ClusterConfig, MasterNode
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
@@ -104,16 +104,16 @@ def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: 
 def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
     requests = conversations(3, 3)
     blocks = sorted({block for request in requests for block in request.whole_blocks})
-    lease_ms = 5000
+    lease_ms = 60_000
     transfer = TransferSettings(timeouts=Timeouts(get_ms=lease_ms, put_ms=lease_ms))
     master = MasterNode(name="master", lease_ttl_ms=lease_ms)
     site = ReplaySite(Location("here", "127.0.0.1", ClusterConfig(nodes=(master,))))
     with local_pool(MIN_SEGMENT, transfer=transfer, master=master) as address, raw_client(address) as client:
         try:
             site.open(Open(model="m", longest=9, chunk_bytes=4096, master=address, lease_ms=lease_ms))
-            tally = site.replay(Replay("test", requests, None))
+            tally = site.replay(Replay("test", requests))
             assert (tally.stored, tally.loaded) == (len(blocks), 3 * (3 + 6))
-            site.remove(Remove(blocks, lease_ms))
+            site.remove(None)
             assert client.remove_all(True) == 0
         finally:
             site.close()

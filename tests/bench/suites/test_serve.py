@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.lib.targets import looked_up, past_prefill
 from bench.suites.serve import main
 
 pytestmark = pytest.mark.slow
@@ -49,15 +48,11 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
 
 
 class _Server(BaseHTTPRequestHandler):
-    answer_completions = threading.Event()
-
     def do_GET(self) -> None:
-        metrics = 'vllm:pd_cache_tokens_total{op="lookup",outcome="hit"} 3\nvllm:pd_cache_tokens_total{op="lookup",outcome="requested"} 12\npd_cache_proxy_handoffs_total{result="in_pool"} 5\n'
-        self._answer(metrics if self.path == "/metrics" else json.dumps({"data": [{"id": "other"}]}))
+        self._answer(json.dumps({"data": [{"id": "other"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.answer_completions.wait(30)
         token = {"choices": [{"text": body["model"]}]}
         self._answer(f"data: {json.dumps(token)}\n\ndata: [DONE]\n\n")
 
@@ -84,16 +79,10 @@ def other_server() -> Iterator[str]:
 
 
 def test_any_server_with_openais_api_can_be_put_under_load() -> None:
-    _Server.answer_completions.set()
     with other_server() as url:
         rows = report("--url", url, "--vocabulary", 100, "--rate", 50, "--requests", 5, "--only-reuse")
         assert rows["reuse"]["answered"] == 5
         assert rows["reuse"]["hit_rate"] is None  # it does not tell
-        assert looked_up([url, url]) == (6, 24)
-        assert past_prefill(url) == 5
-    assert past_prefill(url) == 0
-    assert looked_up([url]) is None
-    assert looked_up([]) is None
 
 
 @pytest.mark.parametrize(
@@ -103,10 +92,6 @@ def test_any_server_with_openais_api_can_be_put_under_load() -> None:
         (("--rate", "1", "--url", "http://127.0.0.1:9"), "--url needs --vocabulary"),
         (("--rate", "1", "--url", "http://127.0.0.1:9", "--vocabulary", "100"), "does not list its models"),
         (("--rate", "1", "--key-file", "no-such-key"), "No such file"),
-        (
-            ("--trace", "no-such-trace", "--url", "http://127.0.0.1:9", "--model", "m", "--vocabulary", "99"),
-            "no-such-trace",
-        ),
         (("--rate", "1", "-c", "no-such.yaml"), "no-such.yaml"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from bench.suites.bandwidth import checks_of
 from tests.support.pool import ROOT
 
-SMALL = ("--tokens", "512", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--staging", "64MiB")
+SMALL = ("--tokens", "512", "--layers", "2")
 RUNS = {
     "engine": (
         (*SMALL, "--rounds", "5"),
@@ -24,11 +24,11 @@ RUNS = {
         "empty_lookup_p50_us zmq_echo_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio mib_after",
     ),
     "proxy": (
-        ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10", "--prompt", "512"),
+        ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10"),
         "proxy_adds_first_ms proxy_adds_total_ms decision_ms body_ms",
     ),
     "tiers": (
-        ("--chunk", "64KiB", "--objects", "4", "--rounds", "3", "--threads", "2", "--tokens", "512", "--entries", "2000"),
+        ("--chunk", "64KiB", "--objects", "4", "--rounds", "3", "--tokens", "512", "--entries", "2000"),
         "local_get_ratio disk_get_ratio disk_put_ratio pipelined_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
     ),
     "bandwidth": (("--size", "64KiB", "--objects", "3", "--rounds", "1", "--at-once"), "about nodes results at_once"),
