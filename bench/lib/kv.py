@@ -135,6 +135,8 @@ class PagedPrompt:
         self.layout = KVLayout.from_tensors(self.tensors)
         self.tokens = list(range(tokens))
         self.whole_tokens = shape.whole_tokens
+        self.nbytes = shape.whole_tokens * self.layout.token_bytes
+        """Of all whole chunks."""
         self._order = (torch.randperm(blocks), blocks + torch.randperm(blocks))
         self._whole_blocks = shape.whole_tokens // block
         self.source, self.target = (

@@ -11,24 +11,24 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape as html_escape
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from transfer.settings import ByteSize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_UNCUT = 20
-_MARKED = 40
-"""Lines of up to so many points show each of them."""
+_WIDTH = 160
+"""Columns of a page, and of what is not a terminal."""
 _TICKS = 10
 """So many different x, or fewer, are the ticks."""
 option = functools.partial(click.option, show_default=True)
@@ -104,8 +104,7 @@ class LinePlot(NamedTuple):
 
     def _draw(self, axes: Axes) -> None:
         for name, points in self.lines.items():
-            x, y = zip(*points, strict=True) if points else ((), ())
-            axes.plot(x, y, label=name, marker="o" if len(points) <= _MARKED else "", markersize=4)
+            axes.plot(*zip(*points, strict=True), label=name, marker=".")
         if self.log_x:
             axes.set_xscale("log")
             axes.minorticks_off()
@@ -172,44 +171,42 @@ def finish(
     ok = all(check.ok for check in listed)
     rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
     everything = {**results, "checks": rows, "ok": ok}
+    tables = [_plain(results)] if report is None else [part for part in report.parts if isinstance(part, Table)]
+    if listed:
+        tables.append(Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed]))
     if html is not None:
         assert report is not None, "a page needs a report"
-        html.write_text(_page(report, listed, everything), encoding="utf-8")
+        html.write_text(_page(report, tables, everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
-        _tables(results, listed, report)
+        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), tables)
         if html is not None:
             click.echo(f"{html} has the plots")
     if strict and not ok:
         sys.exit(1)
 
 
-def _tables(results: Mapping[str, Any], checks: list[Check], report: Report | None) -> None:
-    console = Console()
-    for table in _plain(results) if report is None else [part for part in report.parts if isinstance(part, Table)]:
-        drawn = RichTable(title=escape(table.title) or None, caption=escape(table.note) or None)
-        for index, name in enumerate(table.columns):
-            longest = max((len(shown(row[index])) for row in table.rows), default=0)
-            drawn.add_column(escape(name), no_wrap=longest <= _UNCUT)  # a narrow terminal cuts long texts, not names
-        for row in table.rows:
-            drawn.add_row(*(escape(shown(value)) for value in row))
-        console.print(drawn)
-    if not checks:
-        return
-    targets = RichTable("target", "value", "limit", "")
-    for check in checks:
-        relation = "≥" if check.from_below else "≤"
-        verdict = "[green]met[/]" if check.ok else "[red]missed[/]"
-        targets.add_row(escape(check.name), shown(check.value), f"{relation} {shown(check.limit)}", verdict)
-    console.print(targets)
-
-
-def _plain(results: Mapping[str, Any]) -> list[Table]:
+def _plain(results: Mapping[str, Any]) -> Table:
     rows = results.get("results")
     if isinstance(rows, list):
-        return [Table("", [str(key) for key in rows[0]], [list(row.values()) for row in rows])]
-    return [Table("", ("figure", "value"), list(results.items()))]
+        return Table("", [str(key) for key in rows[0]], [list(row.values()) for row in rows])
+    return Table("", ("figure", "value"), list(results.items()))
+
+
+def _judged(check: Check) -> Sequence[object]:
+    limit = f"{'≥' if check.from_below else '≤'} {shown(check.limit)}"
+    return (check.name, check.value, limit, Text("met", "green") if check.ok else Text("missed", "red"))
+
+
+def _draw(console: Console, tables: Iterable[Table]) -> None:
+    for table in tables:
+        drawn = RichTable(title=Text(table.title), caption=Text(table.note), box=SIMPLE)
+        for name in table.columns:
+            drawn.add_column(Text(name), overflow="fold")
+        for row in table.rows:
+            drawn.add_row(*(value if isinstance(value, Text) else Text(shown(value)) for value in row))
+        console.print(drawn)
 
 
 def shown(value: object) -> str:
@@ -221,29 +218,21 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def _page(report: Report, checks: Sequence[Check], results: Mapping[str, Any]) -> str:
+def _page(report: Report, tables: Sequence[Table], results: Mapping[str, Any]) -> str:
     """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
-    targets = [(c.name, c.value, f"{'≥' if c.from_below else '≤'} {shown(c.limit)}", "met" if c.ok else "missed") for c in checks]  # fmt: skip
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
+    _draw(console, [*tables, Table("How it was measured", ("", ""), list(report.about.items()))])
+    plots = [part for part in report.parts if isinstance(part, LinePlot)]
     parts = [
-        f"<h1>{html_escape(report.title)}</h1><p>{html_escape(report.summary)}</p>",
-        _table(Table("Targets", ("target", "value", "limit", ""), targets)) if checks else "",
-        *(_table(part) if isinstance(part, Table) else f"<figure>{part.svg()}<figcaption>{html_escape(part.caption)}</figcaption></figure>" for part in report.parts),
-        _table(Table("How it was measured", ("", ""), list(report.about.items()))) if report.about else "",
-        f"<details><summary>All figures, as JSON</summary><pre>{html_escape(json.dumps(results, indent=1))}</pre></details>",
-    ]  # fmt: skip
+        f"<h1>{escape(report.title)}</h1><p>{escape(report.summary)}</p>",
+        console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
+        *(f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)}</figcaption></figure>" for plot in plots),
+        f"<details><summary>All figures, as JSON</summary><pre>{escape(json.dumps(results, indent=1))}</pre></details>",
+    ]
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html_escape(report.title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(report.title)}</title>\n'
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
-        "<style>body{margin:1rem auto;max-width:72rem;padding:0 1rem;font:15px/1.5 system-ui,sans-serif}"
-        "section{overflow-x:auto}td,th{padding:.2rem .7rem;text-align:left;border-bottom:1px solid #cbd5e1}"
-        "svg{max-width:100%;height:auto}pre{overflow-x:auto}</style>\n" + "\n".join(parts) + "</html>\n"
+        "<style>body{margin:1rem auto;max-width:72rem;font-family:sans-serif}pre{overflow-x:auto}svg{max-width:100%}</style>\n"
+        + "\n".join(parts)
+        + "</html>\n"
     )
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{html_escape(name)}</th>" for name in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{html_escape(shown(cell))}</td>' for cell in row)}</tr>\n" for row in table.rows
-    )
-    return f"<section><h2>{html_escape(table.title)}</h2><table><tr>{head}</tr>\n{rows}</table><p>{html_escape(table.note)}</p></section>"

@@ -8,10 +8,11 @@ pool, its tokens are in the denominator only, and so are those behind a hole.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from bench.lib.trace import BLOCK_TOKENS, Request
+from launch.proxy.prefixes import leading
 
 B = TypeVar("B", bound=Hashable)
 
@@ -23,7 +24,7 @@ class Infinite(Generic[B]):
         self._blocks: set[B] = set()
 
     def use(self, blocks: Sequence[B]) -> int:
-        found = _leading(blocks, self._blocks)
+        found = leading(blocks, self._blocks)
         self._blocks.update(blocks[found:])
         return found
 
@@ -35,24 +36,19 @@ class SimulatedLru:
         """`capacity` in blocks."""
         self._capacity = capacity
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.gone: list[int] = []
+        """What the last use displaced."""
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
 
     def use(self, blocks: Sequence[int]) -> int:
-        found = _leading(blocks, self._blocks)
+        found = leading(blocks, self._blocks)
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
         return found
-
-
-def _leading(blocks: Sequence[B], known: Container[B]) -> int:
-    found = 0
-    for block in blocks:
-        if block not in known:
-            break
-        found += 1
-    return found
 
 
 def hit_rate(requests: Iterable[Request], cache: Infinite[int] | SimulatedLru) -> float:

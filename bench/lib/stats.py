@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from bench.lib.report import progress
+
 _LEAST = 1e-7
 _WIDTH = math.log(1.01)
 
@@ -56,13 +58,15 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(rounds: int, functions: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Returns the seconds of each function, called in turn, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds + 1):
-        for name, function in functions.items():
-            seconds[name].append(timed(function))
-    return {name: values[1:] for name, values in seconds.items()}
+def in_turn(rounds: int, steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Returns the seconds of each step, taken in turn, after one round that does not count. Not of those whose name begins with `_`: they
+    prepare others."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    with progress() as bar:
+        for _ in bar.track(range(rounds + 1), description="rounds"):
+            for name, step in steps.items():
+                seconds[name].append(timed(step))
+    return {name: values[1:] for name, values in seconds.items() if not name.startswith("_")}
 
 
 def gbps(nbytes: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:

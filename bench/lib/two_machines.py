@@ -3,26 +3,24 @@
     pd-cache bench bandwidth --serve 10.0.0.1:50070        on one machine: until Ctrl-C, one bench after the other
     pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
 
-A bench is a `Site`, which each machine has one of and whose methods `(self, job) -> result` are steps, and a function that leads: it runs at
-the machine that connects, and has the sites do steps at the same time (`Machines.run`). Jobs and results are what msgspec encodes. A site
-that needs more processes than its own, such as many clients, has a `Crew`, whose processes have sites, too. Every wait has a deadline.
-Nothing is authenticated.
+A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has a process of its own, on this
+machine or the other. The machine that connects leads: it has the sites do steps at the same time (`Crew.run`). Jobs and results are what
+msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait has a deadline. Nothing is
+authenticated.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +30,7 @@ import msgspec
 import zmq
 
 import pd_cache
+from launch.supervise import end, signals_as_exceptions, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
@@ -45,8 +44,8 @@ _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
 _IDLE_S = 60.0
 """After so long without a word a site is closed: the machine that leads is gone."""
-_HELLO_S, _START_S = 30.0, 300.0
-"""For the other machine to answer, and for the processes of a crew, which import what the bench does."""
+_HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
+"""For the other machine to answer, for the processes of a crew, which import what the bench does, and for these to end."""
 _LARGEST = 256 << 20
 
 
@@ -65,7 +64,7 @@ class Location:
     @classmethod
     def here(cls) -> Location:
         """This machine, for a bench that has no cluster's file."""
-        return cls("node-0", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),)))
+        return cls("node", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),)))
 
 
 class Site:
@@ -105,75 +104,86 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_machines
 
 
-def conduct(options: MachineOptions, site: type[Site], lead: Callable[[Machines], T], *, local: int = 1) -> T | None:
+def conduct(options: MachineOptions, site: type[Site], lead: Callable[[Crew], T], *, local: int = 1) -> T | None:
     """Takes part in a bench. The machine that leads returns what `lead` returned; one that serves returns None after Ctrl-C.
 
-    On this machine alone there are `local` sites, each but the first in a process of its own. `site` is a class that can be imported.
+    On this machine alone there are `local` sites. `site` is a class that can be imported.
     """
     config = Location.here().config if options.file is None else read_config(options.file)[0]
     if options.serve is not None:
         host, _ = _address(options.serve)
-        try:
+        with suppress(KeyboardInterrupt):
             serve(site, f"tcp://{options.serve}", Location("node-1", host, config))
-        except KeyboardInterrupt:
-            pass
         return None
-    with ExitStack() as stack:
-        own, peers = Location("node-0", "127.0.0.1", config), {}
-        if options.connect is not None:
-            host, port = _address(options.connect)
-            own = Location("node-0", _towards(host, port), config)
-            peers["node-1"] = stack.enter_context(closing(Peer(site, f"tcp://{options.connect}", host)))
-            peers["node-1"].end(time.monotonic() + _HELLO_S)
-        else:
-            if options.file is not None and config.master_address:
-                own = Location("node-0", _towards(*_address(config.master_address)), config)
-            if local > 1:
-                crew = stack.enter_context(closing(Crew(site, own, local - 1)))
-                peers |= {f"node-{number}": peer for number, peer in enumerate(crew.peers, start=1)}
-        with closing(Machines(own, site(own), peers)) as machines:
-            return lead(machines)
+    reached = options.connect or (config.master_address if options.file is not None else "")
+    own = Location("node", _towards(*_address(reached)) if reached else "127.0.0.1", config)
+    with closing(Crew(site, own, 1 if options.connect else local, options.connect)) as crew:
+        return lead(crew)
 
 
-class Machines:
-    """The sites of a bench, as the machine that leads has them."""
+class Crew:
+    """The sites of a bench, by name: `NODE-0`, `NODE-1` …, where `NODE` is the location's."""
 
-    def __init__(self, location: Location, site: Site, peers: Mapping[str, Peer]) -> None:
-        self.location, self.own = location, location.node
-        self._site, self._peers, self._later = site, dict(peers), ExitStack()
+    def __init__(self, site: type[Site], location: Location, count: int, connect: str | None = None) -> None:
+        """Starts `count` processes on this machine, which end with this one, and asks the machine that serves at `connect`. Waits until
+        each has its site. `site` is a class that can be imported."""
+        self.location = location
+        self.later = ExitStack()
+        """What ends when all sites are closed, such as a pool."""
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._peers: dict[str, Peer] = {}
+        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
+        module = site.__module__
+        if module == "__main__":
+            module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+        try:
+            for number in range(count):
+                address = f"ipc://{self._folder.name}/{location.node}-{number}"
+                command = (sys.executable, "-P", "-m", __name__, f"{module}:{site.__name__}", address, location.host)
+                self._processes.append(spawn_child(command, stdout=subprocess.DEVNULL))
+                self._peers[f"{location.node}-{number}"] = Peer(site, address, location.host)
+            if connect is not None:
+                peer = self._peers[f"{location.node}-{count}"] = Peer(site, f"tcp://{connect}", _address(connect)[0])
+                peer.end(time.monotonic() + _HELLO_S)
+            deadline = time.monotonic() + _START_S + 5 * count
+            for process, peer in zip(self._processes, self._peers.values(), strict=False):
+                while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
+                    pass
+                peer.end(time.monotonic())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return (self.own, *self._peers)
+        return tuple(self._peers)
 
     @property
     def hosts(self) -> dict[str, str]:
-        """The machines' addresses, by name."""
-        return {self.own: self.location.host, **{node: peer.host for node, peer in self._peers.items()}}
+        """The sites' addresses, by name."""
+        return {node: peer.host for node, peer in self._peers.items()}
 
     def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
-        """Has machines, by name, do their jobs at the same time. Returns their results. Raises PeerError, and what a step here raises."""
+        """Has sites, by name, do their jobs at the same time. Returns their results. Raises PeerError."""
         deadline = time.monotonic() + timeout_s
-        others = {node: peer for node, peer in self._peers.items() if node in jobs}
-        for node, peer in others.items():
-            peer.begin(method, jobs[node])
-        results = {self.own: method(self._site, jobs[self.own])} if self.own in jobs else {}
-        return results | {node: peer.result(method, deadline) for node, peer in others.items()}
+        for node, job in jobs.items():
+            self._peers[node].begin(method, job)
+        return {node: self._peers[node].result(method, deadline) for node in jobs}
 
     def everywhere(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
-        """Has all machines do the same job."""
-        return self.run(method, dict.fromkeys(self.nodes, job), timeout_s=timeout_s)
-
-    def needing(self, context: AbstractContextManager[T]) -> T:
-        """Enters a context, such as a pool, that ends when all sites are closed."""
-        return self._later.enter_context(context)
+        """Has all sites do the same job."""
+        return self.run(method, dict.fromkeys(self._peers, job), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Closes all sites."""
-        with self._later:
-            self._site.close()
-            for peer in self._peers.values():
+        """Closes all sites, and ends the processes of this machine; kills those that do not end."""
+        with self.later:
+            for peer in [*self._peers.values()][len(self._processes) :]:
                 peer.leave()
+            end(self._processes, _GRACE_S)
+            for peer in self._peers.values():
+                peer.close()
+            self._folder.cleanup()
 
 
 class Peer:
@@ -275,57 +285,6 @@ def _decode(raw: bytes, kind: Any) -> Any:
     return msgpack_decoder(kind)(raw)
 
 
-class Crew:
-    """Processes of this machine with a site each. They end with this process."""
-
-    def __init__(self, site: type[Site], location: Location, count: int) -> None:
-        """Starts them, and waits until each has its site. `site` is a class that can be imported."""
-        self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.peers: list[Peer] = []
-        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
-        module = site.__module__
-        if module == "__main__":
-            module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
-        try:
-            for number in range(count):
-                address = f"ipc://{self._folder.name}/{location.node}-{number}"
-                command = [sys.executable, "-m", "bench.lib.two_machines", f"{module}:{site.__name__}", address, location.host, self._folder.name]  # fmt: skip
-                self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
-                self.peers.append(Peer(site, address, location.host))
-            deadline = time.monotonic() + _START_S + 5 * count
-            for process, peer in zip(self._processes, self.peers, strict=True):
-                while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
-                    pass
-                peer.end(time.monotonic())
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> list[R]:
-        """Has the processes do the job, beginning together. Returns their results. Raises PeerError."""
-        deadline = time.monotonic() + timeout_s
-        for peer in self.peers:
-            peer.begin(method, job)
-        return [peer.result(method, deadline) for peer in self.peers]
-
-    def close(self) -> None:
-        """Ends all of them; kills those that do not end."""
-        for process, peer in zip(self._processes, self.peers, strict=True):
-            if process.poll() is None:
-                peer.leave()
-            process.stdin.close()  # type: ignore[union-attr]
-        for process in self._processes:
-            try:
-                process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for peer in self.peers:
-            peer.close()
-        self._folder.cleanup()
-
-
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
@@ -343,18 +302,13 @@ def _towards(host: str, port: int) -> str:
         raise ConfigError(f"{host}:{port}: {error}") from None
 
 
-def main(site: str, address: str, host: str, folder: str) -> None:
-    """A process of a crew; it ends with its stdin."""
-
-    def end_with_parent() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
+def main(site: str, address: str, host: str) -> None:
+    """A process of a crew."""
     module, _, name = site.partition(":")
     kind: type[Site] = getattr(importlib.import_module(module), name)
-    location = Location(Path(address).name, host, load_config(Path(folder) / "cluster.yaml"))
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    serve(kind, address, location)
+    path = Path(address.removeprefix("ipc://"))
+    with signals_as_exceptions():
+        serve(kind, address, Location(path.name, host, load_config(path.parent / "cluster.yaml")))
 
 
 if __name__ == "__main__":

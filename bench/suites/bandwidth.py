@@ -23,7 +23,7 @@ import msgspec
 from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, own_master
 from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
-from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
+from bench.lib.two_machines import Crew, Location, MachineOptions, Site, conduct, machine_options
 from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
@@ -179,7 +179,7 @@ def _raw_engine(settings: TransferSettings, host: str) -> Any:
 
 
 def measure(
-    machines: Machines, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
+    machines: Crew, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second node's memory. The first round
     is not counted."""
@@ -204,11 +204,11 @@ def measure(
 
 
 def lead(
-    machines: Machines, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
+    machines: Crew, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
 ) -> dict[str, Any]:
     """Opens, measures and closes at both nodes. Returns the figures."""
     hosts, config = machines.hosts, machines.location.config
-    master = machines.needing(own_master(config, hosts[machines.own]))
+    master = machines.later.enter_context(own_master(config, machines.location.host))
     job = JoinPool(master, object_bytes, objects)
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
     one, other = machines.nodes

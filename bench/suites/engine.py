@@ -12,9 +12,8 @@ process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import Iterable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -22,42 +21,38 @@ import click
 
 from bench.lib.kv import CHUNK, CopiedPool, PagedPrompt, RawPool, Shape
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import at_least, finish, option, output_options, progress
-from bench.lib.stats import gbps, timed
+from bench.lib.report import at_least, finish, option, output_options
+from bench.lib.stats import gbps, in_turn, timed
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
 from transfer.staging import StagingPool
 
 
-def measure(
-    engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: Iterable[int]
-) -> dict[str, Any]:
+def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: int) -> dict[str, Any]:
     """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before, is listed apart."""
     keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
-
-    store, retrieve = partial(prompt.store, engine), partial(prompt.retrieve, engine)
+    store = partial(prompt.store, engine)
     first = timed(store)
-    retrieve()
     raw.remove(keys)
-    raw.put()
-    raw.get()
-    raw.remove(raw.keys)
-    names = ("store", "retrieve", "raw_put", "raw_get", "raw_put_copied", "raw_get_copied")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in rounds:
-        seconds["raw_put_copied"].append(timed(copied.put))
-        raw.remove(raw.keys)
-        seconds["raw_put"].append(timed(raw.put))
-        seconds["store"].append(timed(store))
-        seconds["raw_get_copied"].append(timed(copied.get))
-        seconds["raw_get"].append(timed(raw.get))
-        prompt.scramble()
-        seconds["retrieve"].append(timed(retrieve))
-        raw.remove(raw.keys)
-        raw.remove(keys)
-    rates = gbps(nbytes, seconds)
+    rates = gbps(
+        nbytes,
+        in_turn(
+            rounds,
+            {
+                "raw_put_copied": copied.put,
+                "_remove_copied": lambda: raw.remove(raw.keys),
+                "raw_put": raw.put,
+                "store": store,
+                "raw_get_copied": copied.get,
+                "raw_get": raw.get,
+                "_scramble": prompt.scramble,
+                "retrieve": partial(prompt.retrieve, engine),
+                "_remove": lambda: raw.remove([*raw.keys, *keys]),
+            },
+        ),
+    )
     return {
         **rates,
         "store_ratio": rates["store_gbps"] / rates["raw_put_gbps"],
@@ -78,22 +73,17 @@ def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""
     shape = Shape(tokens, layers)
     prompt = PagedPrompt(shape)
+    metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
+    # prefaulted, one slot an object
+    memory = StagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes)
+    keys = [f"raw/{uuid.uuid4().hex}" for _ in range(shape.chunks)]
     with local_pool(shape.pool_bytes) as master, raw_client(master) as client:
         settings = NodeSettings(master=master, cache=CacheConfig(chunk_size=CHUNK), transfer=shape.staging)
-        metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
-        engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
-        try:
+        with closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine:
             engine.wait_available(30)
-            with progress() as bar:
-                tracked = bar.track(range(rounds), description="rounds")
-                # prefaulted, one slot an object
-                memory = StagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes)
-                keys = [f"raw/{uuid.uuid4().hex}" for _ in range(shape.chunks)]
-                raw = RawPool(client, memory, keys, shape.object_bytes)
-                with contextlib.closing(CopiedPool(raw)) as copied:
-                    results = measure(engine, prompt, raw, copied, tracked)
-        finally:
-            CacheEngineBuilder.destroy("bench")
+            raw = RawPool(client, memory, keys, shape.object_bytes)
+            with closing(CopiedPool(raw)) as copied:
+                results = measure(engine, prompt, raw, copied, rounds)
     first = results["first_store_gbps"] / results["store_gbps"]
     checks = [
         at_least("store_ratio", results["store_ratio"], 0.9),

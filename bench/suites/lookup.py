@@ -25,7 +25,7 @@ from bench.lib.about import about
 from bench.lib.pool import bench_transfer, own_master, raw_client
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import Histogram, in_turn
-from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Machines, Site, conduct, machine_options
+from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
@@ -238,11 +238,11 @@ class LookupSite(Site):
         """Starts the clients, in place of those before."""
         self._open.close()
         self._crew = self._open.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
-        self._crew.run(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
+        self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
     def ask(self, job: Asking) -> Rate:
         """Makes the clients look up, all at the same time."""
-        return Rate.of(self._crew.run(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S))
+        return Rate.of(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
 
     def close(self) -> None:
         self._open.close()
@@ -251,7 +251,7 @@ class LookupSite(Site):
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(machines: Machines, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
+def measure_parts(machines: Crew, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with (
         looking_up(machines.location, master, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
@@ -265,7 +265,7 @@ def measure_parts(machines: Machines, master: str, rounds: int, lmcache: bool) -
 
 
 def measure_clients(
-    machines: Machines, master: str, levels: Sequence[int], lengths: Sequence[int], seconds: float
+    machines: Crew, master: str, levels: Sequence[int], lengths: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     seed = random.randrange(1 << 31)
@@ -297,7 +297,7 @@ def measure_clients(
 
 
 def lead(
-    machines: Machines,
+    machines: Crew,
     rounds: int,
     levels: Sequence[int],
     lengths: Sequence[int],
@@ -306,7 +306,7 @@ def lead(
 ) -> dict[str, Any]:
     """Both parts, on a pool of the bench's own at the machine that leads."""
     config, hosts = machines.location.config, machines.hosts
-    master = machines.needing(own_master(config, hosts[machines.own], _SEGMENT))
+    master = machines.later.enter_context(own_master(config, machines.location.host, _SEGMENT))
     parts = measure_parts(machines, master, rounds, lmcache)
     clients = measure_clients(machines, master, levels, lengths, seconds) if levels else []
     return {"about": about(config), "nodes": hosts, "results": parts, "clients": clients}

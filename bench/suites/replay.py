@@ -30,7 +30,7 @@ from bench.lib.report import Check, LinePlot, Report, Table, at_most, finish, op
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
-from bench.lib.two_machines import Location, MachineOptions, Machines, Site, conduct, machine_options
+from bench.lib.two_machines import Crew, Location, MachineOptions, Site, conduct, machine_options
 from launch.discovery import find_master, open_directory
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
@@ -218,7 +218,7 @@ class Eviction(NamedTuple):
 class Leader:
     """The part of the machine that leads."""
 
-    def __init__(self, machines: Machines, requests: Sequence[Request], chunk_bytes: int) -> None:
+    def __init__(self, machines: Crew, requests: Sequence[Request], chunk_bytes: int) -> None:
         self._machines, self._trace, self._chunk_bytes = machines, requests, chunk_bytes
         self._slot = allotted_bytes(object_bytes(chunk_bytes))
         shares = deal(requests, len(machines.nodes))
@@ -264,7 +264,7 @@ class Leader:
         if not capacity:
             raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
         tally = self._replay(config.name)
-        self._machines.run(ReplaySite.remove, {self._machines.own: None}, timeout_s=2 * _STEP_S)
+        self._machines.run(ReplaySite.remove, {self._machines.nodes[0]: None}, timeout_s=2 * _STEP_S)
         master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
         eviction = None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
         return self._row(tally, capacity // self._slot, eviction, None if master is None else master.lease_ttl_ms)
@@ -407,7 +407,7 @@ def main(
         )
     config = None if where.file is None else read_config(where.file)[0]
 
-    def lead(running: Machines) -> tuple[Leader, list[dict[str, Any]]]:
+    def lead(running: Crew) -> tuple[Leader, list[dict[str, Any]]]:
         leader = Leader(running, read_trace(trace, limit), chunk_bytes)
         if config is not None:
             return leader, [leader.on_the_clusters_pool(config)]

@@ -17,13 +17,13 @@ describes the format of traces, `agent_trace` the synthetic one.
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -32,6 +32,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import click
 
 from bench.lib.report import Report, Table, at_least, at_most, finish, option, output_options, progress
+from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
+from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
 from launch.proxy.events import BlockBudget, KnownCache
@@ -67,40 +69,12 @@ class PolicyOutcome(NamedTuple):
     """Seconds, one a request."""
 
 
-class _Waiting(NamedTuple):
-    arrived: float
-    prompt: RoutedPrompt
-    done: ExitStack
-    """Closed to report to the router that the node has finished the request."""
-
-
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
-        self.queue: deque[_Waiting] = deque()
-        self.busy: _Waiting | None = None
-        self.blocks: OrderedDict[int, None] = OrderedDict()
-        self.events: deque[tuple[float, EventBatch]] = deque()
-        """When each batch arrives at the router."""
-        self._room = cache_tokens // BLOCK_TOKENS
-
-    def compute(self, blocks: list[int], now: float) -> int:
-        """Returns how many of a prompt's blocks, from the first, the cache has; then it has all, as far as there is room."""
-        found = leading(blocks, self.blocks)
-        came = [block for block in blocks if block not in self.blocks]
-        for block in reversed(blocks):  # the end of a prompt goes first, and not the beginning that others share
-            self.blocks[block] = None
-            self.blocks.move_to_end(block)
-        gone = []
-        while len(self.blocks) > self._room:
-            gone.append(self.blocks.popitem(last=False)[0])
-        events: list[KvEvent] = []
-        if came:
-            events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
-        if gone:
-            events.append(RemovedEvent([*gone], "GPU"))
-        if events:
-            self.events.append((now + _LAG_S, EventBatch(now, events)))
-        return found
+        self.cache = SimulatedLru(cache_tokens // BLOCK_TOKENS)
+        self.queue: deque[tuple[float, Request, ExitStack]] = deque()
+        """When each came, and what to close when the node has computed its prompt, to report that to the router."""
+        self.wake = Happening()
 
 
 class _SeenCache(KnownCache):
@@ -112,9 +86,9 @@ class _SeenCache(KnownCache):
         self.ready = True
 
     def tokens(self, prompt: NamedPrompt) -> int:
-        there = leading(prompt.blocks, self._node.blocks)
+        there = leading(prompt.blocks, self._node.cache)
         for block in prompt.blocks[there:]:
-            if block not in self._under_way and block not in self._node.blocks:
+            if block not in self._under_way and block not in self._node.cache:
                 break
             there += 1
         return there * prompt.block_tokens
@@ -135,59 +109,53 @@ def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_toke
             cache.fingerprint = _SPACE
             cache.apply([EventBatch(0.0, [])])
         pool.know(known)
-    ends: list[tuple[float, int, str]] = []
-    queueing: list[float] = []
+    time, queueing = SimulatedTime(), list[float]()
     hit = total = 0
 
-    def begin(url: str, now: float) -> None:
+    def compute(url: str) -> Process:
         nonlocal hit, total
         node = fleet[url]
-        node.busy = one = node.queue.popleft()
-        queueing.append(now - one.arrived)
-        assert one.prompt.named is not None
-        found = node.compute(list(one.prompt.named.blocks), now) * BLOCK_TOKENS
-        hit += found
-        total += one.prompt.tokens
-        heapq.heappush(ends, (now + (one.prompt.tokens - found) / rate, len(queueing), url))
+        while True:
+            while not node.queue:
+                node.wake = Happening()
+                yield node.wake
+            arrived, request, done = node.queue.popleft()
+            queueing.append(time.now - arrived)
+            came = [block for block in request.whole_blocks if block not in node.cache]
+            found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
+            if router == "events":
+                batch = EventBatch(time.now, _events(came, node.cache.gone))
+                time.call_at(time.now + _LAG_S, partial(known[url].apply, [batch]))
+            hit, total = hit + found, total + request.input_length
+            yield time.after((request.input_length - found) / rate)
+            done.close()
 
-    def hear(now: float) -> None:
-        for url, node in fleet.items():
-            while node.events and node.events[0][0] <= now:
-                batch = node.events.popleft()[1]
-                if router == "events":
-                    known[url].apply([batch])
+    def arrive() -> Process:
+        for request in requests:
+            yield time.after(request.timestamp / 1000 - time.now)
+            named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
+            prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
+            url = pool.pick(time.now, prompt)
+            assert url is not None
+            done = ExitStack()
+            done.enter_context(pool.working(url, prompt))
+            fleet[url].queue.append((time.now, request, done))
+            fleet[url].wake.happen()
 
-    def finish_until(now: float) -> None:
-        while ends and ends[0][0] <= now:
-            ended, _, url = heapq.heappop(ends)
-            node = fleet[url]
-            assert node.busy is not None
-            node.busy.done.close()
-            node.busy = None
-            if node.queue:
-                begin(url, ended)
-
-    for request in requests:
-        now = request.timestamp / 1000
-        finish_until(now)
-        hear(now)
-        named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
-        prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
-        url = pool.pick(now, prompt)
-        assert url is not None
-        done = ExitStack()
-        done.enter_context(pool.working(url, prompt))
-        fleet[url].queue.append(_Waiting(now, prompt, done))
-        if fleet[url].busy is None:
-            begin(url, now)
-    finish_until(float("inf"))
+    for process in (*map(compute, fleet), arrive()):
+        time.start(process)
+    time.run()
     assert not any(pool.loads().values()), "work was not given back"
     return PolicyOutcome(hit / total, queueing)
 
 
-def ideal_hit_rate(requests: Iterable[Request]) -> float:
-    """Returns the hit rate of one node whose cache never forgets."""
-    return simulate(requests, "round_robin", 1, 1 << 60, 1e12).hit_rate
+def _events(came: list[int], gone: list[int]) -> list[KvEvent]:
+    events: list[KvEvent] = []
+    if came:
+        events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
+    if gone:
+        events.append(RemovedEvent([*gone], "GPU"))
+    return events
 
 
 def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
@@ -283,7 +251,7 @@ def main(
             ]
     results: dict[str, Any] = {
         "requests": {name: len(requests) for name, requests in workloads.items()},
-        "ideal_hit_rate": {name: ideal_hit_rate(requests) for name, requests in workloads.items()},
+        "ideal_hit_rate": {name: hit_rate(requests, Infinite()) for name, requests in workloads.items()},
         "results": rows,
     }
     table = Table("", tuple(rows[0]), [tuple(row.values()) for row in rows])

@@ -31,7 +31,7 @@ from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, 
 from bench.lib.stats import quantile
 from bench.lib.targets import any_server, clusters_proxy, own_cluster
 from bench.lib.trace import read_trace
-from bench.lib.two_machines import MachineOptions, Machines, Site, conduct, machine_options
+from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
 from pd_cache.cluster import read_config
 from pd_cache.errors import ConfigError
 
@@ -96,7 +96,7 @@ class ServeSite(Site):
 
 
 def run_pass(
-    machines: Machines,
+    machines: Crew,
     name: str,
     target: Destination,
     arrivals: Sequence[Arrival],
@@ -172,7 +172,7 @@ def main(
             "--connect: say what to put under load, with -c or --url: a cluster of this machine alone is on its loopback"
         )
 
-    def lead(there: Machines) -> tuple[dict[str, Load], list[dict[str, Any]]]:
+    def lead(there: Crew) -> tuple[dict[str, Load], list[dict[str, Any]]]:
         key = "" if key_file is None else _read_key(key_file)
         with ExitStack() as stack:
             if url is not None:

@@ -27,8 +27,8 @@ import zmq
 
 from bench.lib.kv import BLOCK, CHUNK, PagedPrompt, Shape
 from bench.lib.pool import cluster_here
-from bench.lib.report import at_least, at_most, finish, option, output_options, progress
-from bench.lib.stats import gbps, quantile, timed
+from bench.lib.report import at_least, at_most, finish, option, output_options
+from bench.lib.stats import gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
@@ -40,6 +40,7 @@ from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import ServerConnection, server_status
 from pd_cache.server.protocol import EngineIdentity, Lookup
+from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import ByteSize
 
 CLIENTS = 4
@@ -73,66 +74,55 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
         yield settings, url, server_status(url, 10).pid
 
 
-def served_cache(url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor]) -> ServerCache:
-    """Returns a server's cache, which has been lent these tensors."""
-    cache = ServerCache(url, EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK)), move_timeout_s=60)
-    cache.register_kv_caches(caches)
-    return cache
+@contextlib.contextmanager
+def served(
+    url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], tokens: list[int], slots: torch.Tensor
+) -> Iterator[ServerCache]:
+    """Yields a server's cache, which has been lent these tensors and holds these tokens."""
+    identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
+    with contextlib.closing(ServerCache(url, identity, move_timeout_s=60)) as cache:
+        cache.register_kv_caches(caches)
+        prompts, deadline = PromptCache(cache), time.monotonic() + 30
+        # the server's client of the pool opens in the background
+        while prompts.lookup(tokens) < len(tokens):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the cache server was not ready for use within 30 s")
+            prompts.store(tokens, kv_caches=caches, slot_mapping=slots)
+        yield cache
 
 
-class Transfers:
-    """A prompt that moves through the server, through an engine in this process, and by `memcpy`."""
-
-    def __init__(self, prompt: PagedPrompt, settings: NodeSettings, url: str) -> None:
-        self.prompt = prompt
-        metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
-        # the engine's tensors lie in shared memory, too: both write to the same pages
-        self.server = served_cache(url, metadata, prompt.tensors)
-        self.engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
-        self.nbytes = prompt.whole_tokens * prompt.layout.token_bytes
-        self._source = np.ones(self.nbytes, np.uint8)
-        storage = prompt.tensors["0"].untyped_storage()
-        self._target = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()[: self.nbytes]
-
-    def memcpy(self) -> None:
-        np.copyto(self._target, self._source)
-
-    def remove(self) -> None:
-        """Takes the prompt out of the pool, so that it is stored again."""
-        keys = self.engine.database.keys(self.engine.database.hash_tokens(self.prompt.tokens))
-        self.engine.backend.store.remove(keys, timeout=10, force=True)  # type: ignore[attr-defined]
-
-    def wait_ready(self) -> None:
-        """Waits until both ways reach the pool."""
-        self.engine.wait_available(30)
-        _until(lambda: self.server.available, 30)
-        prompt, remote = self.prompt, PromptCache(self.server)
-        tokens, slots = prompt.tokens[:CHUNK], prompt.source[:CHUNK]
-        _until(lambda: remote.store(tokens, kv_caches=prompt.tensors, slot_mapping=slots) > 0, 30)
-        self.remove()
-
-    def close(self) -> None:
-        self.server.close()
-        CacheEngineBuilder.destroy("bench")
-
-
-def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
-    """GB/s of the server and of the engine in this process, medians over the rounds; each goes first in every second one."""
+def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds: int) -> dict[str, float]:
+    """GB/s of the server and of an engine in this process, medians over the rounds; each goes first in every second one."""
+    metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     seconds: dict[str, list[float]] = {
         f"{side}_{what}": [] for side in ("server", "engine") for what in ("store", "retrieve")
     }
-    sides: list[tuple[str, BlockCache]] = [("server", moves.server), ("engine", moves.engine)]
-    for index in range(rounds + 1):
-        for name, cache in sides if index % 2 else sides[::-1]:
-            store = timed(partial(moves.prompt.store, cache))
-            moves.prompt.scramble()
-            retrieve = timed(partial(moves.prompt.retrieve, cache))
-            assert moves.prompt.arrived(), f"other bytes came back from the {name}"
-            moves.remove()
-            if index:  # the first round writes to memory that was not written to before
-                seconds[f"{name}_store"].append(store)
-                seconds[f"{name}_retrieve"].append(retrieve)
-    rates = gbps(moves.nbytes, seconds)
+    with (
+        served(url, metadata, prompt.tensors, prompt.tokens[:CHUNK], prompt.source[:CHUNK]) as server,
+        # its tensors lie in shared memory, too: both write to the same pages
+        contextlib.closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine,
+    ):
+        engine.wait_available(30)
+        assert isinstance(engine.backend, MooncakeBackend)
+        remove = partial(
+            engine.backend.batched_remove,
+            engine.database.keys(engine.database.hash_tokens(prompt.tokens)),
+            timeout=10,
+            force=True,
+        )
+        remove()
+        sides: list[tuple[str, BlockCache]] = [("server", server), ("engine", engine)]
+        for index in range(rounds + 1):
+            for name, cache in sides if index % 2 else sides[::-1]:
+                store = timed(partial(prompt.store, cache))
+                prompt.scramble()
+                retrieve = timed(partial(prompt.retrieve, cache))
+                assert prompt.arrived(), f"other bytes came back from the {name}"
+                remove()
+                if index:  # the first round writes to memory that was not written to before
+                    seconds[f"{name}_store"].append(store)
+                    seconds[f"{name}_retrieve"].append(retrieve)
+    rates = gbps(prompt.nbytes, seconds)
     return {
         **rates,
         "store_ratio": rates["server_store_gbps"] / rates["engine_store_gbps"],
@@ -140,15 +130,19 @@ def from_the_pool(moves: Transfers, rounds: int) -> dict[str, float]:
     }
 
 
-def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
+def from_memory(prompt: PagedPrompt, url: str, rounds: int) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
-    moves.prompt.store(moves.server)
-    seconds: dict[str, list[float]] = {"memory_retrieve": [], "memcpy": []}
-    for _ in range(rounds):
-        seconds["memcpy"].append(timed(moves.memcpy))
-        moves.prompt.scramble()
-        seconds["memory_retrieve"].append(timed(partial(moves.prompt.retrieve, moves.server)))
-    rates = gbps(moves.nbytes, seconds)
+    metadata, whole = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout), prompt.whole_tokens
+    with served(url, metadata, prompt.tensors, prompt.tokens[:whole], prompt.source[:whole]) as server:
+        source = np.ones(prompt.nbytes, np.uint8)
+        storage = prompt.tensors["0"].untyped_storage()
+        target = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()[: prompt.nbytes]
+        steps: dict[str, Callable[[], object]] = {
+            "memcpy": partial(np.copyto, target, source),
+            "_scramble": prompt.scramble,
+            "memory_retrieve": partial(prompt.retrieve, server),
+        }
+        rates = gbps(prompt.nbytes, in_turn(rounds, steps))
     return {**rates, "memory_ratio": rates["memory_retrieve_gbps"] / rates["memcpy_gbps"]}
 
 
@@ -156,32 +150,9 @@ def from_memory(moves: Transfers, rounds: int) -> dict[str, float]:
 def small_prompt(url: str) -> Iterator[str]:
     """4096 tokens of a tiny model, stored through the server: what lookups find. The model's name."""
     caches = {"0": torch.zeros(LOOKUP_TOKENS // BLOCK, 1, BLOCK, 8)}
-    layout = KVLayout.from_tensors(caches)
-    metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", layout)
-    slots, prompt = torch.arange(LOOKUP_TOKENS), list(range(LOOKUP_TOKENS))
-    server = served_cache(url, metadata, caches)
-    remote = PromptCache(server)
-    try:
-
-        def stored() -> bool:
-            remote.store(prompt, kv_caches=caches, slot_mapping=slots)
-            return remote.lookup(prompt) == len(prompt)
-
-        _until(stored, 30)  # the server's client of the pool opens in the background
+    metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", KVLayout.from_tensors(caches))
+    with served(url, metadata, caches, list(range(LOOKUP_TOKENS)), torch.arange(LOOKUP_TOKENS)):
         yield metadata.model
-    finally:
-        server.close()
-
-
-@contextlib.contextmanager
-def moving(prompt: PagedPrompt, settings: NodeSettings, url: str) -> Iterator[Transfers]:
-    """`Transfers`, ready."""
-    moves = Transfers(prompt, settings, url)
-    try:
-        moves.wait_ready()
-        yield moves
-    finally:
-        moves.close()
 
 
 # --- lookups ---------------------------------------------------------------------------------------------------------
@@ -267,9 +238,9 @@ def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
     """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
     job = AskServer(url, model, seconds)
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
-        crew.run(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
-        found = crew.run(AskingScheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
-        return [latency for one in found for latency in one]
+        crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
+        found = crew.everywhere(AskingScheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
+        return [latency for one in found.values() for latency in one]
 
 
 def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
@@ -312,30 +283,19 @@ def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, 
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
     local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
     results: dict[str, Any] = {}
-    with progress() as bar:
-        steps = iter(bar.track(range(5), description="server"))
-        with cache_server(shape) as (settings, url, _):
-            next(steps)
-            trips = round_trips(url, questions)
-            results["empty_lookup_p50_us"] = quantile(trips, 0.5) * 1e6
-            results["empty_lookup_p99_us"] = quantile(trips, 0.99) * 1e6
-            results["zmq_echo_p50_us"] = quantile(echoes := raw_round_trips(questions), 0.5) * 1e6
-            results["zmq_echo_p99_us"] = quantile(echoes, 0.99) * 1e6
-            next(steps)
-            with moving(prompt, settings, url) as moves:
-                results |= from_the_pool(moves, rounds)
-            next(steps)
-            with small_prompt(url) as model:
-                latencies = lookups_at_a_rate(url, model, seconds)
-            results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
-            results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
-        with cache_server(shape, local) as (settings, url, pid):
-            next(steps)
-            with moving(prompt, settings, url) as moves:
-                results |= from_memory(moves, rounds)
-            next(steps)
-            with small_prompt(url) as model:
-                results |= memory_growth(url, model, pid, requests)
+    with cache_server(shape) as (settings, url, _):
+        for name, trips in (("empty_lookup", round_trips(url, questions)), ("zmq_echo", raw_round_trips(questions))):
+            results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
+            results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
+        results |= from_the_pool(prompt, settings, url, rounds)
+        with small_prompt(url) as model:
+            latencies = lookups_at_a_rate(url, model, seconds)
+        results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
+        results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
+    with cache_server(shape, local) as (settings, url, pid):
+        results |= from_memory(prompt, url, rounds)
+        with small_prompt(url) as model:
+            results |= memory_growth(url, model, pid, requests)
     checks = [
         at_most("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150),
         at_most("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000),
@@ -346,14 +306,6 @@ def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, 
         at_most("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2),
     ]
     finish(results, checks, **output)
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise RuntimeError(f"the cache server was not ready for use within {seconds:g} s")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import numpy as np
 
 from bench.lib.kv import PagedPrompt, Shape
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress, size
-from bench.lib.stats import gbps, in_turn, timed
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, size
+from bench.lib.stats import gbps, in_turn
 from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
@@ -198,8 +198,8 @@ class RawDisk:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 
-    def seconds(self, what: str) -> float:
-        """Returns the seconds that plain loops of the tier's calls take, one a thread, to `write` fresh files or to `read` them."""
+    def run(self, what: str) -> None:
+        """Plain loops of the tier's calls, one a thread, `write` fresh files or `read` them."""
         threads = self._tier.threads
         slots = [self._memory.lease(0.0) for _ in range(threads)]
 
@@ -211,7 +211,7 @@ class RawDisk:
 
         try:
             with ThreadPoolExecutor(threads) as pool:
-                return timed(lambda: list(pool.map(one, range(threads))))
+                list(pool.map(one, range(threads)))
         finally:
             for slot in slots:
                 if slot is not None:
@@ -233,26 +233,23 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[
     """Disk gets and puts against the file system itself, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
     tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * objects, payload))
-    seconds: Seconds = {}
-
-    def note(name: str, value: float) -> None:
-        seconds.setdefault(name, []).append(value)
-
+    keys = names(objects)
     with opened([tier], payload, staging=3 * tier.threads) as backend:
         disk = first_tier(backend)
         fill(disk)
         raw = RawDisk(folder / "raw", file_bytes, objects, tier)
-        for _ in range(rounds + 1):
-            keys = names(objects)
-            raw.fresh()
-            note("raw_write", raw.seconds("write"))
-            note("raw_read", raw.seconds("read"))
-            note("disk_put", timed(partial(put, disk, keys)))
-            note("disk_get", timed(partial(get, disk, keys)))
-            assert set(disk.batched_remove(keys)) == {Status.OK}
-    seconds = {name: values[1:] for name, values in seconds.items()}
-    nbytes = objects * file_bytes
-    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
+        seconds = in_turn(
+            rounds,
+            {
+                "_fresh": raw.fresh,
+                "raw_write": partial(raw.run, "write"),
+                "raw_read": partial(raw.run, "read"),
+                "disk_put": partial(put, disk, keys),
+                "disk_get": partial(get, disk, keys),
+                "_remove": partial(disk.batched_remove, keys),
+            },
+        )
+    figures: dict[str, Any] = {**gbps(objects * file_bytes, seconds)}
     for name, limit in (("disk_get", "raw_read"), ("disk_put", "raw_write")):
         figures[f"{name}_ratio"] = figures[f"{name}_gbps"] / figures[f"{limit}_gbps"]
         figures[f"{name}_spread"] = spread(ratios(seconds, name, limit))
@@ -268,21 +265,13 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
     Both through one client, in turns: clients differ from each other by more than that (docs/performance.md).
     """
     prompt = PagedPrompt(Shape(tokens))
-    nbytes = prompt.whole_tokens * prompt.layout.token_bytes
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
-    seconds: Seconds = {}
-
-    def note(name: str, value: float) -> None:
-        seconds.setdefault(name, []).append(value)
-
-    with local_pool(2 * nbytes + (256 << 20)) as master:
+    with local_pool(2 * prompt.nbytes + (256 << 20)) as master:
         settings = NodeSettings(master=master, transfer=TransferSettings(staging_size=ByteSize(512 << 20)))
-        engine = CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
-        try:
+        with contextlib.closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine:
             engine.wait_available(30)
             pool = engine.backend
             assert isinstance(pool, MooncakeBackend)
-            ahead = {"plain": 1, "pipelined": pool.read_ahead}
             prompt.store(engine)
             keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
 
@@ -290,20 +279,24 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
                 with contextlib.closing(pool.batched_get(keys)) as fetches:
                     next(fetches).release()
 
-            for turn in range(rounds + 1):
-                for name in list(ahead)[:: 1 if turn % 2 else -1]:
-                    pool.read_ahead = ahead[name]
-                    prompt.scramble()
-                    note(f"{name}_retrieve", timed(partial(prompt.retrieve, engine)))
-                    assert prompt.arrived()
-                    note(f"{name}_first_chunk", timed(first_chunk))
-                    time.sleep(0.3)  # what was read ahead and given up is still on its way
-        finally:
-            CacheEngineBuilder.destroy("bench")
-    seconds = {name: values[1:] for name, values in seconds.items()}
+            def prepare(read_ahead: int) -> None:
+                pool.read_ahead = read_ahead
+                prompt.scramble()
+                time.sleep(0.3)  # what was read ahead and given up is still on its way
+
+            steps: dict[str, Callable[[], object]] = {}
+            for name, batches in (("plain", 1), ("pipelined", pool.read_ahead)):
+                steps |= {
+                    f"_{name}": partial(prepare, batches),
+                    f"{name}_first_chunk": first_chunk,
+                    f"_{name}_again": partial(prepare, batches),
+                    f"{name}_retrieve": partial(prompt.retrieve, engine),
+                }
+            seconds = in_turn(rounds, steps)
+            assert prompt.arrived()
     figures: dict[str, Any] = {}
-    for name in ahead:
-        figures[f"{name}_retrieve_gbps"] = nbytes / statistics.median(seconds[f"{name}_retrieve"]) / 1e9
+    for name in ("plain", "pipelined"):
+        figures[f"{name}_retrieve_gbps"] = prompt.nbytes / statistics.median(seconds[f"{name}_retrieve"]) / 1e9
         figures[f"{name}_first_chunk_ms"] = 1e3 * statistics.median(seconds[f"{name}_first_chunk"])
     figures["pipelined_ratio"] = figures["pipelined_retrieve_gbps"] / figures["plain_retrieve_gbps"]
     figures["pipelined_spread"] = spread(ratios(seconds, "pipelined_retrieve", "plain_retrieve"))
@@ -378,20 +371,14 @@ def main(
 ) -> None:
     """Every storage tier against its limit."""
     figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": objects}
-    with progress() as bar, tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
-        parts = bar.add_task("tiers", total=5)
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
         figures |= measure_local(chunk, objects, rounds)
-        bar.advance(parts)
         figures |= measure_contains(rounds, Path(folder) / "contains")
-        bar.advance(parts)
         figures |= measure_disk(chunk, objects, rounds, Path(folder))
-        bar.advance(parts)
         figures |= measure_pool(tokens, 2 * rounds)
-        bar.advance(parts)
-        for policy in POLICIES:
-            for held in (1000, entries):
-                figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy, min(100_000, entries))
-        bar.advance(parts)
+    for policy in POLICIES:
+        for held in (1000, entries):
+            figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy, min(100_000, entries))
     finish(figures, checks_of(figures, entries), **output)
 
 

@@ -136,13 +136,13 @@ class Adding(Site):
 
 def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has() -> None:
     with closing(Crew(Adding, Location.here(), 2)) as crew:
-        assert crew.run(Adding.add, 1, timeout_s=30) == [1, 1]
-        assert crew.run(Adding.add, 2, timeout_s=30) == [3, 3]
+        assert list(crew.everywhere(Adding.add, 1, timeout_s=30).values()) == [1, 1]
+        assert list(crew.everywhere(Adding.add, 2, timeout_s=30).values()) == [3, 3]
 
 
 def test_a_step_that_fails_or_is_late_is_an_error() -> None:
     with closing(Crew(Adding, Location.here(), 1)) as crew:
         with pytest.raises(PeerError, match="ValueError: below 0"):
-            crew.run(Adding.add, -1, timeout_s=30)
+            crew.everywhere(Adding.add, -1, timeout_s=30)
         with pytest.raises(PeerError, match="does not answer"):
-            crew.run(Adding.sleep, None, timeout_s=0.2)
+            crew.everywhere(Adding.sleep, None, timeout_s=0.2)
