@@ -28,27 +28,22 @@ def cluster_here(config: ClusterConfig) -> Iterator[LocalCluster]:
 
 @contextmanager
 def local_pool(
-    segment_size: int, *, transfer: TransferSettings | None = None, master: MasterNode | None = None
+    segment_size: int,
+    *,
+    host: str = "127.0.0.1",
+    transfer: TransferSettings | None = None,
+    master: MasterNode | None = None,
 ) -> Iterator[str]:
-    """Yields `host:port` of the master of a pool with `segment_size` bytes of memory, prefaulted. `master` says how it evicts."""
-    own = msgspec.structs.replace(master or MasterNode(name="master"), port=0, metrics_port=0)
-    nodes: tuple[Node, ...] = (own, StoreNode(name="store", segment_size=ByteSize(segment_size)))
-    with cluster_here(ClusterConfig(name="bench", transfer=transfer or TransferSettings(), nodes=nodes)) as cluster:
-        yield cluster.config.master_address
+    """Yields `host:port` of a master of a pool, for clients on any machine. No other process knows of it.
 
-
-@contextmanager
-def own_master(config: ClusterConfig, host: str, segment_size: int = 0) -> Iterator[str]:
-    """Yields `host:port` of a master on this machine, for clients with `bench_transfer(config)` on any machine.
-
-    Its settings are those of the file's master, and no other process knows of it. A store node with `segment_size` bytes, prefaulted,
-    runs beside it if that is not 0.
+    A store node with `segment_size` bytes, prefaulted, runs beside it if that is not 0. `master` says how it evicts.
     """
-    usual = next((node for node in config.nodes if isinstance(node, MasterNode)), MasterNode(name="master"))
-    nodes: list[Node] = [msgspec.structs.replace(usual, host=host, port=0, metrics_port=0)]
+    nodes: list[Node] = [
+        msgspec.structs.replace(master or MasterNode(name="master"), host=host, port=0, metrics_port=0)
+    ]
     if segment_size:
         nodes.append(StoreNode(name="store", host=host, segment_size=ByteSize(segment_size)))
-    own = ClusterConfig(name="bench", transfer=bench_transfer(config), nodes=tuple(nodes))
+    own = ClusterConfig(name="bench", transfer=transfer or TransferSettings(), nodes=tuple(nodes))
     with cluster_here(own) as cluster:
         yield cluster.config.master_address
 

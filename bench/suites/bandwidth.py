@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from bench.lib.about import about, machine
-from bench.lib.pool import bench_transfer, own_master
+from bench.lib.pool import bench_transfer, local_pool
 from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
 from bench.lib.two_machines import Crew, Location, MachineOptions, Site, conduct, machine_options
 from pd_cache.cluster.machine import machine_memory
@@ -208,7 +208,8 @@ def lead(
 ) -> dict[str, Any]:
     """Opens, measures and closes at both nodes. Returns the figures."""
     hosts, config = machines.hosts, machines.location.config
-    master = machines.later.enter_context(own_master(config, machines.location.host))
+    pool = local_pool(0, host=machines.location.host, transfer=bench_transfer(config))
+    master = machines.later.enter_context(pool)
     job = JoinPool(master, object_bytes, objects)
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
     one, other = machines.nodes

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from bench.lib.about import about
-from bench.lib.pool import bench_transfer, own_master, raw_client
+from bench.lib.pool import bench_transfer, local_pool, raw_client
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import Histogram, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Site, conduct, machine_options
@@ -251,17 +251,11 @@ class LookupSite(Site):
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(machines: Crew, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
+def measure_parts(here: Location, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
-    with (
-        looking_up(machines.location, master, f"bench-{uuid.uuid4().hex}") as (client, database, raw),
-        progress() as bar,
-    ):
+    with looking_up(here, master, f"bench-{uuid.uuid4().hex}") as (client, database, raw):
         peer = lmcache_client(raw) if lmcache else None
-        return [
-            measure(client, database, raw, peer, prompt(size, size), rounds)
-            for size in bar.track((4096, 32768, 131072), description="prompts")
-        ]
+        return [measure(client, database, raw, peer, prompt(size, size), rounds) for size in (4096, 32768, 131072)]
 
 
 def measure_clients(
@@ -305,11 +299,12 @@ def lead(
     lmcache: bool,
 ) -> dict[str, Any]:
     """Both parts, on a pool of the bench's own at the machine that leads."""
-    config, hosts = machines.location.config, machines.hosts
-    master = machines.later.enter_context(own_master(config, machines.location.host, _SEGMENT))
-    parts = measure_parts(machines, master, rounds, lmcache)
-    clients = measure_clients(machines, master, levels, lengths, seconds) if levels else []
-    return {"about": about(config), "nodes": hosts, "results": parts, "clients": clients}
+    config = machines.location.config
+    pool = local_pool(_SEGMENT, host=machines.location.host, transfer=bench_transfer(config))
+    master = machines.later.enter_context(pool)
+    parts = measure_parts(machines.location, master, rounds, lmcache)
+    clients = measure_clients(machines, master, levels, lengths, seconds)
+    return {"about": about(config), "nodes": machines.hosts, "results": parts, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -340,36 +335,35 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 def report_of(figures: dict[str, Any]) -> Report:
     """Returns the figures for people."""
     rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
+    lines = {
+        f"{_KINDS[kind]}, {tokens} tokens": [
+            (row["clients"], row[f"{kind}_per_s"]) for row in clients if row["tokens"] == tokens
+        ]
+        for tokens in sorted({row["tokens"] for row in clients})
+        for kind in _KINDS
+    }
     parts: list[Table | LinePlot] = [
-        Table("One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool.")
-    ]
-    if clients:
-        lines = {
-            f"{_KINDS[kind]}, {tokens} tokens": [
-                (row["clients"], row[f"{kind}_per_s"]) for row in clients if row["tokens"] == tokens
-            ]
-            for tokens in sorted({row["tokens"] for row in clients})
-            for kind in _KINDS
-        }
-        parts.append(LinePlot("Requests a second", "clients, on all nodes together", "", lines))
-        parts.append(
-            Table(
-                "As clients grow",
-                ("tokens", "clients", "raw/s", "p50 ms", "p99 ms", "lookups/s", "p50 ms", "p99 ms", "ratio"),
+        Table(
+            "One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool."
+        ),
+        LinePlot("Requests a second", "clients, on all nodes together", "", lines),
+        Table(
+            "As clients grow",
+            ("tokens", "clients", "raw/s", "p50 ms", "p99 ms", "lookups/s", "p50 ms", "p99 ms", "ratio"),
+            [
                 [
-                    [
-                        row["tokens"],
-                        row["clients"],
-                        *(row[f"{kind}_{what}"] for kind in _KINDS for what in _FIGURES),
-                        row["ratio"],
-                    ]
-                    for row in clients
-                ],
-                f"Clients of {len(nodes)} nodes together, as many on each. A client is a process, has prompts of its own, and asks without a "
-                "pause; the ratio is of lookups to raw requests a second.",
-            )
-        )
-    parts.append(Table("Nodes", ("node", "host"), list(nodes.items()), "The master is on the first."))
+                    row["tokens"],
+                    row["clients"],
+                    *(row[f"{kind}_{what}"] for kind in _KINDS for what in _FIGURES),
+                    row["ratio"],
+                ]
+                for row in clients
+            ],
+            f"Clients of {len(nodes)} nodes together, as many on each. A client is a process, has prompts of its own, and asks without a "
+            "pause; the ratio is of lookups to raw requests a second.",
+        ),
+        Table("Nodes", ("node", "host"), list(nodes.items()), "The master is on the first."),
+    ]
     summary = (
         "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which names the chunks and asks the master, for a prompt "
         "that it sees for the first time and again, next to a raw batch_is_exist of the same keys in the same run."
@@ -379,7 +373,7 @@ def report_of(figures: dict[str, Any]) -> Report:
 
 def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
     low, high = (1, MOST) if option.name == "clients" else (1, 1 << 20)
-    parts = [part.strip() for part in text.split(",")] if text else []
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and low <= int(part) <= high for part in parts):
         raise click.BadParameter(f"{text}: numbers from {low} to {high}, separated by commas", context, option)
     return tuple(sorted({int(part) for part in parts}))
@@ -391,7 +385,7 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @option(
     "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
 )
-@option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other; empty leaves this part out.")  # fmt: skip
+@option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other.")  # fmt: skip
 @option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
 @option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
 @report_options

@@ -52,20 +52,6 @@ _FIND_S = 10.0
 _OPEN_S = 30.0
 _STAGING = ByteSize(32 << 20)
 _HALVINGS = 8
-_PERCENT = ("hit_rate", "lru", "ideal")
-_COLUMNS = {
-    "capacity_chunks": "room for chunks",
-    "capacity_mib": "MiB",
-    "watermark": "watermark",
-    "ratio": "ratio",
-    "lease_ms": "lease, ms",
-    "hit_rate": "hit rate, %",
-    "lru": "LRU, %",
-    "ideal": "ideal, %",
-    "refused": "refused",
-    "lost": "lost",
-    "seconds": "seconds",
-}
 _DEFAULT_LEASE_MS = 200
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
@@ -309,7 +295,6 @@ class Leader:
 
     def report(self, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
         """Returns the table, and the hit rate over the capacity."""
-        cells = [[100 * row[name] if name in _PERCENT else row[name] for name in _COLUMNS] for row in rows]
         most = len(self.distinct)
         halved = sorted({max(1, most >> halvings) for halvings in range(_HALVINGS)})
         pools = [(most if row["lru"] is row["ideal"] else row["capacity_chunks"], row["hit_rate"]) for row in rows]
@@ -327,7 +312,10 @@ class Leader:
             f"{len(self._trace)} requests, {most} different chunks, by {len(self._shares)} client(s). "
             "The hit rate is the tokens that were loaded, of all prompt tokens."
         )
-        parts: list[Table | LinePlot] = [Table("Pools", list(_COLUMNS.values()), cells, note), plot]
+        parts: list[Table | LinePlot] = [
+            Table("Pools", list(rows[0]), [list(row.values()) for row in rows], note),
+            plot,
+        ]
         return Report("A trace on a real pool", summary, parts, facts)
 
 

@@ -26,7 +26,7 @@ import msgspec
 
 from bench.lib.about import about
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
-from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
+from bench.lib.load import Destination, Load, generate, join, summarize
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import quantile
 from bench.lib.targets import any_server, clusters_proxy, own_cluster
@@ -217,44 +217,25 @@ def _read_key(file: Path) -> str:
 
 
 def report_of(loads: Mapping[str, Load], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-    """Returns the figures of each pass beside each other; time to first token as it was distributed, and in the course of time."""
+    """Returns the figures of each pass beside each other, and time to first token as it was distributed."""
     names = [name for name in rows[0] if name != "pass"]
-    cells = [[name, *(_cell(row[name]) for row in rows)] for name in names]
-    parts: list[Table | LinePlot] = [
-        Table("Passes", ["", *(str(row["pass"]) for row in rows)], cells,
-              "Times count from when a request was due. recompute: each request with an isolation of its own; reuse: without. "
-              "The ideal hit rate is that of a pool that never forgets and holds a prompt as soon as it is sent."),
-    ]  # fmt: skip
-    answered = {name: [one for one in load.outcomes if not one.error] for name, load in loads.items()}
+    note = (
+        "Times count from when a request was due. recompute: each request with an isolation of its own; reuse: without. "
+        "The ideal hit rate is that of a pool that never forgets and holds a prompt as soon as it is sent."
+    )
+    cells = [[name, *(row[name] for row in rows)] for name in names]
+    parts: list[Table | LinePlot] = [Table("Passes", ["", *(str(row["pass"]) for row in rows)], cells, note)]
+    answered = {name: [one.first or 0.0 for one in load.outcomes if not one.error] for name, load in loads.items()}
     if all(answered.values()):
-        spread = {name: distribution([one.first or 0.0 for one in ones]) for name, ones in answered.items()}
-        course = {name: in_slices(ones) for name, ones in answered.items()}
-        parts += [
-            LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0),
-            LinePlot("Time to first token in the course of the load", "seconds", "median of a slice, milliseconds", course, log_x=False),
-        ]  # fmt: skip
-    return Report("A cluster under load", "Open loop: requests begin when they are due, however slow the cluster is.", parts, facts)  # fmt: skip
-
-
-def _cell(value: object) -> object:
-    return ", ".join(f"{kind}: {count}" for kind, count in value.items()) if isinstance(value, dict) else value
+        spread = {name: distribution(seconds) for name, seconds in answered.items()}
+        parts.append(LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0))
+    summary = "Open loop: requests begin when they are due, however slow the cluster is."
+    return Report("A cluster under load", summary, parts, facts)
 
 
 def distribution(seconds: Sequence[float]) -> list[tuple[float, float]]:
     """Points (milliseconds, the share of values that are no more than that), in a hundred steps."""
     return [(max(quantile(seconds, part / 100) * 1e3, 0.01), part / 100) for part in range(1, 101)]
-
-
-def in_slices(outcomes: Sequence[RequestOutcome]) -> list[tuple[float, float]]:
-    """Points (seconds, median milliseconds to the first token), one for each slice of time in which something was due."""
-    slices = 24
-    length = (max(one.due for one in outcomes) or 1.0) / slices
-    points = []
-    for number in range(slices):
-        firsts = [one.first or 0.0 for one in outcomes if min(int(one.due / length), slices - 1) == number]
-        if firsts:
-            points.append(((number + 0.5) * length, quantile(firsts, 0.5) * 1e3))
-    return points
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
         assert row["errors"] == {}
         assert row["prompt_tokens"] == 16 * 640
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
-    assert page.read_text().count("<svg") == 2
+    assert page.read_text().count("<svg") == 1
 
 
 # --- other servers ---------------------------------------------------------------------------------------------------
