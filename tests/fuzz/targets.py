@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from bench.lib.trace import read_request
 from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
@@ -317,23 +316,20 @@ pd_cache_pool_up 0
 """
 
 
-def _metrics(data: bytes) -> None:
-    row = NodeStatus(record=_RECORDS[0])
-    read_metrics(data.decode(errors="replace"), row)
-    assert row.in_flight is None or row.in_flight >= 0
-    assert row.hit_rate is None or row.hit_rate >= 0
-    _show(row)
-
-
 _WATCHED = tuple(msgspec.structs.replace(record, name=record.role) for record in _RECORDS)
 _OLDER = read_node(read_samples(_METRICS.decode()), 0.0)
 
 
-def _rates(data: bytes) -> None:
-    """What `top` and `/ui` make of a node's metrics, after those of a moment before."""
+def _metrics(data: bytes) -> None:
+    """What `status`, and after those of a moment before `top` and `/ui`, make of a node's metrics."""
+    text, row = data.decode(errors="replace"), NodeStatus(record=_RECORDS[0])
+    read_metrics(text, row)
+    assert row.in_flight is None or row.in_flight >= 0
+    assert row.hit_rate is None or row.hit_rate >= 0
+    _show(row)
     history = NodeHistory()
     history.add(_OLDER)
-    history.add(reading := read_node(read_samples(data.decode(errors="replace")), 2.0))
+    history.add(reading := read_node(read_samples(text), 2.0))
     rates = history.rates(2.0)
     assert rates is not None
     assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
@@ -456,14 +452,7 @@ def _params(data: bytes) -> None:
         assert read_params(write_params(handoff.announced)).announced == handoff.announced
 
 
-# --- benches ---------------------------------------------------------------------------------------------------------
-
-
-def _trace(data: bytes) -> None:
-    request = read_request(data)
-    assert 0 <= request.timestamp < math.inf
-    assert len(request.whole_blocks) == request.input_length // 512
-
+# --- the master ---------------------------------------------------------------------------------------------------------
 
 _EXISTS = bytes.fromhex("15000000 07000000 11000000 00000000 5d8c5f2a 04 84870b0100 03 0101 0100 0101")
 """Mooncake's answer to request 7, which was about three keys."""
@@ -526,8 +515,7 @@ TARGETS: dict[str, Target] = {
             "master-keys", lambda data: bool(read_places(data, ["k"])) and None, (ValueError,),
             (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
         ),
-        Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS), _BYTES),
-        Target("rates", _rates, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
+        Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
         Target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
         Target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
         Target(
@@ -558,9 +546,5 @@ TARGETS: dict[str, Target] = {
             _JSON,
         ),
         Target("master-answer", _master_answer, (UnexpectedAnswerError, NoVerdictError), (_EXISTS,), _BYTES),
-        Target(
-            "trace", _trace, (ValueError,),
-            (_json({"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}),), _JSON,
-        ),
     )
 }  # fmt: skip

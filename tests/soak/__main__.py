@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import heapq
 import itertools
 import os
 import queue
 import random
 import re
+import sched
 import secrets
 import shutil
 import signal
@@ -53,7 +52,7 @@ class Soak:
         self.weights = Weights(self.cluster, self.books, self._later)
         self.stage = Stage(self.cluster, self.books, self.weights, self._later)
         self.clients: list[Client] = []
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due = sched.scheduler(time.monotonic)
         self._numbers = itertools.count()
         self._undos: dict[int, Undo] = {}
         self._working = False
@@ -97,7 +96,7 @@ class Soak:
         self._go()
         zero = time.monotonic()
         for fault in self.faults:
-            self._at(zero + fault.at, functools.partial(self._begin, fault, zero + fault.at + fault.seconds))
+            self._due.enterabs(zero + fault.at, 0, self._begin, (fault, zero + fault.at + fault.seconds))
         self._watch(self.seconds)
         self._undo_all()
         last = time.monotonic()
@@ -192,11 +191,8 @@ class Soak:
 
     # --- time ------------------------------------------------------------------------------------------------------------------------
 
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (when, next(self._numbers), action))
-
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        self._at(time.monotonic() + seconds, action)
+        self._due.enter(seconds, 0, action)
 
     def _watch(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -213,8 +209,7 @@ class Soak:
 
     def _tick(self) -> None:
         """Does what is due, starts what has ended, takes in what engines say."""
-        while self._due and self._due[0][0] <= time.monotonic():
-            heapq.heappop(self._due)[2]()
+        self._due.run(blocking=False)
         for name, node in self.cluster.nodes.items():
             starts, down = node.starts, node.pid is None
             node.tend()
@@ -248,7 +243,7 @@ class Soak:
         with (self.logs / "faults.log").open("a") as log:
             log.write(f"{time.time():.3f} {fault}\n")
         self._undos[number] = self.stage.begin(fault)
-        self._at(end, lambda: self._undo(number))
+        self._due.enterabs(end, 0, self._undo, (number,))
 
     def _undo(self, number: int) -> None:
         if (undo := self._undos.pop(number, None)) is not None:

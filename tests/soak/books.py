@@ -59,7 +59,6 @@ class Books:
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         """Operations, requests by what became of them, bytes compared, tokens loaded …"""
-        self.damaged: Counter[str] = Counter()
         self.troubles: dict[str, list[str]] = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
         self.resets: dict[int, float] = {}
         """When each reset was reported as done, in seconds since 1970, by the number of the weights that it was for."""
@@ -136,7 +135,7 @@ class Books:
 
     def report(self) -> str:
         """Returns everything that was counted and what was wrong, as lines of text."""
-        lines = [f"{name}: {count}" for name, count in sorted({**self.counts, **self.damaged, "resets": len(self.resets)}.items())]  # fmt: skip
+        lines = [f"{name}: {count}" for name, count in sorted({**self.counts, "resets": len(self.resets)}.items())]  # fmt: skip
         for kind, all_of_kind in self.troubles.items():
             lines += [f"{len(all_of_kind)} {kind}", *(f"  {what[:1500]}" for what in all_of_kind[:_SHOWN])]
         return "\n".join(lines)

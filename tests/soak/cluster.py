@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import psutil
 import yaml
 
 from tests.soak.oracle import CHUNK, VOCABULARY
@@ -364,43 +365,21 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> li
     return lost + [f"{name}: {more}" for name, now in after.items() for more in now.beyond(before.get(name, now))]
 
 
-def footprint(group: int) -> Footprint:
-    """Returns what the processes of a process group hold now."""
-    held = [0, 0, 0, 0]
-    for pid, pgid, state in _processes():
-        if pgid != group or state == "Z":
-            continue
-        with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-            one = (1, descriptors, int(status.get("Threads", "0")), int(status.get("VmRSS", "0 kB").split()[0]) >> 10)
-            held = [was + now for was, now in zip(held, one, strict=True)]
-    return Footprint(*held)
+def footprint(pid: int) -> Footprint:
+    """Returns what a process and its children hold now."""
+    held = Footprint(0, 0, 0, 0)
+    with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        node = psutil.Process(pid)
+        for one in (node, *node.children(recursive=True)):
+            holds = (1, one.num_fds(), one.num_threads(), one.memory_info().rss >> 20)
+            held = Footprint(*map(sum, zip(held, holds, strict=True)))
+    return held
 
 
 def _others() -> list[str]:
-    """Returns the processes besides this one in its namespace. Reaps those that have ended."""
-    found = []
-    for pid, _, state in _processes():
-        if state == "Z":
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        elif pid != os.getpid():
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(f"process {pid}: {command[:120]}")
-    return found
-
-
-def _processes() -> list[tuple[int, int, str]]:
-    """Returns number, process group and state of each process."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                found.append((int(entry), int(fields[2]), fields[0]))
-    return found
+    """Returns the processes besides this one in its namespace."""
+    alive = [one for one in psutil.process_iter(["cmdline", "status"]) if one.info["status"] != psutil.STATUS_ZOMBIE]
+    return [f"process {one.pid}: {' '.join(one.info['cmdline'])[:120]}" for one in alive if one.pid != os.getpid()]
 
 
 def _files_left(folder: Path, known: set[str]) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -36,7 +33,6 @@ from tests.soak.oracle import (  # fmt: skip
 from tests.support.hosts import why_not
 from tests.support.needs import NO_ETCD
 from tests.support.pool import ROOT
-from tests.support.waiting import wait_for
 
 CANARY = 0x0123_4567_89AB_CDEF
 _NONE = np.zeros(0, np.int64)
@@ -57,10 +53,8 @@ def _loaded(buffer: PagedBuffer, weights: tuple[int, ...] = (0, 0, 0)) -> tuple[
     return slots, prefixes(tokens)
 
 
-def test_what_is_right_is_found_right_and_no_word_occurs_twice(buffer: PagedBuffer) -> None:
-    slots, names = _loaded(buffer)
-    assert buffer.compare(slots, names, _NONE, CANARY) == (0, [])
-    assert bool((buffer.words == CANARY).all())
+def test_no_word_occurs_twice() -> None:
+    names = prefixes(range(3 * CHUNK))
     words = kv_of(np.concatenate([names, prefixes([9, 2, 3]), prefixes(range(9), 1)])).reshape(-1)
     assert len(set(words.tolist())) == len(words)
 
@@ -197,34 +191,13 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one
     assert {kind.name for kind in (*KINDS, *LONG_KINDS)} == set(ACTIONS)
 
 
-def _command(logs: Path, minutes: float) -> list[str]:
-    if reason := why_not() or (NO_ETCD if shutil.which("etcd") is None else None):
-        pytest.skip(reason)
-    return [sys.executable, "-m", "tests.soak", "--minutes", str(minutes), "--seed", "11", "--logs", str(logs)]
-
-
 @pytest.mark.slow(seconds=60)
 def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path: Path) -> None:
-    done = subprocess.run(_command(tmp_path, 0.2), cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
+    if reason := why_not() or (NO_ETCD if shutil.which("etcd") is None else None):
+        pytest.skip(reason)
+    command = (sys.executable, "-m", "tests.soak", "--minutes", "0.2", "--seed", "11", "--logs", str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     logs = "".join(f"\n--- {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:] + logs
     for what in ("requests, answered", "tokens, retrieve", "faults, reset", "resets"):
         assert f"\n{what}: " in done.stdout, what
-
-
-def test_a_run_that_is_killed_leaves_no_process_mount_or_file(tmp_path: Path) -> None:
-    with subprocess.Popen(_command(tmp_path, 1), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
-        try:
-            wait_for(lambda: (tmp_path / "proxy.log").exists() or run.poll() is not None, 120, "the nodes")
-            assert run.poll() is None, run.stderr and run.stderr.read()
-            children = psutil.Process(run.pid).children(recursive=True)
-            assert len(children) > 5
-            run.send_signal(signal.SIGKILL)
-            run.wait(90)
-        finally:
-            run.kill()
-    _, alive = psutil.wait_procs(children, 20)
-    assert not alive
-    # hosts of other tests are mounts, too, and come and go meanwhile
-    assert "pd-cache-soak" not in Path("/proc/mounts").read_text()
-    assert not [name for name in os.listdir("/dev/shm") if name == "soak"]

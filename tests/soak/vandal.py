@@ -44,7 +44,7 @@ def main(master: str, metrics: str, host: str, seed: str) -> None:
             how, bad = damaged(value, client.get(rng.choice(keys)) or value, rng)
             client.batch_remove([key], True)
             code = client.put(key, bad)
-            print(f"in the pool, {how if code == 0 else 'not put back'}", flush=True)
+            print(f"damaged in the pool, {how if code == 0 else 'not put back'}", flush=True)
         time.sleep(0.05)
 
 
