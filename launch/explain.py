@@ -290,13 +290,13 @@ class _PoolLookups:
             return
         try:
             names = name_prompt(spaces[0], tokens, self._salt, self._seeds)
-            surveyed = self._client(spaces, self._master).survey(names)
+            found = self._client(spaces, self._master).find(names)
         except PoolUnavailableError:
             one.found, one.reason = 0, "pool_down"
         except ValueError as error:
             one.detail = one_line(str(error))
         else:
-            one.found, one.reason = surveyed.chunks * spaces[0].chunk_size, surveyed.reason
+            one.found, one.reason = found.chunks * spaces[0].chunk_size, found.reason
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         client = self._clients.get(spaces)

@@ -1,4 +1,4 @@
-"""The cache: lookup, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this process (`CacheEngine`), and both
+"""The cache: find, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this process (`CacheEngine`), and both
 by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
 
 from __future__ import annotations
@@ -71,19 +71,14 @@ class BlockCache(Protocol):
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's block hashes."""
 
-    def lookup(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> int:
-        """Returns how many chunks, from the first, the cache holds with every shard.
-
-        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
-        `session`, until the session retrieves it or ends. `timeout` is in seconds.
-        """
-
-    def survey(
+    def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
-        """Does the same as `lookup`. Returns how long the prefix is, and why it is not longer."""
+        """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
+
+        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
+        `session`, until the session loads it or ends. `timeout` is in seconds.
+        """
 
     def store(
         self,
@@ -104,24 +99,7 @@ class BlockCache(Protocol):
         (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
         """
 
-    def retrieve(
-        self,
-        names: Sequence[bytes],
-        blocks: BlocksOrSlots,
-        *,
-        kv_caches: Any = None,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now.
-
-        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
-        all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
-        nothing was loaded. By default it is this engine's. `timeout` is in seconds.
-        """
-
-    def restore(
+    def load(
         self,
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
@@ -131,7 +109,12 @@ class BlockCache(Protocol):
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
-        """Does the same as `retrieve`. Returns how many chunks were loaded, from which tiers, and why not more."""
+        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
+
+        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
+        all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
+        nothing was loaded. By default it is this engine's. `timeout` is in seconds.
+        """
 
     def end(self, session: str) -> None:
         """Releases what a session protects. Does nothing if there is no such session."""
@@ -229,12 +212,7 @@ class CacheEngine:
 
     # --- the three operations ------------------------------------------------------------------------------------
 
-    def lookup(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> int:
-        return self.survey(names, at_hand=at_hand, timeout=timeout).chunks
-
-    def survey(
+    def find(
         self,
         names: Sequence[bytes],
         *,
@@ -244,7 +222,7 @@ class CacheEngine:
         timeout: float | None = None,
     ) -> Found:
         """`epoch`: another weights version to look in than the engine's own."""
-        return self.prefix.survey(names, at_hand=at_hand, epoch=epoch, timeout=timeout)
+        return self.prefix.find(names, at_hand=at_hand, epoch=epoch, timeout=timeout)
 
     def reset(self, version: str | None = None) -> str | None:
         """Says that this engine has other weights now; see `LookupClient.reset`."""
@@ -273,19 +251,7 @@ class CacheEngine:
             after.follow()
         return self.mover.store(run, end)
 
-    def retrieve(
-        self,
-        names: Sequence[bytes],
-        blocks: BlocksOrSlots,
-        *,
-        kv_caches: KVCaches | None = None,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        return self.restore(names, blocks, kv_caches=kv_caches, epoch=epoch, timeout=timeout).chunks
-
-    def restore(
+    def load(
         self,
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
@@ -485,7 +451,7 @@ class PromptCache:
         """
         size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
         chunks = min(max(at_hand, 0) // size, len(names))
-        return self.cache.lookup(names, at_hand=chunks, session=session, timeout=timeout) * size
+        return self.cache.find(names, at_hand=chunks, session=session, timeout=timeout).chunks * size
 
     def store(
         self,
@@ -532,9 +498,9 @@ class PromptCache:
         whole blocks of -1. Those blocks are skipped: the engine has them. timeout (s) bounds the whole call.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
-        loaded = self.cache.retrieve(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)
+        loaded = self.cache.load(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)
         result = torch.zeros(wanted.length, dtype=torch.bool)
-        result[wanted.first : wanted.first + loaded * self.cache.chunk_size] = True
+        result[wanted.first : wanted.first + loaded.chunks * self.cache.chunk_size] = True
         return result
 
     def _wanted(

@@ -20,10 +20,10 @@ from transfer.store import MooncakeStore
 class LooksUp(Protocol):
     """What a lookup client asks: a cache, the engines of a model's layer groups together, or the pool itself."""
 
-    def survey(
+    def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
-        """Returns how long a prefix is; see `BlockCache.survey`."""
+        """Returns how long a prefix is; see `BlockCache.find`."""
 
     @property
     def available(self) -> bool:
@@ -75,26 +75,21 @@ class LookupClient(ABC):
         except Exception as error:  # noqa: BLE001 - a lookup never fails its request
             self._count(error, lookup_id)
             return 0
-        return self.find(names, lookup_id, at_hand=at_hand)
+        return self.find(names, lookup_id, at_hand=at_hand).chunks * self._database.chunk_size
 
-    def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> int:
-        """Does the same as `lookup` for a prompt whose chunks are already named.
+    def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
+        """Returns how many chunks, from the first, are found of a prompt whose chunks are already named, and why not more.
 
         Whole chunks among the first `at_hand` tokens are not looked up, and count as found. `lookup_id` names the request in log lines. If
         a lookup protects what it found, it does so for that id, until the prefix is loaded or until `end`.
         """
-        return self.survey(names, lookup_id, at_hand=at_hand).chunks * self._database.chunk_size
-
-    def survey(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
-        """Does the same as `find`. Returns the prefix in chunks, how many chunks the layers have that need all of them, and why the prefix
-        is not longer."""
         chunks = min(max(at_hand, 0) // self._database.chunk_size, len(names))
         if chunks == len(names):
             return Found(chunks, chunks)
         if self._asks is None:
             return Found(chunks, chunks, "not_asked")
         try:
-            return self._asks.survey(names, at_hand=chunks, session=lookup_id or "", timeout=self._timeout)
+            return self._asks.find(names, at_hand=chunks, session=lookup_id or "", timeout=self._timeout)
         except Exception as error:  # noqa: BLE001 - a lookup never fails its request
             self._count(error, lookup_id)
             return Found(chunks, chunks, "error")
@@ -206,7 +201,7 @@ class PoolLookup(PrefixLookup):
     def reset(self, version: str | None = None) -> str | None:
         return None if self.closed else self._version.reset(version)
 
-    def survey(
+    def find(
         self,
         names: Sequence[bytes],
         *,
@@ -215,7 +210,7 @@ class PoolLookup(PrefixLookup):
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Found:
-        """Returns how many of the first chunks a load could restore. The first `at_hand` count as found; sessions protect nothing here.
+        """Returns how many of the first chunks a load would find. The first `at_hand` count as found; sessions protect nothing here.
 
         Finds no other chunk if the weights version is unknown.
         """
@@ -289,7 +284,7 @@ class MooncakeLookupClient(LookupClient):
 
 
 class BypassLookupClient(LookupClient):
-    """Calls `engine.survey` directly. The caller keeps ownership of the engine."""
+    """Calls `engine.find` directly. The caller keeps ownership of the engine."""
 
     def __init__(
         self,

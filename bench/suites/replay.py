@@ -142,10 +142,10 @@ class ReplaySite(Site):
 
     def _one(self, engine: CacheEngine, blocks: Sequence[int], tally: Tally) -> None:
         cache, names = self._cache, _names(blocks)
-        found = engine.lookup(names)
+        found = engine.find(names).chunks
         loaded = 0
         if found:
-            loaded = engine.retrieve(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors)
+            loaded = engine.load(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors).chunks
             if not cache.arrived(blocks[:loaded]):
                 tally.damaged += loaded
                 loaded = 0

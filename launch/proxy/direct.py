@@ -138,7 +138,7 @@ class DirectRule:
             naming = namer.name(tokens, salt)
             if client is None or len(naming.names) > most:
                 return naming.prompt
-            found = client.survey(naming.names, request_id)
+            found = client.find(naming.names, request_id)
             if found.reason not in _ANSWERED:
                 return naming.prompt
             return naming.prompt._replace(pool_tokens=found.chunks * namer.chunk_size)

@@ -109,7 +109,7 @@ class SchedulerAdapter:
         if lookup is None:
             raise ValueError(f"no lookup was submitted for request {request_id!r}")
         found = lookup.query()
-        return None if found is None else found * self.chunk_size
+        return None if found is None else found.chunks * self.chunk_size
 
     def num_blocks_per_chunk(self) -> int:
         """Returns the number of the engine's blocks in a chunk."""
@@ -340,7 +340,7 @@ class WorkerAdapter:
     def _retrieve_ended(self, one: _Retrieving) -> bool:
         if not one.pending.query():
             return False
-        self._bad_blocks.update(one.blocks[one.pending.loaded * self._blocks_per_chunk :])
+        self._bad_blocks.update(one.blocks[one.pending.loaded.chunks * self._blocks_per_chunk :])
         return True
 
 
@@ -398,7 +398,7 @@ class RpcLookupServer:
         answer: Answer
         try:
             names = split_names(request.names)
-            answer = self._engine.survey(names, at_hand=request.at_hand, epoch=request.epoch)
+            answer = self._engine.find(names, at_hand=request.at_hand, epoch=request.epoch)
         except Exception as error:  # noqa: BLE001 - the client receives and counts the error
             answer = failed(error)
         finally:

@@ -158,15 +158,10 @@ class ServerCache:
 
     # --- operations that wait for their end ----------------------------------------------------------------------
 
-    def lookup(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> int:
-        return self.survey(names, at_hand=at_hand, session=session, timeout=timeout).chunks
-
-    def survey(
+    def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
-        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).survey()
+        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
 
     def store(
         self,
@@ -183,19 +178,7 @@ class ServerCache:
         pending.wait()
         return pending.outcomes
 
-    def retrieve(
-        self,
-        names: Sequence[bytes],
-        blocks: BlocksOrSlots,
-        *,
-        kv_caches: Any = None,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        return self.restore(names, blocks, kv_caches=kv_caches, session=session, epoch=epoch, timeout=timeout).chunks
-
-    def restore(
+    def load(
         self,
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
@@ -208,14 +191,14 @@ class ServerCache:
         self._check(kv_caches)
         pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
         pending.wait()
-        return pending.restored
+        return pending.loaded
 
     # --- operations that only begin ------------------------------------------------------------------------------
 
     def begin_lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> PendingLookup:
-        """Begins a lookup; arguments as for `lookup`."""
+        """Begins a lookup; arguments as for `find`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
         asked = Found(at_hand, len(names))
@@ -256,7 +239,7 @@ class ServerCache:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> PendingRetrieve:
-        """Begins to load; arguments as for `retrieve`. The server may write to the blocks until it has ended."""
+        """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
         pending = PendingRetrieve(self, len(names))
         self._begin(pending, Retrieve, session, names, blocks, after, epoch, timeout)
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
@@ -380,13 +363,13 @@ class PendingLookup:
         self._reason = reason
         self._found = asked if asked.chunks == asked.leading else None
 
-    def query(self) -> int | None:
-        """Looks without waiting. Returns the chunks found, or None while there is no answer."""
+    def query(self) -> Found | None:
+        """Looks without waiting. Returns what was found, or None while there is no answer."""
         if self._found is None and self._future is not None and not self._future.query():
             return None
-        return self.survey().chunks
+        return self.wait()
 
-    def survey(self) -> Found:
+    def wait(self) -> Found:
         """Returns what was found, the chunks at hand included. Waits until the deadline at the latest."""
         if self._found is not None:
             return self._found
@@ -478,26 +461,23 @@ class PendingRetrieve(_PendingMove):
     """A retrieve under way. Its blocks may be written to until `query` returns True."""
 
     _op = "retrieve"
-    loaded = 0
+    loaded = Loaded(0)
     """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
-    restored = Loaded(0)
-    """The same, with the tiers that the chunks came from, and why not more were loaded."""
 
     def _count(self) -> None:
         metrics, outcome = self._cache.metrics, self.outcome
         if not isinstance(outcome, Loaded) or outcome.chunks > self._chunks:
             reason = outcome if isinstance(outcome, str) else "nonsense"
             metrics.trouble("retrieve", reason, self._chunks)
-            self.restored = Loaded(0, _server_reason(reason))
+            self.loaded = Loaded(0, _server_reason(reason))
             return
         if outdated := self._cache.outdated(self.epoch):
             metrics.trouble("retrieve", outdated, self._chunks)
-            self.restored = Loaded(0, outdated)
+            self.loaded = Loaded(0, outdated)
             return
-        self.loaded = outcome.chunks
-        self.restored = outcome
-        self._cache.count_moved("retrieve", "loaded", self.loaded)
-        if self.loaded < self._chunks:  # the server counts which chunk failed for which reason
+        self.loaded = outcome
+        self._cache.count_moved("retrieve", "loaded", outcome.chunks)
+        if outcome.chunks < self._chunks:  # the server counts which chunk failed for which reason
             metrics.trouble("retrieve", "not_loaded")
 
 

@@ -339,13 +339,13 @@ class MoveJob:
         first, self._done = self._done, min(self._done + most, len(run.chunks))
         part = run.part(first, self._done)
         if isinstance(self._request, Retrieve):
-            restored = model.mover.load(part)
-            self._tiers = TierChunks(*map(sum, zip(self._tiers, restored.tiers, strict=True)))
-            if restored.chunks == len(part.chunks) and self._done < len(run.chunks):
+            loaded = model.mover.load(part)
+            self._tiers = TierChunks(*map(sum, zip(self._tiers, loaded.tiers, strict=True)))
+            if loaded.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             if self._request.session:
                 names = split_names(self._request.names)
                 self._sessions.loaded(self._request.session, model.group, worker.rank, names)
-            return Loaded(first + restored.chunks, restored.reason, self._tiers)
+            return Loaded(first + loaded.chunks, loaded.reason, self._tiers)
         self._outcomes += bytes(model.mover.store(part))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

@@ -142,7 +142,7 @@ class SchedulerSide:
                 tracked.looking = request_span(
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
                 )
-            reach = lookup.survey(names, request.request_id, at_hand=at_hand)
+            reach = lookup.find(names, request.request_id, at_hand=at_hand)
             if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
                 self._lost = False
                 self._begin_epoch(reach.epoch)

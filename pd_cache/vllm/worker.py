@@ -165,20 +165,20 @@ class WorkerSide:
             cache, remaining = self._caches[part.group], deadline - self._clock()
             if cache is None:
                 continue
-            restored = Loaded(0, "deadline")
+            loaded = Loaded(0, "deadline")
             try:
                 if remaining > 0:
-                    restored = cache.restore(
+                    loaded = cache.load(
                         part.names, part.blocks, session=op.request_id, epoch=op.epoch, timeout=remaining
                     )
                 else:
                     cache.metrics.trouble("retrieve", "deadline", len(part.names))
             except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
                 self._unexpected("retrieve", len(part.names), error)
-                restored = Loaded(0, "error")
-            if restored.chunks < len(part.names):
-                return restored if restored.reason != "none" else Loaded(restored.chunks, "error")
-            first = first or restored
+                loaded = Loaded(0, "error")
+            if loaded.chunks < len(part.names):
+                return loaded if loaded.reason != "none" else Loaded(loaded.chunks, "error")
+            first = first or loaded
         return first or Loaded(0, "none" if op.parts else "error")
 
     def _run_stores(self) -> None:

@@ -60,17 +60,16 @@ class Side:
             for offset in range(BLOCK)
         )
 
-    def survey(self, names: Sequence[bytes], **options: Any) -> Found:
-        (answer,) = {msgspec.structs.replace(rank.survey(names, **options), epoch=None) for rank in self.ranks}
-        assert {rank.lookup(names, **options) for rank in self.ranks} == {answer.chunks}
+    def find(self, names: Sequence[bytes], **options: Any) -> Found:
+        (answer,) = {msgspec.structs.replace(rank.find(names, **options), epoch=None) for rank in self.ranks}
         return answer
 
     def store(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> list[StoreOutcome]:
         parts = [rank.store(names, blocks, **options) for rank in self.ranks]
         return [StoreOutcome.together(chunk) for chunk in zip(*parts, strict=True)]
 
-    def restore(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> Loaded:
-        return min((rank.restore(names, blocks, **options) for rank in self.ranks), key=lambda one: one.chunks)
+    def load(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> Loaded:
+        return min((rank.load(names, blocks, **options) for rank in self.ranks), key=lambda one: one.chunks)
 
     def changed(self, act: Callable[[], object]) -> list[int]:
         """The blocks that differ after `act`."""
@@ -155,14 +154,14 @@ def tokens() -> list[int]:
 
 def test_what_is_stored_is_found_and_loaded_into_other_blocks(side: Side, tokens: list[int]) -> None:
     names = side.names(tokens)
-    assert side.survey(names) == Found(0, 0, "never_stored")
+    assert side.find(names) == Found(0, 0, "never_stored")
     side.compute(tokens)
     assert side.store(names) == [StoreOutcome.NEW] * 3
     assert side.store(names) == [StoreOutcome.BEFORE] * 3
-    assert side.survey(names) == Found(3, 3)
-    assert side.changed(lambda: side.restore(names, ELSEWHERE)) == ELSEWHERE
+    assert side.find(names) == Found(3, 3)
+    assert side.changed(lambda: side.load(names, ELSEWHERE)) == ELSEWHERE
     assert all(side.holds(tokens, block, index) for index, block in enumerate(ELSEWHERE))
-    assert side.restore(names, ELSEWHERE) == Loaded(3, "none", TierChunks(pool=3))
+    assert side.load(names, ELSEWHERE) == Loaded(3, "none", TierChunks(pool=3))
 
 
 def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
@@ -176,10 +175,10 @@ def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
         expected = at_hand
         while expected < len(names) and names[expected] in stored:
             expected += 1
-        found = side.survey(names, at_hand=at_hand)
+        found = side.find(names, at_hand=at_hand)
         assert (found.chunks, found.reason == "none") == (expected, expected == len(names))
         first, loaded = at_hand * PER_CHUNK, list[Loaded]()
-        changed = side.changed(lambda: loaded.append(side.restore(names[at_hand:], blocks[first:])))  # noqa: B023 - called at once
+        changed = side.changed(lambda: loaded.append(side.load(names[at_hand:], blocks[first:])))  # noqa: B023 - called at once
         assert loaded[0].chunks == expected - at_hand
         assert set(changed) <= set(blocks[first:]), "no block of another prompt"
         for index in range(first, expected * PER_CHUNK):
@@ -201,18 +200,18 @@ def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(sid
     side.compute(tokens)
     side.store(names)
     side.evict(names[1:2])
-    assert side.survey(names) == Found(1, 1, "evicted")
-    assert side.survey(names, at_hand=2) == Found(3, 3)
-    assert side.restore(names, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
+    assert side.find(names) == Found(1, 1, "evicted")
+    assert side.find(names, at_hand=2) == Found(3, 3)
+    assert side.load(names, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_what_is_at_hand_is_neither_asked_for_nor_lost(side: Side, tokens: list[int]) -> None:
     names = side.names(tokens)
-    assert side.survey(names, at_hand=3) == Found(3, 3)
-    assert side.survey(names, at_hand=9) == Found(3, 3)
-    assert side.survey(names, at_hand=-1) == Found(0, 0, "never_stored")
-    assert side.survey([]) == Found(0, 0)
-    assert side.survey(names, at_hand=2) == Found(2, 2, "never_stored")
+    assert side.find(names, at_hand=3) == Found(3, 3)
+    assert side.find(names, at_hand=9) == Found(3, 3)
+    assert side.find(names, at_hand=-1) == Found(0, 0, "never_stored")
+    assert side.find([]) == Found(0, 0)
+    assert side.find(names, at_hand=2) == Found(2, 2, "never_stored")
 
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK, 2 * PER_CHUNK + 1])
@@ -225,7 +224,7 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side: Side, tokens: list
     kept = slice(left_out, None) if end == "start" else slice(None, len(ELSEWHERE) - left_out)
     blocks = [-1] * len(ELSEWHERE)
     blocks[kept] = ELSEWHERE[kept]
-    assert side.changed(lambda: side.restore(names, blocks)) == ELSEWHERE[kept]
+    assert side.changed(lambda: side.load(names, blocks)) == ELSEWHERE[kept]
     assert all(side.holds(tokens, block, index) for index, block in enumerate(blocks) if block >= 0)
 
 
@@ -238,12 +237,12 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side: Side, tokens: list
         ("store", [-1, *WHOLE[1:]], "blocks must lie in"),
         ("store", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
         ("store", [*WHOLE[1:], WHOLE[1]], "named twice"),
-        ("restore", [0, -1, *WHOLE[2:]], "blocks must lie in"),
-        ("restore", [-2, *WHOLE[1:]], "blocks must lie in"),
-        ("restore", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
-        ("restore", [*WHOLE[1:], WHOLE[1]], "named twice"),
-        ("restore", [0.5, *WHOLE[1:]], "of integers"),
-        ("restore", [2**70, *WHOLE[1:]], "must be integers"),
+        ("load", [0, -1, *WHOLE[2:]], "blocks must lie in"),
+        ("load", [-2, *WHOLE[1:]], "blocks must lie in"),
+        ("load", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
+        ("load", [*WHOLE[1:], WHOLE[1]], "named twice"),
+        ("load", [0.5, *WHOLE[1:]], "of integers"),
+        ("load", [2**70, *WHOLE[1:]], "must be integers"),
         ("store", Slots(torch.arange(3 * CHUNK) + BLOCKS * BLOCK), "slots must lie in"),
     ],
 )
@@ -254,13 +253,13 @@ def test_places_that_do_not_fit_are_value_errors_before_anything_moves(
     for rank in side.ranks:
         with pytest.raises(ValueError, match=message):
             getattr(rank, operation)(names, blocks)
-    assert side.survey(names).chunks == 0
+    assert side.find(names).chunks == 0
 
 
 @pytest.mark.parametrize("names", [[b"n" * 16] * 2 + [b"n" * 15], [b"n" * 7] * 3, ["n" * 16] * 3])
 def test_what_cannot_be_chunk_names_is_a_value_error(side: Side, names: list[Any]) -> None:
     for rank in side.ranks:
-        for call in (rank.lookup, rank.survey, lambda wrong, rank=rank: rank.store(wrong, WHOLE)):
+        for call in (rank.find, lambda wrong, rank=rank: rank.store(wrong, WHOLE)):
             with pytest.raises(ValueError, match="chunk names must be"):
                 call(names)
 
@@ -278,8 +277,8 @@ def test_the_salt_of_a_request_changes_every_name(side: Side, tokens: list[int])
     assert not set(plain) & set(salted)
     side.compute(tokens)
     side.store(salted)
-    assert side.survey(plain).chunks == 0
-    assert side.survey(salted).chunks == 3
+    assert side.find(plain).chunks == 0
+    assert side.find(salted).chunks == 3
 
 
 def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(side: Side, tokens: list[int]) -> None:
@@ -295,17 +294,17 @@ def test_a_session_may_end_whether_or_not_it_protects_anything(side: Side, token
     side.compute(tokens)
     side.store(names)
     for rank in side.ranks:
-        assert rank.lookup(names, session="a request") == 3
+        assert rank.find(names, session="a request").chunks == 3
         rank.end("a request")
         rank.end("never begun")
-    assert side.restore(names, ELSEWHERE, session="a request").chunks == 3
+    assert side.load(names, ELSEWHERE, session="a request").chunks == 3
 
 
 def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side: Side, tokens: list[int]) -> None:
     names = side.names(tokens)
     side.compute(tokens)
     side.store(names)
-    late = side.restore(names, ELSEWHERE, timeout=0.0)
+    late = side.load(names, ELSEWHERE, timeout=0.0)
     assert late.chunks == 0
     assert late.reason in ("deadline", "no_staging", "server_down")
 
@@ -323,6 +322,6 @@ def test_a_closed_cache_finds_loads_and_stores_nothing_and_raises_nothing(
             rank.close()
             rank.close()
             assert not rank.available
-            assert rank.lookup(names, at_hand=1) == 1
+            assert rank.find(names, at_hand=1).chunks == 1
             assert not any(rank.store(names, WHOLE, kv_caches=None) if isinstance(rank, ServerCache) else [])
         assert side.changed(lambda: None) == []

@@ -307,7 +307,7 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:
     with host(pool) as node:
         names = node.engine.name_chunks(tokens)
-        assert node.engine.lookup(names, at_hand=2) == 2
+        assert node.engine.find(names, at_hand=2).chunks == 2
         with pytest.raises(ValueError, match="register_kv_caches first"):
             node.engine.store(names, list(range(6)))
 
@@ -358,15 +358,15 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         bits = [tensor.view(torch.int16) for tensor in tensors]
         before = [one.clone() for one in bits]
         other = [*range(10, 10 + 2 * per_chunk)]
-        assert engine.retrieve(names, [-1, *other[1:]]) == 2
+        assert engine.load(names, [-1, *other[1:]]).chunks == 2
         for now, old in zip(bits, before, strict=True):
             assert torch.equal(now[other[1:]], old[held])
             assert torch.equal(now[other[0]], old[other[0]])
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         groups = EngineGroups([engine])
-        assert groups.survey([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
-        assert groups.survey([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
+        assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
+        assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
     finally:
         CacheEngineBuilder.destroy(instance)
 
@@ -378,17 +378,17 @@ def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool
     model = uuid.uuid4().hex
     with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
         names = storer.engine.name_chunks(tokens)
-        assert storer.engine.survey(names) == Found(0, 0, "never_stored", FIRST)
+        assert storer.engine.find(names) == Found(0, 0, "never_stored", FIRST)
         storer.compute(tokens, slots := [*range(LONG)])
         assert storer.store(tokens, slots) == 24
-        assert finder.engine.survey(names) == Found(3, 3, "none", FIRST)
+        assert finder.engine.find(names) == Found(3, 3, "none", FIRST)
         remove(storer, names[1:])
-        assert storer.engine.survey(names) == Found(1, 1, "evicted", FIRST)
-        assert finder.engine.survey(names) == Found(1, 1, "evicted", FIRST)
-        assert stranger.engine.survey(names) == Found(1, 1, "never_stored", FIRST)
-        assert stranger.engine.survey(names, at_hand=3) == Found(3, 3, "none")
-        restored = finder.engine.restore(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
-        assert restored == Loaded(1, "evicted", TierChunks(pool=1))
+        assert storer.engine.find(names) == Found(1, 1, "evicted", FIRST)
+        assert finder.engine.find(names) == Found(1, 1, "evicted", FIRST)
+        assert stranger.engine.find(names) == Found(1, 1, "never_stored", FIRST)
+        assert stranger.engine.find(names, at_hand=3) == Found(3, 3, "none")
+        loaded = finder.engine.load(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
+        assert loaded == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_a_load_says_which_tiers_it_read(pool: Pool, tokens: list[int]) -> None:
@@ -398,11 +398,9 @@ def test_a_load_says_which_tiers_it_read(pool: Pool, tokens: list[int]) -> None:
         names, blocks = one.engine.name_chunks(tokens), [*range(3 * CHUNK // BLOCK)]
         one.compute(tokens, slots := [*range(LONG)])
         assert one.store(tokens, slots) == 24
-        assert one.engine.restore(names, blocks, kv_caches=one.cache).tiers == TierChunks(memory=3)
-        assert other.engine.restore(names[:1], blocks[: CHUNK // BLOCK], kv_caches=other.cache).tiers == TierChunks(
-            pool=1
-        )
-        promoted = other.engine.restore(names, blocks, kv_caches=other.cache)
+        assert one.engine.load(names, blocks, kv_caches=one.cache).tiers == TierChunks(memory=3)
+        assert other.engine.load(names[:1], blocks[: CHUNK // BLOCK], kv_caches=other.cache).tiers == TierChunks(pool=1)
+        promoted = other.engine.load(names, blocks, kv_caches=other.cache)
         assert promoted == Loaded(3, "none", TierChunks(memory=1, pool=2))
 
 

@@ -45,7 +45,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
             PoolUnavailableError, match=r"not reachable after 0\.5 s: no connection: Connection refused"
         ):
             node.engine.wait_available(0.5)
-        assert node.engine.survey(node.engine.name_chunks(TOKENS)).reason == "pool_down"
+        assert node.engine.find(node.engine.name_chunks(TOKENS)).reason == "pool_down"
         assert set(node.troubles("lookup")) == {"pool_down"}, (
             "an outage is no plain miss, and no deadline was waited for"
         )

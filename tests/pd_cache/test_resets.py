@@ -179,13 +179,13 @@ def test_two_resets_at_once_while_all_threads_load_leave_no_node_with_kv_of_old_
 def test_a_load_of_what_was_found_in_an_earlier_epoch_is_a_miss_whatever_is_there_now(pool: Pool, model: str) -> None:
     with host(pool, model=model) as node:
         stored(node)
-        found = node.engine.survey(node.engine.name_chunks(TOKENS))
+        found = node.engine.find(node.engine.name_chunks(TOKENS))
         assert node.engine.reset()
         stored(node)
         names, blocks = node.engine.name_chunks(TOKENS), list(range(10))
-        restored = node.engine.restore(names, blocks, kv_caches=node.cache, epoch=found.epoch)
-        assert (restored.chunks, restored.reason) == (0, "reset")
-        assert node.engine.restore(names, blocks, kv_caches=node.cache).chunks == len(names)
+        loaded = node.engine.load(names, blocks, kv_caches=node.cache, epoch=found.epoch)
+        assert (loaded.chunks, loaded.reason) == (0, "reset")
+        assert node.engine.load(names, blocks, kv_caches=node.cache).chunks == len(names)
 
 
 def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(

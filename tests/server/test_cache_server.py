@@ -317,8 +317,8 @@ def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cach
     cache.close()
     pending.wait()
     assert pending.query()
-    assert pending.loaded in (0, 3)
-    assert cache.lookup(names) == 0
+    assert pending.loaded.chunks in (0, 3)
+    assert cache.find(names).chunks == 0
     assert not any(cache.store(names, WHOLE))
 
 
@@ -339,18 +339,18 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
     with caches(own_server, whole, ends, asking=asking) as (scheduler, first, second):
         before = own_server.sessions.pinned
         assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-        assert scheduler.survey(NAMES) == Found(0, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES) == Found(0, 5, "no_tail", FIRST)
         end = [-1, *range(1, 2 * PER_CHUNK)]
         assert second.store(NAMES[2:4], end) == [StoreOutcome.NEW] * 2
         with pytest.raises(ValueError, match="blocks must lie"):
             first.store(NAMES[:2], end)
-        assert scheduler.survey(NAMES, session="a") == Found(4, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES, session="a") == Found(4, 5, "no_tail", FIRST)
         assert own_server.sessions.pinned == before + 4 + 2 * 3
-        assert scheduler.survey(NAMES, at_hand=3) == Found(4, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES, at_hand=3) == Found(4, 5, "no_tail", FIRST)
         into = range(20, 20 + 4 * PER_CHUNK)
-        assert first.retrieve(NAMES[:4], into, session="a") == 4
+        assert first.load(NAMES[:4], into, session="a").chunks == 4
         assert own_server.sessions.pinned == before + 2 * 3
-        assert second.retrieve(NAMES[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a") == 2
+        assert second.load(NAMES[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a").chunks == 2
         assert own_server.sessions.pinned == before
         for one in first._tensors:
             assert same_tensors([one[list(into)]], [one[: 4 * PER_CHUNK]])
@@ -365,14 +365,14 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
     asking = msgspec.structs.replace(identity, further=(FurtherLayers(drafter, BLOCK, 1, 1),))
     with caches(own_server, identity, drafts, asking=asking) as (scheduler, own, other):
         assert own.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-        assert scheduler.lookup(NAMES) == 0
+        assert scheduler.find(NAMES).chunks == 0
         assert other.store(NAMES[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
         before = own_server.sessions.pinned
-        assert scheduler.survey(NAMES, session="a") == Found(4, 4, "none", FIRST)
+        assert scheduler.find(NAMES, session="a") == Found(4, 4, "none", FIRST)
         assert own_server.sessions.pinned == before + 4 + 4
-        assert scheduler.survey(NAMES, at_hand=2) == Found(4, 4, "none", FIRST)
-        assert scheduler.survey(NAMES[:3]) == Found(2, 2, "none", FIRST)
-        assert other.retrieve(NAMES[1:], range(4 * PER_CHUNK), session="a") == 4
+        assert scheduler.find(NAMES, at_hand=2) == Found(4, 4, "none", FIRST)
+        assert scheduler.find(NAMES[:3]) == Found(2, 2, "none", FIRST)
+        assert other.load(NAMES[1:], range(4 * PER_CHUNK), session="a").chunks == 4
         assert own_server.sessions.pinned == before + 4
 
 
@@ -388,9 +388,9 @@ def test_a_lookup_finds_groups_of_layers_that_are_cut_into_different_numbers_of_
     asking = msgspec.structs.replace(first, further=(FurtherLayers(states, BLOCK, 2, 3),))
     with caches(own_server, first, *ranks, asking=asking) as (scheduler, *workers):
         for worker in workers:
-            assert scheduler.lookup(NAMES[:2]) == 0
+            assert scheduler.find(NAMES[:2]).chunks == 0
             assert worker.store(NAMES[:2], range(2 * PER_CHUNK)) == [StoreOutcome.NEW] * 2
-        assert scheduler.lookup(NAMES[:2]) == 2
+        assert scheduler.find(NAMES[:2]).chunks == 2
 
 
 # --- how chunks are named and sized ----------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         names = engine.worker._cache.name_chunks(None, hashes)
     seeded = EngineIdentity(model=name, block_size=BLOCK, hash_mode="blocks", hash_seed="b")
     with caches(server, seeded) as (other,):
-        assert other.restore(names, WHOLE).reason == "never_stored", "the same names mean other chunks"
+        assert other.load(names, WHOLE).reason == "never_stored", "the same names mean other chunks"
 
 
 def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_with_its_own(

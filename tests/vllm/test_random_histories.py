@@ -88,7 +88,7 @@ class FailingCache:
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
-    def restore(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Loaded:
+    def load(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Loaded:
         history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
@@ -125,7 +125,7 @@ class RandomLookups(LookupClient):
 
     def __init__(self, history: History, database: ChunkedTokenDatabase) -> None:
         super().__init__(database, CacheMetrics())
-        self._asks = SimpleNamespace(survey=self._answer)
+        self._asks = SimpleNamespace(find=self._answer)
         self._history = history
 
     @property

@@ -135,12 +135,12 @@ class PrefixCache:
     def _load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
         cache, size = self._cache, self.chunk_size
         if not cache.available:
-            return LoadResult("unavailable", reason=cache.survey(prefix.names).reason)
+            return LoadResult("unavailable", reason=cache.find(prefix.names).reason)
         deadline = time.monotonic() + wait_s
         pause = FIRST_POLL_S
         with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length, announced=announced) as span:
             while True:
-                found = cache.survey(prefix.names, session=prefix.session)
+                found = cache.find(prefix.names, session=prefix.session)
                 prefix.epoch = cache.epoch
                 remaining = deadline - time.monotonic()
                 if found.chunks * size >= announced or remaining <= 0 or not cache.available:
@@ -152,23 +152,23 @@ class PrefixCache:
         if cancelled.is_set():
             return LoadResult("cancelled", reason="deadline")
         wanted = min(found.chunks, len(prefix.names))
-        restored = Loaded(0)
+        loaded = Loaded(0)
         if wanted:
             with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * size) as span:
-                restored = cache.restore(
+                loaded = cache.load(
                     prefix.names[:wanted],
                     prefix.blocks(0, wanted),
                     kv_caches=self._kv_caches,
                     session=prefix.session,
                     epoch=prefix.epoch,
                 )
-                span.note(loaded=restored.chunks * size, reason=restored.reason)
-        reason = found.reason if restored.chunks == wanted else restored.reason
+                span.note(loaded=loaded.chunks * size, reason=loaded.reason)
+        reason = found.reason if loaded.chunks == wanted else loaded.reason
         if reason in ("never_stored", "missing") and wanted * size < announced:
             reason = "deadline"  # it may come yet
-        if not restored.chunks:
+        if not loaded.chunks:
             return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
-        return LoadResult("hit", restored.chunks * size, wanted * size, reason, restored.tiers)
+        return LoadResult("hit", loaded.chunks * size, wanted * size, reason, loaded.tiers)
 
     def survey(self, prompt: array.array[int], salt: str | None) -> tuple[int, MissReason]:
         """Returns how many tokens of a prompt the cache would find now, and why not more."""
@@ -176,7 +176,7 @@ class PrefixCache:
         if prefix is None:
             return 0, "too_short"
         try:
-            found = self._cache.survey(prefix.names)
+            found = self._cache.find(prefix.names)
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, it found nothing
             self._warn("looking up in the cache failed", error)
             return 0, "error"

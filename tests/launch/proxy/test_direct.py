@@ -34,7 +34,7 @@ class Lookups(LookupClient):
     def available(self) -> bool:
         return True
 
-    def survey(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
+    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
         self.asked.append(names)
         self.gate.wait(60)
         chunks = self.found // NAMESPACE.chunk_size

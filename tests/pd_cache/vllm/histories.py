@@ -155,7 +155,7 @@ class Lookups(LookupClient):
 
     def __init__(self, metrics: CacheMetrics) -> None:
         super().__init__(ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
-        self._asks = SimpleNamespace(survey=self._answer)  # type: ignore[assignment]
+        self._asks = SimpleNamespace(find=self._answer)  # type: ignore[assignment]
         self.there: set[bytes] = set()
         self.leading = 0
         """How many chunks are there of the layers that need all of them, if more than can be loaded."""

@@ -41,7 +41,7 @@ class Cache:
             raise self.loads
         return self.loads
 
-    def restore(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Loaded:
+    def load(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Loaded:
         loaded = self._called(session, timeout)
         return Loaded(loaded, "none" if loaded == len(names) else self.reason)
 

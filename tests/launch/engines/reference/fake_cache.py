@@ -36,13 +36,13 @@ class FakeCache:
         self.named += 1
         return ChunkNamer(self.chunk_size).hash_tokens(tokens, extra_keys)
 
-    def survey(self, names, *, session="") -> Found:
-        self.before("survey")
+    def find(self, names, *, session="") -> Found:
+        self.before("find")
         found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
 
-    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
-        self.before("restore")
+    def load(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
+        self.before("load")
         loaded = self._found(names)
         for index, name in enumerate(names[:loaded]):
             for tensor, kept in zip(kv_caches.values(), self.chunks[name], strict=True):
@@ -84,12 +84,12 @@ class FakeCache:
 class ClaimingCache(FakeCache):
     """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was loaded."""
 
-    def survey(self, names, *, session="") -> Found:
-        self.before("survey")
+    def find(self, names, *, session="") -> Found:
+        self.before("find")
         return Found(len(names), len(names), "none")
 
-    def restore(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
-        self.before("restore")
+    def load(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
+        self.before("load")
         for tensor in kv_caches.values():
             tensor[list(blocks)] = float("nan")
         return Loaded(0, "evicted")

@@ -109,7 +109,7 @@ def test_concurrent_requests_give_what_each_gives_alone(make_engine, expected):
 # --- a cache that fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["survey", "restore", "store", "survey restore store"])
+@pytest.mark.parametrize("at", ["find", "load", "store", "find load store"])
 def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
     def fail(call: str) -> None:
         if call in at.split():
@@ -141,7 +141,7 @@ def test_a_part_of_what_was_looked_up_is_used_and_the_rest_recomputed(make_engin
     answered(engine, request_of(80))
     cache.wait_for_stores(1)
     evicted = cache.name_chunks(prompt_of(80))[2]
-    cache.before = lambda call: call == "restore" and cache.chunks.pop(evicted)
+    cache.before = lambda call: call == "load" and cache.chunks.pop(evicted)
     tokens, stats = answered(engine, request_of(80))
     assert tokens == expected(request_of(80))
     assert stats.cached_tokens == 32
@@ -157,7 +157,7 @@ def test_an_outage_is_counted_as_one_and_nothing_is_announced(make_engine, expec
     assert metric(engine, "loads_total", outcome="unavailable") == 1
 
 
-@pytest.mark.parametrize("at", ["survey", "restore"])
+@pytest.mark.parametrize("at", ["find", "load"])
 def test_a_load_that_hangs_is_left_behind_and_cannot_harm_the_blocks_of_others(make_engine, expected, at):
     cache = ClaimingCache()
     cache.before = gate = Gate(at)
