@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
-from pd_cache.layout import KVLayout, layer_tensors, shard_tensors
+from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PoolLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
@@ -34,7 +34,6 @@ from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, WeightsVersion
 from transfer.errors import PoolUnavailableError
 
-KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Mask = torch.Tensor | Sequence[bool]
 
 
@@ -178,7 +177,7 @@ class CacheEngine:
         self._owns_version = version is None
         self.version = version or WeightsVersion.of(settings, metadata.model)
         self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
-        self.prefix = EngineGroups([self])
+        self.prefix = EngineLookup([self])
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
@@ -338,7 +337,7 @@ class CacheEngine:
             return pages
 
 
-class EngineGroups(PoolLookup):
+class EngineLookup(PoolLookup):
     """The engines of one model's groups of layers, which share a backend, as one to look up in. The caller keeps them."""
 
     def __init__(self, engines: Sequence[CacheEngine]) -> None:

@@ -31,7 +31,7 @@ class NoAnswerError(CacheServerError):
     reason = "timeout"
 
 
-class RefusedError(CacheServerError):
+class ServerRefusedError(CacheServerError):
     """The server refused the request. `reason` is that of `protocol.Refused`."""
 
     def __init__(self, reason: str, message: str) -> None:

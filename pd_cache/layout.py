@@ -33,6 +33,8 @@ from pd_cache.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
+KVCaches = Mapping[str, "torch.Tensor"] | Sequence["torch.Tensor"]
+"""An engine's KV tensors, one per layer, in layer order."""
 
 Digest = xxhash.xxh3_64
 """Takes the checksum of a chunk's payload piece by piece, in order. The bytes are those that the engine has: see `pd_cache.paged.base`."""
@@ -120,8 +122,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, pieces=self.pieces // count)
 
     @classmethod
-    def from_tensors(cls, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
-                     kind: PageKind | None = None, *, block_size: int = 0) -> KVLayout:  # fmt: skip
+    def from_tensors(cls, kv_caches: KVCaches, kind: PageKind | None = None, *, block_size: int = 0) -> KVLayout:
         """Derives the layout from the engine's tensors, one per layer, in layer order.
 
         `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2), and for `OPAQUE`, which needs
@@ -166,7 +167,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def layer_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def layer_tensors(kv_caches: KVCaches) -> list[torch.Tensor]:
     """Returns the tensors in layer order, whether the engine keeps them in a mapping or a sequence."""
     return list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
 

@@ -34,7 +34,7 @@ class LooksUp(Protocol):
 
 
 class Engine(LooksUp, Protocol):
-    """The same of a `CacheEngine` or an `EngineGroups`."""
+    """The same of a `CacheEngine` or an `EngineLookup`."""
 
     database: ChunkedTokenDatabase
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
-from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.layout import KVCaches, KVLayout, layer_tensors
 from pd_cache.paged.base import (
     BlocksOrSlots,
     ChunkSlots,
@@ -55,7 +53,7 @@ class DeviceMark:
             self._follow()
 
 
-def open_copier(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
+def open_copier(kv_caches: KVCaches, layout: KVLayout) -> PagedCopier:
     """Returns the copier for the device of the tensors. Raises ValueError for tensors that do not fit `layout`."""
     tensors = layer_tensors(kv_caches)
     device = tensors[0].device.type if tensors else "none"

@@ -7,13 +7,13 @@ see `pd_cache.layout` for planes and pages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from pd_cache.chunks import check_names
-from pd_cache.layout import KVLayout, layer_tensors
+from pd_cache.layout import KVCaches, KVLayout, layer_tensors
 
 
 class Slots(NamedTuple):
@@ -221,7 +221,7 @@ def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> 
     return blocks
 
 
-def plane_bytes(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+def plane_bytes(kv_caches: KVCaches, layout: KVLayout) -> list[torch.Tensor]:
     """Returns each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
 
     Raises ValueError if the tensors are not those that `layout` was derived from.

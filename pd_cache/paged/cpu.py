@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cache.layout import Digest, KVLayout
+from pd_cache.layout import Digest, KVCaches, KVLayout
 from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 Array = npt.NDArray[Any]
@@ -48,7 +48,7 @@ class _Places(NamedTuple):
 class CpuPagedCopier(PagedCopier):
     """Copies synchronously, on the calling thread."""
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, kv_caches: KVCaches, layout: KVLayout) -> None:
         """Raises ValueError for tensors that are not on the CPU or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVLayout, checksum
+from pd_cache.layout import KVCaches, KVLayout, checksum
 from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class CudaPagedCopier(PagedCopier):
     again.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, kv_caches: KVCaches, layout: KVLayout) -> None:
         """Raises ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
         super().__init__(layout)
         planes = plane_bytes(kv_caches, layout)

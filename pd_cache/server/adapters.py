@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pd_cache.cache import CacheEngine, EngineGroups
+from pd_cache.cache import CacheEngine, EngineLookup
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
@@ -208,7 +208,7 @@ class WorkerAdapter:
         """Lends the paged KV cache to the server: layer names to tensors, in layer order.
 
         CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds (`KVLayout`). Raises
-        RefusedError, with the server's reason, if it does not take them, and SharingError if they cannot be shared.
+        ServerRefusedError, with the server's reason, if it does not take them, and SharingError if they cannot be shared.
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
@@ -347,7 +347,7 @@ class WorkerAdapter:
 class RpcLookupServer:
     """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
 
-    def __init__(self, engine: CacheEngine | EngineGroups, url: str, *, metrics: CacheMetrics | None = None) -> None:
+    def __init__(self, engine: CacheEngine | EngineLookup, url: str, *, metrics: CacheMetrics | None = None) -> None:
         """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
         self._engine = engine
         self._link = ServerLink(url, self._handle, metrics or CacheMetrics(), "lookup")

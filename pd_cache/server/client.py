@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +23,7 @@ from pd_cache.chunks import (
     stride_hashes,
 )
 from pd_cache.config import NodeSettings
-from pd_cache.layout import KVLayout, PageKind, layer_tensors
+from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import BlocksOrSlots, LeavingOut, leaving_out, plan_named
@@ -125,12 +125,10 @@ class ServerCache:
         """Whether the server is there, and has the KV tensors if any were registered."""
         return self.connection.ready
 
-    def register_kv_caches(
-        self, kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], kind: PageKind | None = None
-    ) -> None:
+    def register_kv_caches(self, kv_caches: KVCaches, kind: PageKind | None = None) -> None:
         """Lends the paged KV cache to the server: one tensor per layer, in layer order.
 
-        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds (`KVLayout`). Raises RefusedError, with
+        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds (`KVLayout`). Raises ServerRefusedError, with
         the server's reason, if it does not take them, and SharingError if they cannot be shared.
         """
         tensors = layer_tensors(kv_caches)
@@ -545,7 +543,7 @@ class ServerLookupClient(LookupClient):
         return WeightsVersion.of(config, metadata.model) if config.versions else None
 
     def wait_connected(self, timeout: float) -> None:
-        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine."""
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does not take this engine."""
         self._cache.connection.wait_ready(timeout)
 
     def end(self, lookup_id: str) -> None:

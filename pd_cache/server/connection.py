@@ -11,13 +11,11 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
-
-from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, ServerLostError
-from pd_cache.layout import PageKind
+from pd_cache.errors import CacheServerError, NoAnswerError, ServerLostError, ServerRefusedError
+from pd_cache.layout import KVCaches, PageKind
 from pd_cache.server.fence import Fence
 from pd_cache.server.link import ClientLink, Context
 from pd_cache.server.memory import SharingError, close_all, share_tensors
@@ -45,8 +43,6 @@ _SOON_S = 0.02
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 
-KVCaches = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-
 
 class ServerConnection:
     """One process's connection, for one engine rank. Thread-safe."""
@@ -64,7 +60,7 @@ class ServerConnection:
         has no identity.
 
         If `identity` has a chunk size, this does not wait: a server that is not there yet is treated like one that comes back. Otherwise
-        it waits up to `connect_timeout_s` for the server's chunk size. Raises RefusedError if the server does not take this engine,
+        it waits up to `connect_timeout_s` for the server's chunk size. Raises ServerRefusedError if the server does not take this engine,
         NoAnswerError if it does not answer, ValueError for a bad address.
         """
         self.url = url
@@ -114,7 +110,7 @@ class ServerConnection:
         """Lends the server this worker's KV tensors, now and after each time the server was away.
 
         Does not wait for a server that is away: it gets the tensors when it comes back. Raises SharingError if they cannot be shared, and
-        RefusedError, with the server's reason, if it does not take them.
+        ServerRefusedError, with the server's reason, if it does not take them.
         """
         share = share_tensors(kv_caches)
         close_all(share.descriptors)
@@ -149,7 +145,7 @@ class ServerConnection:
             )
 
     def wait_ready(self, timeout: float, *, only_connected: bool = False) -> None:
-        """Waits for the server. Raises NoAnswerError after `timeout` seconds, RefusedError if it does not take this engine.
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does not take this engine.
 
         With `only_connected`, raises NoAnswerError as soon as no server is there.
         """
@@ -207,7 +203,7 @@ class ServerConnection:
         except OSError as error:
             problem = ServerLostError(str(error))
         passes = problem is None or getattr(problem, "reason", "") in ("busy", "unknown_client", "closing")
-        lasts = isinstance(problem, SharingError | RefusedError) and not passes
+        lasts = isinstance(problem, SharingError | ServerRefusedError) and not passes
         with self._changed:
             if lent is not self._lent:  # the server has tensors, or refused some, that are not in use any more: again
                 self.link.nudge()
@@ -230,11 +226,11 @@ class ServerConnection:
         before = self.welcome
         known = self.hello.engine.chunk_size if before is None else before.chunk_size
         if welcome.chunk_size != (known or welcome.chunk_size):
-            raise RefusedError(
+            raise ServerRefusedError(
                 "mismatch", f"the server's chunks have {welcome.chunk_size} tokens, this engine was made for {known}"
             )
         if before is not None and (before.hash_mode, before.hash_seed) != (welcome.hash_mode, welcome.hash_seed):
-            raise RefusedError(
+            raise ServerRefusedError(
                 "mismatch",
                 f"the server names chunks by {welcome.hash_mode} {welcome.hash_seed}, and named them by {before.hash_mode} "
                 f"{before.hash_seed} when this engine started",

@@ -28,7 +28,7 @@ import zmq
 from zmq import Context as Context
 from zmq.utils.monitor import recv_monitor_message
 
-from pd_cache.errors import CacheServerError, NoAnswerError, RefusedError, ServerLostError
+from pd_cache.errors import CacheServerError, NoAnswerError, ServerLostError, ServerRefusedError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.memory import close_all
 from pd_cache.server.protocol import (
@@ -161,7 +161,7 @@ class Future:
         if isinstance(self.answer, CacheServerError):
             raise self.answer
         if isinstance(self.answer, Refused):
-            raise RefusedError(self.answer.reason, self.answer.message)
+            raise ServerRefusedError(self.answer.reason, self.answer.message)
         return self.answer
 
 
@@ -227,13 +227,13 @@ class ClientLink:
             if self._closed:
                 problem = ServerLostError("the connection is closed")
             elif len(frame) > MAX_FRAME:  # the server would end the connection
-                problem = RefusedError(
+                problem = ServerRefusedError(
                     "invalid", f"a request may have at most {MAX_FRAME} bytes, this one has {len(frame)}"
                 )
             elif len(self._futures) >= _OUTSTANDING:
-                problem = RefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
+                problem = ServerRefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
             elif descriptors is not None and self._unix is None:
-                problem = RefusedError(
+                problem = ServerRefusedError(
                     "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
                 )
             else:

@@ -175,7 +175,7 @@ class Sessions:
             pins.backend.unpin(pins.pinned)
 
 
-class Question:
+class LookupJob:
     """A lookup, and the name of its session."""
 
     __slots__ = ("at_hand", "client", "epoch", "groups", "models", "names", "session")
@@ -217,12 +217,12 @@ class Answerer:
         self._metrics = metrics
         self._session_s = session_s
 
-    def answer(self, questions: Sequence[Question]) -> list[Answer]:
-        """Returns the answer to each question. Asks each backend for the keys of all of them together. Never raises."""
-        keys_of = [question.keys() for question in questions]
+    def answer(self, jobs: Sequence[LookupJob]) -> list[Answer]:
+        """Returns the answer to each job. Asks each backend for the keys of all of them together. Never raises."""
+        keys_of = [job.keys() for job in jobs]
         wanted: dict[StorageBackend, list[str]] = {}
-        for question, parts in zip(questions, keys_of, strict=True):
-            for model, keys in zip(question.models, parts, strict=True):
+        for job, parts in zip(jobs, keys_of, strict=True):
+            for model, keys in zip(job.models, parts, strict=True):
                 wanted.setdefault(model.mover.backend, []).extend(keys)
         known: dict[StorageBackend, Iterator[Status] | Refused] = {}
         with self._metrics.timed("lookup"):
@@ -236,27 +236,27 @@ class Answerer:
                     log.exception("lookups failed")
                     known[backend] = failed(error)
         answers = []
-        for question, parts in zip(questions, keys_of, strict=True):
+        for job, parts in zip(jobs, keys_of, strict=True):
             statuses: list[Status] = []
             answer: Answer | None = None
-            for model, keys in zip(question.models, parts, strict=True):
+            for model, keys in zip(job.models, parts, strict=True):
                 one = known[model.mover.backend]
                 if isinstance(one, Refused):
                     answer = one
                 else:
                     statuses += itertools.islice(one, len(keys))
-            answers.append(answer or self._judge(question, statuses))
+            answers.append(answer or self._judge(job, statuses))
         return answers
 
-    def _judge(self, question: Question, statuses: list[Status]) -> Answer:
+    def _judge(self, job: LookupJob, statuses: list[Status]) -> Answer:
         """Returns what a lookup found, and pins it for the lookup's session."""
         try:
-            prefix = PrefixLookup(question.groups, self._metrics, question.models[0].mover.history)
-            reach = prefix.judge(question.names, question.at_hand, statuses, question.epoch)
-            client, session = question.client, question.session
-            if session and reach.chunks > question.at_hand:
-                self._sessions.open(client, session, list(question.found(reach.chunks)), self._session_s)
-                if any(model.mover.closed for model in question.models):
+            prefix = PrefixLookup(job.groups, self._metrics, job.models[0].mover.history)
+            reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
+            client, session = job.client, job.session
+            if session and reach.chunks > job.at_hand:
+                self._sessions.open(client, session, list(job.found(reach.chunks)), self._session_s)
+                if any(model.mover.closed for model in job.models):
                     # a backend was released meanwhile, together with its sessions
                     self._sessions.end(client, session)
             return reach

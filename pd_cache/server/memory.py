@@ -15,13 +15,13 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import layer_tensors
+from pd_cache.layout import KVCaches, layer_tensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Storage, TensorView
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -131,7 +131,7 @@ class Shared(NamedTuple):
     """One for each CPU storage, in order. The caller must close them."""
 
 
-def share_tensors(kv_caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> Shared:
+def share_tensors(kv_caches: KVCaches) -> Shared:
     """Makes the tensors' memory mappable by another process, and returns its description. CPU storages move to shared memory, once.
 
     Pointers into a CPU storage that were taken before become invalid; tensors and views stay valid. Raises SharingError if the tensors

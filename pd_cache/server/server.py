@@ -29,7 +29,7 @@ from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
-from pd_cache.server.lookups import Answerer, Question, Sessions
+from pd_cache.server.lookups import Answerer, LookupJob, Sessions
 from pd_cache.server.models import OpenBackend, ServedModels
 from pd_cache.server.moves import Client, MoveJob
 from pd_cache.server.protocol import (
@@ -197,7 +197,7 @@ class CacheServer:
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
-        self._lookups: WorkQueue[Question] = WorkQueue(node.max_in_flight)
+        self._lookups: WorkQueue[LookupJob] = WorkQueue(node.max_in_flight)
         self._moves: WorkQueue[MoveJob] = WorkQueue(node.max_in_flight)
         self._stop = threading.Event()
         self._closed = False
@@ -280,10 +280,10 @@ class CacheServer:
             raise RefusalError("unknown_client", "say hello first")
         client.last_seen = time.monotonic()
         if isinstance(request, Lookup):
-            question = self._question(client, request)
-            if isinstance(question, Found):
-                return question
-            if not self._lookups.put(Item(incoming, client, question)):
+            job = self._job(client, request)
+            if isinstance(job, Found):
+                return job
+            if not self._lookups.put(Item(incoming, client, job)):
                 raise self._busy()
             return None
         if isinstance(request, Store | Retrieve):
@@ -337,14 +337,14 @@ class CacheServer:
             pooled=self.settings.pooled,
         )
 
-    def _question(self, client: Client, request: Lookup) -> Question | Found:
+    def _job(self, client: Client, request: Lookup) -> LookupJob | Found:
         """Returns what to ask, or the answer if nothing is to be asked."""
         names = split_names(request.names)
         models = [model for group in client.groups if (model := self.models.get(group)) is not None]
         if len(models) < len(client.groups) or request.at_hand >= len(names):
             at_hand = min(request.at_hand, len(names))
             return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked", request.epoch)
-        return Question(models, client.hello.client, request)
+        return LookupJob(models, client.hello.client, request)
 
     # --- the threads that work -------------------------------------------------------------------------------------
 

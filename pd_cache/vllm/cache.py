@@ -58,7 +58,7 @@ def open_caches(
 ) -> Sequence[BlockCache]:
     """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not wait for the pool.
 
-    `stack` closes them. Raises ConfigError for settings that cannot work, RefusedError, with the server's reason, if a cache server does not
+    `stack` closes them. Raises ConfigError for settings that cannot work, ServerRefusedError, with the server's reason, if a cache server does not
     take this worker.
     """
     node = settings.node

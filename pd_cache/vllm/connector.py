@@ -37,7 +37,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from pd_cache.cache import CacheEngineBuilder, EngineGroups
+from pd_cache.cache import CacheEngineBuilder, EngineLookup
 from pd_cache.chunks import Namespace
 from pd_cache.config import NodeSettings
 from pd_cache.errors import PdCacheError, UnsupportedModelError
@@ -376,7 +376,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if len(engines) == len(names):
                 logger.info("pd-cache: lookups ask the worker's engine")
                 return BypassLookupClient(
-                    settings.node, metadata, EngineGroups(engines), timeout=seconds, metrics=metrics
+                    settings.node, metadata, EngineLookup(engines), timeout=seconds, metrics=metrics
                 )
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
         return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics, history=ChunkHistory())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pd_cache.config import CacheConfig
-from pd_cache.errors import RefusedError
+from pd_cache.errors import ServerRefusedError
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
 from pd_cache.server.adapters import RpcLookupServer
 from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
@@ -160,7 +160,7 @@ def test_a_client_whose_server_serves_another_namespace_is_told_so(pool: Pool) -
         server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
         client = RpcLookupClient(other.engine.settings, other.engine.metadata, server.url)
         try:
-            with pytest.raises(RefusedError, match="the client was made for another namespace"):
+            with pytest.raises(ServerRefusedError, match="the client was made for another namespace"):
                 client.wait_connected(60)
             assert client.lookup([1] * 16) == 0
         finally:

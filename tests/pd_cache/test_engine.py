@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder, EngineGroups, PromptCache
+from pd_cache.cache import CacheEngine, CacheEngineBuilder, EngineLookup, PromptCache
 from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
@@ -364,7 +364,7 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
             assert torch.equal(now[other[0]], old[other[0]])
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
-        groups = EngineGroups([engine])
+        groups = EngineLookup([engine])
         assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
         assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
     finally:

@@ -17,7 +17,7 @@ import torch
 
 from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
-from pd_cache.errors import CacheServerError, RefusedError
+from pd_cache.errors import CacheServerError, ServerRefusedError
 from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.paged import Slots
 from pd_cache.reasons import Found, StoreOutcome
@@ -294,7 +294,7 @@ WHOLE = list(range(3 * PER_CHUNK))
 def test_blocks_are_checked_by_the_server_too(engine: Engine, kind: Any, blocks: list[int], message: str) -> None:
     before = [tensor.clone() for tensor in engine.cache]
     cache = engine.worker._cache
-    with pytest.raises(RefusedError, match=message) as refused:
+    with pytest.raises(ServerRefusedError, match=message) as refused:
         move_unchecked(cache.connection, kind, [bytes([number]) * 16 for number in range(3)], blocks)
     assert refused.value.reason == "invalid"
     assert same_tensors(engine.cache, before)
@@ -503,7 +503,7 @@ def adapter(kind: type, **options: Any) -> Callable[[str, str], Any]:
     ],
 )
 def test_an_engine_that_does_not_fit_is_refused_in_words(engine: Engine, come: Any, message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
+    with pytest.raises(ServerRefusedError, match=message):
         come(engine.worker._cache.connection.url, engine.model)
 
 
@@ -520,7 +520,7 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
             lambda: connection.wait_ready(60),
             lambda: engine.worker.register_kv_caches(engine.tensors),
         ):
-            with pytest.raises(RefusedError, match=message):
+            with pytest.raises(ServerRefusedError, match=message):
                 refused()
         assert not engine.worker.available
         assert engine.lookup(name, tokens) == 0

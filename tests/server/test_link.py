@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cache.errors import RefusedError
+from pd_cache.errors import ServerRefusedError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.link import ClientLink, Incoming, ServerLink
 from pd_cache.server.protocol import (
@@ -143,7 +143,7 @@ def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end: End) -> 
 def test_without_a_unix_socket_a_request_with_descriptors_is_refused_at_once(end: End) -> None:
     with end.connected(attached=False) as client:
         assert not client.attach(str(end.path.with_name("nobody")))
-        with pytest.raises(RefusedError, match="share a host"):
+        with pytest.raises(ServerRefusedError, match="share a host"):
             client.request(Unregister(), LATE_S, ()).result()
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None
 
 
 def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> None:
-    with pytest.raises(RefusedError, match="at most"):
+    with pytest.raises(ServerRefusedError, match="at most"):
         client.request(Lookup("x" * MAX_FRAME, b""), LATE_S).result()
     end.handle = lambda incoming: None
     futures = [client.request(StatusQuery(), LATE_S) for _ in range(1025)]
@@ -206,7 +206,7 @@ def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> Non
     def ask(thread: str) -> None:
         for number in range(200):
             client.notify(EndSession("nothing"))
-            with pytest.raises(RefusedError) as refused:
+            with pytest.raises(ServerRefusedError) as refused:
                 client.request(Lookup(f"{thread} {number}", b""), LATE_S).result()
             outcomes.append(str(refused.value) == f"{thread} {number}")
 

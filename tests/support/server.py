@@ -215,7 +215,7 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
 def move_unchecked(
     connection: ServerConnection, kind: type[Store] | type[Retrieve], names: list[bytes], blocks: Sequence[int]
 ) -> Answer:
-    """The answer to a store or retrieve of an engine that checks nothing itself. Raises RefusedError if the server refuses it."""
+    """The answer to a store or retrieve of an engine that checks nothing itself. Raises ServerRefusedError if the server refuses it."""
     place = connection.fence.admit(loads=kind is Retrieve)
     assert place is not None
     try:
