@@ -64,6 +64,6 @@ def name_prompt(space: Namespace, tokens: Sequence[int], salt: str | None, seeds
     the block hashes that name the chunks.
     """
     if space.hash_mode == "tokens":
-        return ChunkedTokenDatabase(space).hash_tokens(tokens, salt_keys(salt))
+        return ChunkedTokenDatabase(space).name_chunks(tokens, None, salt_keys(salt))
     hasher = BlockHasher(space.block_size, space.hash_seed, seeds)
     return stride_hashes(hasher.hashes(list(tokens), salt), space.chunk_size // hasher.block_size)

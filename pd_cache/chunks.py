@@ -244,6 +244,31 @@ def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[
     return [value[:HASH_BYTES] for value in hashes]
 
 
+def name_chunks(
+    namer: ChunkNamer,
+    blocks_per_chunk: int,
+    mode: str | None,
+    tokens: Tokens | None,
+    hashes: Sequence[bytes] | None,
+    extra_keys: Iterable[ExtraKey] = (),
+) -> list[bytes]:
+    """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
+
+    `mode` says by which of the two the namespace names chunks; None if that is not known yet. Raises ValueError for the other one.
+    """
+    if (tokens is None) == (hashes is None):
+        raise ValueError("exactly one of tokens and block hashes must be given")
+    given = "tokens" if hashes is None else "blocks"
+    if mode not in (None, given):
+        raise ValueError(f"this namespace names chunks by {mode}, not by {given}: the two never agree on a key")
+    if tokens is not None:
+        return namer.hash_tokens(tokens, extra_keys)
+    assert hashes is not None
+    if tuple(extra_keys):
+        raise ValueError("block hashes take in the request's isolation themselves: extra_keys go with tokens only")
+    return stride_hashes(hashes, blocks_per_chunk)
+
+
 def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
     """Returns names that also depend on `identity`, 1 to 64 bytes: equal if and only if both the name and the identity are."""
     return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
@@ -372,28 +397,10 @@ class ChunkedTokenDatabase:
         return f"{self._prefix}/manifest"
 
     def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None, extra_keys: Iterable[ExtraKey] = ()
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the hash of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
-        if hashes is not None and tokens is None:
-            if tuple(extra_keys):
-                raise ValueError(
-                    "block hashes take in the request's isolation themselves: extra_keys go with tokens only"
-                )
-            return self.stride_hashes(hashes)
-        if tokens is not None and hashes is None:
-            return self.hash_tokens(tokens, extra_keys)
-        raise ValueError("exactly one of tokens and block hashes must be given")
-
-    def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
-        """Does the same as `ChunkNamer.hash_tokens`, in token mode."""
-        self._expect("tokens")
-        return self._namer.hash_tokens(tokens, extra_keys)
-
-    def stride_hashes(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Does the same as the function `stride_hashes`, in hash mode."""
-        self._expect("blocks")
-        return stride_hashes(block_hashes, self.blocks_per_chunk)
+        """Returns the name of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
+        return name_chunks(self._namer, self.blocks_per_chunk, self.namespace.hash_mode, tokens, hashes, extra_keys)
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), epoch: str = "") -> list[str]:
         """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `epoch` is a label of a weights version."""
@@ -407,12 +414,6 @@ class ChunkedTokenDatabase:
     def all_shard_keys(self, hashes: Iterable[bytes], epoch: str = "") -> list[str]:
         """Returns the keys of every shard, chunk by chunk."""
         return self.keys(hashes, range(self.namespace.shards), epoch)
-
-    def _expect(self, mode: str) -> None:
-        if self.namespace.hash_mode != mode:
-            raise ValueError(
-                f"this namespace names chunks by {self.namespace.hash_mode}, not by {mode}: the two never agree on a key"
-            )
 
 
 _ALGORITHM = "sha256"

@@ -31,7 +31,7 @@ from transfer.staging import StagingPool
 
 def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: int) -> dict[str, Any]:
     """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before, is listed apart."""
-    keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
+    keys = engine.database.keys(engine.database.name_chunks(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
     store = partial(prompt.store, engine)
     first = timed(store)

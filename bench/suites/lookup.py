@@ -55,7 +55,7 @@ def measure(
     rounds: int,
 ) -> dict[str, float]:
     """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
-    keys = database.all_shard_keys(database.hash_tokens(tokens))
+    keys = database.all_shard_keys(database.name_chunks(tokens))
     store(client, raw, keys, tokens)
 
     def names() -> list[bytes]:
@@ -197,7 +197,7 @@ class TimedLookups(Site):
         )
         for length in job.lengths:
             tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
-            keys = database.all_shard_keys(database.hash_tokens(tokens))
+            keys = database.all_shard_keys(database.name_chunks(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
 

@@ -106,7 +106,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
         assert isinstance(engine.backend, MooncakeBackend)
         remove = partial(
             engine.backend.batched_remove,
-            engine.database.keys(engine.database.hash_tokens(prompt.tokens)),
+            engine.database.keys(engine.database.name_chunks(prompt.tokens)),
             timeout=10,
             force=True,
         )

@@ -273,7 +273,7 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
             pool = engine.backend
             assert isinstance(pool, MooncakeBackend)
             prompt.store(engine)
-            keys = engine.database.keys(engine.database.hash_tokens(prompt.tokens))
+            keys = engine.database.keys(engine.database.name_chunks(prompt.tokens))
 
             def first_chunk() -> None:
                 with contextlib.closing(pool.batched_get(keys)) as fetches:

@@ -137,7 +137,7 @@ class PromptNamer:
     def name(self, tokens: list[int], salt: str | None) -> Naming:
         """Returns the hashes of a prompt. Raises ValueError if a token is none. Takes 0.3 µs a token."""
         if self._hasher is None:
-            names, blocks, step = self._database.hash_tokens(tokens, salt_keys(salt)), [], 1
+            names, blocks, step = self._database.name_chunks(tokens, None, salt_keys(salt)), [], 1
         else:
             hashes, step = self._hasher.hashes(tokens, salt), self._hasher.block_size
             names = stride_hashes(hashes, self.chunk_size // step)

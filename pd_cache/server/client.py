@@ -20,7 +20,7 @@ from pd_cache.chunks import (
     ExtraKey,
     Tokens,
     check_names,
-    stride_hashes,
+    name_chunks,
 )
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
@@ -140,15 +140,9 @@ class ServerCache:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        if (tokens is None) == (hashes is None):
-            raise ValueError("exactly one of token_ids and block_hashes must be given")
-        mode, welcome = "tokens" if hashes is None else "blocks", self.connection.welcome
-        if welcome is not None and welcome.hash_mode != mode:
-            raise ValueError(f"this server names chunks by {welcome.hash_mode}, not by {mode}")
-        if hashes is not None:
-            return stride_hashes(hashes, self.blocks_per_chunk)
-        assert tokens is not None
-        return self._namer.hash_tokens(tokens, extra_keys)
+        welcome = self.connection.welcome
+        mode = None if welcome is None else welcome.hash_mode
+        return name_chunks(self._namer, self.blocks_per_chunk, mode, tokens, hashes, extra_keys)
 
     @functools.cached_property
     def _namer(self) -> ChunkNamer:

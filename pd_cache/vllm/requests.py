@@ -252,7 +252,9 @@ class PromptChunks:
         names, request = tracked.names, tracked.request
         if len(names) < count:
             if self._by_tokens:
-                tracked.names = names = self.database.hash_tokens(list(request.all_token_ids), _isolation(tracked))
+                tracked.names = names = self.database.name_chunks(
+                    list(request.all_token_ids), None, _isolation(tracked)
+                )
             else:
                 stride = self._plan.chunk // self._plan.hash_block_size
                 new = request.block_hashes[len(names) * stride : count * stride]

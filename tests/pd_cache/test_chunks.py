@@ -54,12 +54,12 @@ def test_the_hash_is_the_documented_chain() -> None:
     for start in (0, 8):
         previous = hashlib.blake2b(previous + struct.pack("<8i", *tokens[start : start + 8]), digest_size=16).digest()
         expected.append(previous)
-    assert database().hash_tokens(tokens) == expected
+    assert database().name_chunks(tokens) == expected
 
 
 @given(token_lists, token_lists)
 def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one: list[int], two: list[int]) -> None:
-    hashes = [database().hash_tokens(tokens) for tokens in (one, two)]
+    hashes = [database().name_chunks(tokens) for tokens in (one, two)]
     common = next((at for at, pair in enumerate(zip(one, two, strict=False)) if len(set(pair)) > 1), None)
     common = min(len(one), len(two)) if common is None else common
     assert sum(a == b for a, b in zip(*hashes, strict=False)) == common // 8
@@ -107,7 +107,7 @@ def test_tokens_that_are_no_int32_are_refused(tokens: object) -> None:
 
 def test_extra_keys_keep_requests_apart_and_are_unambiguous() -> None:
     variants = [(), ("a",), ("b",), ("a", "b"), ("ab",), ("a", ""), (b"a",), (1,), ("1",), (-1,)]
-    assert len({database().hash_tokens(range(8), extra)[0] for extra in variants}) == len(variants)
+    assert len({database().name_chunks(range(8), None, extra)[0] for extra in variants}) == len(variants)
     for wrong in ([1.5], "salt", b"salt"):  # the last two are not taken letter by letter
         with pytest.raises(ValueError, match="extra_keys"):
             root(wrong)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_many_threads_name_prompts_with_one_namer() -> None:
 
 def test_keys_name_namespace_shard_and_hash() -> None:
     db = database(shards=2)
-    (name,) = db.hash_tokens(range(8))
+    (name,) = db.name_chunks(range(8))
     fingerprint = db.namespace.fingerprint()
     assert db.keys([name], (1,)) == [f"pdc1/{fingerprint}/1/{name.hex()}"]
     assert db.all_shard_keys([name]) == db.keys([name], (0,)) + db.keys([name], (1,))
@@ -228,9 +228,9 @@ def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:
     blocks = [hashlib.sha256(bytes([index])).digest() for index in range(5)]
     assert db.name_chunks(None, blocks) == [blocks[1][:16], blocks[3][:16]]
     for call, message in (
-        (lambda: db.hash_tokens(range(8)), "not by tokens"),
-        (lambda: database().stride_hashes(blocks), "not by blocks"),
-        (lambda: db.stride_hashes([b"short", b"short"]), "at least 8"),
+        (lambda: db.name_chunks(range(8)), "not by tokens"),
+        (lambda: database().name_chunks(None, blocks), "not by blocks"),
+        (lambda: db.name_chunks(None, [b"short", b"short"]), "at least 8"),
         (lambda: db.name_chunks(None, blocks, ("salt",)), "extra_keys go with tokens only"),
     ):
         with pytest.raises(ValueError, match=message):

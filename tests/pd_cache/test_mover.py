@@ -46,7 +46,7 @@ def test_chunks_that_were_damaged_on_the_way_are_read_again_and_stay_in_their_ti
     subject = make_subject(tier, LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=count, slots=count + 8)
     try:
         mover = ChunkMover(subject.backend, DATABASE, CacheMetrics())
-        names = DATABASE.hash_tokens(range(count * CHUNK))
+        names = DATABASE.name_chunks(range(count * CHUNK))
         keys = DATABASE.keys(names)
         tensors = make_cache(block_size=BLOCK)
         run = ChunkRun(names, keys, plan(range(2 * count), LAYOUT, CHUNK), [open_copier(tensors, LAYOUT)])

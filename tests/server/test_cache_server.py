@@ -194,7 +194,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
     """In one turn, and in many."""
     model = next(model for model in server.models if model.group.model == engine.model)
     engine.store(name, tokens)
-    keys = model.database.keys(model.database.hash_tokens(tokens))
+    keys = model.database.keys(model.database.name_chunks(tokens))
     before = server.sessions.pinned
     for turn in (1 << 30, 1):
         monkeypatch.setattr(moves, "TURN_BYTES", turn)
@@ -634,7 +634,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp
         store = model.mover.backend.store  # type: ignore[attr-defined]
 
         def refused(tokens: list[int]) -> int:
-            keys = model.database.keys(model.database.hash_tokens(tokens))
+            keys = model.database.keys(model.database.name_chunks(tokens))
             return sum(status.name == "BUSY" for status in store.remove(keys, timeout=60))
 
         wait_for(lambda: refused(control) == 0, what="the lease of what no session holds to end")

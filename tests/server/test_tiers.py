@@ -58,7 +58,7 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool: Pool,
         for index in range(10):
             engine.store(uuid.uuid4().hex, [index + 7] * 3 * CHUNK)
         model = next(iter(server.models))
-        keys = model.database.keys(model.database.hash_tokens(TOKENS))
+        keys = model.database.keys(model.database.name_chunks(TOKENS))
         assert [status.name for status in local.batched_contains(keys)] == ["OK"] * 4
         local.index.check_integrity()
         engine.scheduler.end_session("held")

@@ -83,7 +83,7 @@ class LaneCache:
     def remove(self, tokens: list[int], timeout: float) -> None:
         assert isinstance(self.cache, CacheEngine)
         database = self.cache.database
-        self.cache.backend.batched_remove(database.keys(database.hash_tokens(tokens)), timeout=timeout)
+        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), timeout=timeout)
 
 
 def _session() -> str:

@@ -50,7 +50,7 @@ class Host:
         return [bool(value) for value in mask]
 
     def keys(self, tokens: list[int]) -> list[str]:
-        return self.engine.database.keys(self.engine.database.hash_tokens(tokens))
+        return self.engine.database.keys(self.engine.database.name_chunks(tokens))
 
     def troubles(self, op: str) -> dict[str, float]:
         """What was counted as trouble of `op`, by reason."""

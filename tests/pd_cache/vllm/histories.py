@@ -246,7 +246,7 @@ class Scene:
 
     def names(self, request: Request) -> list[bytes]:
         """Of all of its whole chunks."""
-        return self.lookups._database.hash_tokens(request.all_token_ids)
+        return self.lookups._database.name_chunks(request.all_token_ids)
 
     def has(self, request: Request, chunks: int = 99) -> None:
         """The pool holds the first chunks of this prompt, and nothing else."""
