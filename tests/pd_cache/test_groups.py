@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.groups import LayerGroups
-from pd_cache.lookup import PrefixLookup
-from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
-from transfer.errors import Status
 
 
 def group(
@@ -63,39 +60,10 @@ def test_groups_share_a_chunk_size() -> None:
         LayerGroups([])
 
 
-def test_a_prefix_ends_where_the_end_of_a_window_was_stored() -> None:
-    groups = LayerGroups([group(0), group(2, layers="1")])
-    full, window = [True] * 5, [False, True, True, False, True]
-    assert groups.reach(full + window) == Found(3, 5)
-    assert groups.reach([True, False, True, True, True, *window]) == Found(0, 1)
-    assert groups.reach([True] * 5 + [True, False, False, False, False]) == Found(1, 5), (
-        "what is shorter than the window"
-    )
-    assert groups.needed(0, 5) == [range(5), range(3, 5)]
-    assert groups.needed(4, 5) == [range(4, 5), range(4, 5)]
-
-
-def test_a_prefix_leaves_the_chunk_whose_name_is_that_of_a_draft_models_kv_before_it() -> None:
-    groups = LayerGroups([group(0), group(0, layers="1", ahead=1)])
-    assert groups.reach([True] * 5 + [False, True, True, True, True]) == Found(4, 4)
-    assert groups.reach([True] * 5 + [True] * 5) == Found(4, 4), "whether or not something has the first name"
-    assert groups.reach([True] * 3 + [False] * 2 + [False, True, True, True, True]) == Found(3, 3)
-    assert groups.reach([True] * 5 + [False, True, False, True, True]) == Found(1, 1)
-    assert groups.reach([True, False]) == Found(0, 0)
-    assert groups.needed(0, 4) == [range(4), range(1, 5)]
-    assert groups.needed(3, 4) == [range(3, 4), range(4, 5)]
-
-
-@pytest.mark.parametrize("at_hand", [0, 2])
-def test_a_lookup_of_which_all_is_there_leaves_that_chunk_too(at_hand: int) -> None:
-    lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
-    names = [bytes([n] * 16) for n in range(5)]
-    assert lookup.judge(names, at_hand, [Status.OK] * 2 * (5 - at_hand), "").chunks == 4
-
-
-def test_without_a_group_that_needs_every_chunk_nothing_says_that_prompts_parted() -> None:
-    assert LayerGroups([group(1)]).reach([False, True, False, False]) == Found(2, 2)
-    assert LayerGroups([group(1)]).reach([False, False]) == Found(0, 0)
+def test_a_prefix_needs_all_chunks_the_last_ones_or_those_named_one_later() -> None:
+    groups = LayerGroups([group(0), group(2, layers="1"), group(0, layers="2", ahead=1)])
+    assert groups.needed(0, 5) == [range(5), range(3, 5), range(1, 6)]
+    assert groups.needed(4, 5) == [range(4, 5), range(4, 5), range(5, 6)]
 
 
 @given(st.data())
@@ -117,9 +85,14 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data: st.D
         start = (at * chunks + chunk) * shards
         return chunk < chunks and all(present[start : start + shards])
 
-    def restorable(end: int) -> bool:
-        needed = groups.needed(0, end)
-        return all(there(at, chunk) for at, chunks_of in enumerate(needed) for chunk in chunks_of)
+    def longest(tails_of: set[int]) -> int:
+        """The longest prefix of which all that the groups with these tails need is there."""
 
-    expected = max(end for end in range(chunks + 1) if restorable(end))
-    assert groups.reach(present).chunks == expected
+        def whole(end: int) -> bool:
+            needed = zip(groups.needed(0, end), tails, strict=True)
+            return all(there(at, chunk) for at, (of, tail) in enumerate(needed) if tail in tails_of for chunk in of)
+
+        return max(end for end in range(chunks + 1) if whole(end))
+
+    reached = longest({*tails})
+    assert groups.reach(present) == Found(reached, longest({0}) if 0 in tails else reached)

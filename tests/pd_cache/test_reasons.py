@@ -140,6 +140,7 @@ def test_a_group_that_is_ahead_lacks_nothing_at_the_end() -> None:
     lookup = PrefixLookup(LayerGroups([database(), database(ahead=1, layers="1")]), CacheMetrics())
     assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Found(3, 3)
     assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Found(2, 2, "missing")
+    assert find(lookup, [OK] * 8) == find(lookup, [OK] * 4, at_hand=2) == Found(3, 3), "nothing names the last one's KV"
 
 
 # --- reports on requests ------------------------------------------------------------------------------------------
