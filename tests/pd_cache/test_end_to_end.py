@@ -18,7 +18,6 @@ from pd_cache.layout import Digest
 from pd_cache.paged import ChunkSlots, PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host
-from tests.support.kv import holds_token
 from tests.support.pool import Pool
 
 PLANES = 2
@@ -115,10 +114,6 @@ def bytes_to_hit(node: Host) -> list[int]:
     return [place for step in range(STEPS) for place in (step * page, (step + 1) * page - 1)]
 
 
-def intact(node: Host, tokens: list[int]) -> bool:
-    return all(holds_token(node.cache, node.layout, tokens[: at + 1], slot) for at, slot in enumerate(ELSEWHERE))
-
-
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
     writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, large_page: int
@@ -134,7 +129,7 @@ def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
             mask = reader.retrieve(tokens, ELSEWHERE)
             if vandal.before(size):
                 assert all(mask), "the copy went over it"
-                assert intact(reader, tokens)
+                assert reader.holds(tokens, ELSEWHERE)
             else:
                 assert not any(mask), (byte, step)
 
@@ -159,7 +154,7 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(
                 assert not any(mask), (byte, step)
             else:
                 assert all(mask), (byte, step)
-                assert intact(reader, tokens)
+                assert reader.holds(tokens, ELSEWHERE)
     assert reader.lookup(tokens) == CHUNK
 
 
@@ -180,7 +175,7 @@ def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(
                 mask = reader.retrieve(tokens, ELSEWHERE)
             assert vandal.struck
             assert any(mask) == (step != byte * STEPS // size)
-            assert intact(reader, tokens) or not any(mask)
+            assert reader.holds(tokens, ELSEWHERE) or not any(mask)
 
 
 def blank(node: Host) -> None:

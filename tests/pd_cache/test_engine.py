@@ -25,7 +25,7 @@ from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
-from tests.support.kv import KINDS_WITH_TOKENS, holds_token, make_cache, write_prompt
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -59,14 +59,6 @@ def tokens() -> list[int]:
     return list(range(first, first + LONG))
 
 
-def loaded(node: Host, tokens: list[int], slots: list[int], mask: list[bool]) -> bool:
-    return all(
-        holds_token(node.cache, node.layout, tokens[: index + 1], slots[index])
-        for index, is_loaded in enumerate(mask)
-        if is_loaded
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tokens: list[int], kind: PageKind) -> None:
     rng, model = random.Random(1), uuid.uuid4().hex
@@ -79,7 +71,7 @@ def test_what_one_node_stores_another_retrieves_into_other_slots(pool: Pool, tok
         other = random_slots(rng, len(tokens), False)
         mask = decode.retrieve(tokens, other)
         assert mask == [True] * 24 + [False] * 5
-        assert loaded(decode, tokens, other, mask)
+        assert decode.holds(tokens, other[: sum(mask)])
 
 
 def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
@@ -92,7 +84,7 @@ def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> N
         other = random_slots(random.Random(3), 200, True)
         mask = node.retrieve(tokens, other)
         assert mask == [True] * 200
-        assert loaded(node, tokens, other, mask)
+        assert node.holds(tokens, other[: sum(mask)])
 
 
 def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(
@@ -249,7 +241,7 @@ def test_a_planted_object_is_never_used_and_counted(
     other = list(range(64, 64 + len(tokens)))
     mask = node.retrieve(tokens, other)
     assert mask == [True] * 8 + [False] * 21
-    assert loaded(node, tokens, other, mask)
+    assert node.holds(tokens, other[: sum(mask)])
     assert node.troubles("retrieve") == {reason: 1}
     # only a payload has to be copied before its damage shows, and to its own slots
     touched = 8 + CHUNK if reason == "corrupt" else 8

@@ -14,7 +14,7 @@ from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
-from tests.support.kv import make_cache, write_prompt
+from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
@@ -32,6 +32,10 @@ class Host:
     def compute(self, tokens: list[int], slots: list[int]) -> None:
         """Fill the slots as the model would."""
         write_prompt(self.cache, self.layout, tokens, slots)
+
+    def holds(self, tokens: list[int], slots: list[int]) -> bool:
+        """Whether the slots hold what the model would have computed for the prompt's first tokens, as many as there are slots."""
+        return all(holds_token(self.cache, self.layout, tokens[: at + 1], slot) for at, slot in enumerate(slots))
 
     def lookup(self, tokens: list[int], **options: Any) -> int:
         return self.prompts.lookup(tokens, **options)
