@@ -95,7 +95,7 @@ def _metrics() -> Iterator[str]:
                 ):
                     continue
                 name = node.args[0] if node.args else None
-                if isinstance(name, ast.Call) and isinstance(name.args[0], ast.Constant):
+                if isinstance(name, ast.Call) and name.args and isinstance(name.args[0], ast.Constant):
                     spelled = f"pd_cache_reference_{name.args[0].value}"
                 elif isinstance(name, ast.Constant):
                     spelled = str(name.value)
