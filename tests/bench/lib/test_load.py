@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,47 +17,34 @@ from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
 from bench.lib.reuse import Infinite, hit_rate
 from bench.lib.stats import Histogram
+from tests.support.proxy import Behaviour, Node, answers, hangs, stream
 from tests.support.traces import conversations
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TOKEN = b'data: {"choices": [{"text": "x", "token_ids": [5]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
 def load_on(
-    handler: Handler, count: int = 1, *, late: float = 0.0, done: Callable[[], None] = lambda: None, **changes: Any
+    node: Node, count: int = 1, *, late: float = 0.0, done: Callable[[], None] = lambda: None, **changes: Any
 ) -> Load:
-    """What the generator sees of a server with this handler; the load began `late` seconds ago."""
+    """What the generator sees of a server; the load began `late` seconds ago."""
 
     async def run() -> Load:
-        app = web.Application()
-        app.router.add_post("/v1/completions", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
+        await node.start()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            target = Destination(url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
+            target = Destination(node.url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
             return await generate(target, arrivals, time.monotonic() - late, done)
         finally:
-            await runner.cleanup()
+            await node.stop()
 
     return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def says(*parts: bytes) -> Handler:
+def says(*parts: bytes) -> Behaviour:
     """A server that streams just this."""
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-        return response
-
-    return handler
+    return lambda request: stream(request, [*parts])
 
 
 well = says(TOKEN, TOKEN[:9], TOKEN[9:], USAGE, DONE)
@@ -76,32 +63,23 @@ def test_requests_are_sent_while_others_wait_and_dropped_where_too_many_do() -> 
         await dropped.wait()
         return await well(request)
 
-    load = load_on(when_three_are_dropped, 5, most=2, done=done)
+    load = load_on(Node(when_three_are_dropped), 5, most=2, done=done)
     assert [one.error for one in load.outcomes] == ["", "", "dropped", "dropped", "dropped"]
     assert [(one.tokens, one.cached) for one in load.outcomes[:2]] == [(2, 4)] * 2
     assert summarize(load)["errors"] == {"dropped": 3}
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
-    (one,) = load_on(well, late=5).outcomes
+    (one,) = load_on(Node(well), late=5).outcomes
     assert one.first is not None
     assert 5 <= one.sent <= one.first <= one.last
-
-
-async def refuse(request: web.Request) -> web.StreamResponse:
-    return web.Response(status=503)
-
-
-async def never(request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(600)
-    return web.Response()
 
 
 @pytest.mark.parametrize(
     ("handler", "kind"),
     [
-        (refuse, "http 503"),
-        (never, "deadline"),
+        (answers(503), "http 503"),
+        (hangs, "deadline"),
         (well, "no connection"),
         (says(TOKEN), "stream cut off"),
         (says(TOKEN, b'data: {"error": {"message": "no"}}\n\n'), "error in the stream"),
@@ -109,9 +87,9 @@ async def never(request: web.Request) -> web.StreamResponse:
         (says(DONE), "no tokens"),
     ],
 )
-def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
+def test_errors_are_told_apart(handler: Behaviour, kind: str) -> None:
     changes: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
-    load = load_on(handler, 2, **changes.get(kind, {}))
+    load = load_on(Node(handler), 2, **changes.get(kind, {}))
     assert [one.error for one in load.outcomes] == [kind, kind]
     assert summarize(load)["errors"] == {kind: 2}
     assert summarize(load)["answered"] == 0
@@ -120,23 +98,16 @@ def test_errors_are_told_apart(handler: Handler, kind: str) -> None:
 @pytest.mark.parametrize(("prefill", "cached"), [({"cached_tokens": 3}, 3), (None, 7)])
 def test_what_the_prefill_node_found_counts_where_there_was_one(prefill: object, cached: int) -> None:
     event = {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": prefill}}
-    load = load_on(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE))
+    load = load_on(Node(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)))
     assert summarize(load)["hit_rate"] == cached / 8
 
 
 def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def note(request: web.Request) -> web.StreamResponse:
-        bodies.append(json.loads(await request.read()))
-        return await well(request)
-
-    load_on(note, 3, salted="x")
-    assert len({body["cache_salt"] for body in bodies}) == 3
-    bodies.clear()
-    load_on(note, 3)
-    assert len({json.dumps(body) for body in bodies}) == 1
-    assert "cache_salt" not in bodies[0]
+    load_on(salted := Node(well), 3, salted="x")
+    assert len({body["cache_salt"] for body in salted.bodies}) == 3
+    load_on(plain := Node(well), 3)
+    assert plain.bodies[0] == plain.bodies[1] == plain.bodies[2]
+    assert "cache_salt" not in plain.bodies[0]
 
 
 # --- arrivals and prompts --------------------------------------------------------------------------------------------

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.lib.targets import own_cluster
 from bench.suites.serve import main
 
 pytestmark = pytest.mark.slow
@@ -32,7 +29,8 @@ def report(*arguments: object) -> dict[str, dict[str, Any]]:
 def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     load = "--rate 8 --requests 16 --prompt-tokens 640 --shared 0.8 --prefixes 2 --output-tokens 4"
-    rows = report(*load.split(), "--html", page)
+    with own_cluster(None) as server:
+        rows = report("--url", server.url, "--vocabulary", server.vocabulary, *load.split(), "--html", page)
     assert rows["recompute"]["hit_rate"] == rows["recompute"]["ideal_hit_rate"] == 0
     assert rows["reuse"]["ideal_hit_rate"] == pytest.approx(0.8 * 14 / 16)
     assert 0 < rows["reuse"]["hit_rate"] <= 0.8 * 14 / 16  # each prefix is computed at least once
@@ -42,47 +40,6 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
         assert row["prompt_tokens"] == 16 * 640
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
     assert page.read_text().count("<svg") == 1
-
-
-# --- other servers ---------------------------------------------------------------------------------------------------
-
-
-class _Server(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self._answer(json.dumps({"data": [{"id": "other"}]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        token = {"choices": [{"text": body["model"]}]}
-        self._answer(f"data: {json.dumps(token)}\n\ndata: [DONE]\n\n")
-
-    def _answer(self, text: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def other_server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_any_server_with_openais_api_can_be_put_under_load() -> None:
-    with other_server() as url:
-        rows = report("--url", url, "--vocabulary", 100, "--rate", 50, "--requests", 5, "--only-reuse")
-        assert rows["reuse"]["answered"] == 5
-        assert rows["reuse"]["hit_rate"] is None  # it does not tell
 
 
 @pytest.mark.parametrize(
