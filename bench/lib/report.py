@@ -10,7 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +73,11 @@ class Table(NamedTuple):
     note: str = ""
     """What a reader has to know about it, in a sentence or two."""
 
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Mapping[str, object]], note: str = "") -> Table:
+        """Returns a table of rows that have their columns' names."""
+        return cls(title, list(rows[0]), [list(row.values()) for row in rows], note)
+
 
 class LinePlot(NamedTuple):
     """Lines through points, on the page; not shown in terminals."""
@@ -117,15 +121,14 @@ class LinePlot(NamedTuple):
         axes.legend()
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """The contents of a bench's report, in order."""
 
     title: str
-    summary: str = ""
+    summary: str
     """What was measured, in a sentence or two."""
-    parts: Sequence[Table | LinePlot] = ()
-    about: Mapping[str, str] = field(default_factory=dict)
+    parts: Sequence[Table | LinePlot]
+    about: Mapping[str, str]
     """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
 
 
@@ -190,7 +193,7 @@ def finish(
 def _plain(results: Mapping[str, Any]) -> Table:
     rows = results.get("results")
     if isinstance(rows, list):
-        return Table("", [str(key) for key in rows[0]], [list(row.values()) for row in rows])
+        return Table.of("", rows)
     return Table("", ("figure", "value"), list(results.items()))
 
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import click
 import msgspec
-import numpy as np
 
 from bench.lib.about import about
 from bench.lib.pool import bench_transfer, local_pool, raw_client
@@ -32,8 +31,6 @@ from pd_cache.lookup import MooncakeLookupClient
 from transfer.errors import TransferError
 
 CHUNK = 256
-_HASH_LIMIT_RATIO = 5 / 1.5
-"""Hashing 128k tokens may take 5 ms where building a NumPy array from the same list takes 1.5 ms."""
 _PEER_RATIO = 0.8
 """A lookup may take so much of LMCache's."""
 _CLIENTS = 8
@@ -42,7 +39,6 @@ _RATES = {4096: 0.6, 32768: 0.4}
 _SEGMENT = 64 << 20
 _WARM_UP = 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
-_FIGURES = ("per_s", "p50_ms", "p99_ms")
 _KINDS: dict[Literal["raw", "lookup"], str] = {"raw": "raw batch_is_exist", "lookup": "lookups"}
 
 
@@ -66,7 +62,6 @@ def measure(
         "raw_exist_ms": lambda: raw.batch_is_exist(keys),
         "first_ms": lambda: client.find(names()),
         "again_ms": lambda: client.lookup(tokens),
-        "numpy_ms": lambda: np.array(tokens, dtype=np.int32),
     }
     if peer is not None:
         theirs = [key.to_string() for _, _, key in peer.token_database.process_tokens(tokens)]
@@ -327,8 +322,6 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
         for row in figures["clients"]
         if row["clients"] == _CLIENTS and row["tokens"] in _RATES
     ]
-    longest = rows[-1]
-    checks.append(at_most("hash_ms, 131072 tokens", longest["hash_ms"], _HASH_LIMIT_RATIO * longest["numpy_ms"]))
     return checks
 
 
@@ -343,22 +336,11 @@ def report_of(figures: dict[str, Any]) -> Report:
         for kind in _KINDS
     }
     parts: list[Table | LinePlot] = [
-        Table(
-            "One client", list(rows[0]), [list(row.values()) for row in rows], "Medians; every chunk is in the pool."
-        ),
+        Table.of("One client", rows, "Medians; every chunk is in the pool."),
         LinePlot("Requests a second", "clients, on all nodes together", "", lines),
-        Table(
+        Table.of(
             "As clients grow",
-            ("tokens", "clients", "raw/s", "p50 ms", "p99 ms", "lookups/s", "p50 ms", "p99 ms", "ratio"),
-            [
-                [
-                    row["tokens"],
-                    row["clients"],
-                    *(row[f"{kind}_{what}"] for kind in _KINDS for what in _FIGURES),
-                    row["ratio"],
-                ]
-                for row in clients
-            ],
+            clients,
             f"Clients of {len(nodes)} nodes together, as many on each. A client is a process, has prompts of its own, and asks without a "
             "pause; the ratio is of lookups to raw requests a second.",
         ),

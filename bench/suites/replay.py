@@ -313,7 +313,7 @@ class Leader:
             "The hit rate is the tokens that were loaded, of all prompt tokens."
         )
         parts: list[Table | LinePlot] = [
-            Table("Pools", list(rows[0]), [list(row.values()) for row in rows], note),
+            Table.of("Pools", rows, note),
             plot,
         ]
         return Report("A trace on a real pool", summary, parts, facts)

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.report import Report, Table, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import at_least, at_most, finish, option, output_options, progress
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
@@ -254,8 +254,7 @@ def main(
         "ideal_hit_rate": {name: hit_rate(requests, Infinite()) for name, requests in workloads.items()},
         "results": rows,
     }
-    table = Table("", tuple(rows[0]), [tuple(row.values()) for row in rows])
-    finish(results, checks, report=Report("Routing", parts=[table]), **output)
+    finish(results, checks, **output)
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ def main(
 def report_of(steps: Sequence[GrowthStep], found: Sequence[Limit], rate: float, facts: Mapping[str, str]) -> Report:
     """Returns what is full first, the tables, and the plots."""
     names = list(steps[0].asked)
+    rows = [{name: value for name, value in msgspec.structs.asdict(step).items() if name != "asked"} for step in steps]
     parts: list[Table | LinePlot] = [
         Table(
             "What is full first",
@@ -199,17 +200,15 @@ def report_of(steps: Sequence[GrowthStep], found: Sequence[Limit], rate: float, 
             "The second column: as the cluster grows at the same rate a node. The third: the rate a node that the largest cluster in which "
             "nothing is full could do, if only this resource limited it.",
         ),
-        Table(
+        Table.of(
             "As the cluster grows",
-            ["nodes", "prefill", "decode", "requests/s", "answered/s", "errors", "hit rate, %", "TTFT p50, ms", "TTFT p99, ms"],
-            [[s.nodes, s.prefill, s.decode, s.rate, s.answered_per_s, s.refused, 100 * s.hit_rate, s.ttft_p50_ms, s.ttft_p99_ms] for s in steps],
-            "answered/s counts to the last answer, so it stays below requests/s for a load that is short.",
+            rows,
+            "answered_per_s counts to the last answer, so it stays below the rate for a load that is short.",
         ),
-        Table(
-            "What each resource is asked for, % of what it can do",
-            ["nodes", *names],
-            [[step.nodes, *(100 * step.asked[name] for name in names)] for step in steps],
-            "The mean of all of a kind. 100 is full: what is asked beyond that waits, and everything behind it is asked for less.",
+        Table.of(
+            "What each resource is asked for, as a share of what it can do",
+            [{"nodes": step.nodes, **step.asked} for step in steps],
+            "The mean of all of a kind. 1 is full: what is asked beyond that waits, and everything behind it is asked for less.",
         ),
     ]  # fmt: skip
     if len(steps) > 1:

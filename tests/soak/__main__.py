@@ -49,7 +49,7 @@ class Soak:
         self.short = seconds < SHORT_RUN_S
         self.books = Books()
         self.cluster = Cluster(folder, logs, seed)
-        self.weights = Weights(self.cluster, self.books, self._later)
+        self.weights = Weights(self.cluster, self.books)
         self.stage = Stage(self.cluster, self.books, self.weights, self._later)
         self.clients: list[Client] = []
         self._due = sched.scheduler(time.monotonic)

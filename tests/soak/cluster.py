@@ -91,7 +91,8 @@ class Node:
 
     @property
     def pid(self) -> int | None:
-        return None if self.process is None or self.process.poll() is not None else self.process.pid
+        process = self.process
+        return None if process is None or process.poll() is not None else process.pid
 
     @property
     def ready(self) -> bool:
@@ -119,10 +120,11 @@ class Node:
 
     def tell(self, **command: Any) -> None:
         """Sends a line of JSON to its stdin. Does nothing if the process is gone."""
-        if self.process is not None and self.process.stdin is not None:
+        process = self.process
+        if process is not None and process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
-                self.process.stdin.write(json.dumps(command).encode() + b"\n")
-                self.process.stdin.flush()
+                process.stdin.write(json.dumps(command).encode() + b"\n")
+                process.stdin.flush()
 
     def kill(self, seconds: float) -> None:
         """SIGKILL; it is started again after this time."""

@@ -29,6 +29,7 @@ SHORT_RUN_S = 120.0
 _QUICK_S = 4.0
 _PRESS_S = 8.0
 """Engines move much for so long before a store is stopped for long and before it goes on, and for as long after each."""
+_LOOK_S = 0.05
 _FILES = 20
 """Most objects on disk that one fault damages."""
 
@@ -133,97 +134,66 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 class Weights:
-    """The weights of the engines: one change after the other, whatever happens to the engines meanwhile. On the cluster's thread."""
+    """The weights of the engines: one change after the other, each on a thread of its own, whatever happens to the engines meanwhile."""
 
-    def __init__(self, cluster: Cluster, books: Books, later: Later) -> None:
-        self._cluster, self._books, self._later = cluster, books, later
+    def __init__(self, cluster: Cluster, books: Books) -> None:
+        self._cluster, self._books = cluster, books
         self.number = 0
         """Of the newest weights: 0 until the first change."""
-        self._who: tuple[str, ...] = ()
-        """The engines that say so themselves."""
-        self._waits: dict[str, int] = {}
-        """Engines that have not said yet that they compute with these weights, and how often each had been started when it was told."""
-        self._asked: dict[str, int] = {}
-        """Engines that were told to reset, and how often each had been started by then."""
-        self._taken: dict[str, bool] = {}
-        """Whether the reset of each engine that has answered succeeded."""
-        self._command: threading.Thread | None = None
-        """What says to the master that all engines have these weights."""
-        self._told = True
-        """Whether all engines know that they have these weights."""
-        self._running = False
+        self._thread = threading.Thread()
 
     def change(self, who: str) -> None:
         """Gives all engines new weights. When they have them, one says so, at the same time as a command, or both engines do. Does nothing
         while a change is under way."""
-        if self._running:
+        if self._thread.is_alive():
             return
         self.number += 1
-        self._who = ENGINES if who == "both" else (who,)
-        self._asked, self._taken = {}, {}
-        self._begin(ENGINES)
+        speakers = ENGINES if who == "both" else (who,)
+        self._thread = threading.Thread(target=self._change, args=(self.number, speakers), name="weights", daemon=True)
+        self._thread.start()
 
     def tell(self, engine: str) -> None:
         """Tells an engine that was started which weights to compute with."""
         if self.number:
-            self._waits[engine] = self._cluster[engine].starts
             self._cluster[engine].tell(do="weights", number=self.number)
-            self._begin((engine,))
 
-    def _begin(self, engines: tuple[str, ...]) -> None:
-        self._told = False
-        for engine in engines:
-            self._waits.setdefault(engine, -1)
-        if not self._running:
-            self._running = True
-            self._step()
+    def _change(self, number: int, speakers: tuple[str, ...]) -> None:
+        for engine in ENGINES:
+            self._ask(engine, "weights", number)
+        taken: list[bool] = []
+        resets = [
+            threading.Thread(target=lambda one=one: taken.append(self._ask(one, "reset", number)["taken"]), daemon=True)
+            for one in speakers
+        ]
+        for reset in resets:
+            reset.start()
+        while len(speakers) > 1 and number not in self._books.resets and any(reset.is_alive() for reset in resets):
+            time.sleep(_LOOK_S)
+        self._command(number)
+        for reset in resets:
+            reset.join()
+        # an engine that stood still may say no long after a command: then it needs another one
+        if not all(taken):
+            self._command(number)
 
-    def _step(self) -> None:
-        """Looks again and again until the change is reported as done, and all engines know of it."""
-        cluster, books = self._cluster, self._books
-        for name in list(self._waits):
-            if books.answer(name, "weights", lambda answer: answer["number"] == self.number):
-                del self._waits[name]
-            elif self._waits[name] != cluster[name].starts:
-                self._waits[name] = cluster[name].starts
-                cluster[name].tell(do="weights", number=self.number)
-        for name in self._asked:
-            answer = books.answer(name, "reset", lambda answer: answer["number"] == self.number)
-            if answer is not None:
-                self._taken[name] = answer["taken"]
-                # an engine that stood still may say no long after a command: then it needs another one
-                self._told = self._told and answer["taken"]
-        commanding = self._command is not None and self._command.is_alive()
-        if self._told and not commanding and not any(self._resets(name) for name in self._asked):
-            self._running = False
-            return
-        if not self._waits:
-            if self.number not in books.resets:
-                for name in self._who:
-                    if self._asked.get(name) != cluster[name].starts and cluster[name].pid is not None:
-                        self._asked[name] = cluster[name].starts
-                        self._taken.pop(name, None)
-                        cluster[name].tell(do="reset", number=self.number)
-            both_speak = len(self._who) > 1 and self.number not in books.resets and not self._refused()
-            if not commanding and not both_speak:
-                self._command = threading.Thread(target=self._say, args=[self.number], name="reset")
-                self._command.start()
-        self._later(0.5 if self._asked else 0.05, self._step)
+    def _ask(self, name: str, command: str, number: int) -> dict[str, Any]:
+        """Returns an engine's answer, for which it asks each process of the engine once."""
+        engine, starts = self._cluster[name], -1
+        while not (answer := self._books.answer(name, command, lambda answer: bool(answer["number"] == number))):
+            if engine.starts != starts and engine.pid is not None:
+                starts = engine.starts
+                engine.tell(do=command, number=number)
+            time.sleep(_LOOK_S)
+        return answer
 
-    def _resets(self, name: str) -> bool:
-        """Returns whether an engine that was asked is still there and has not answered."""
-        engine = self._cluster[name]
-        return name not in self._taken and engine.pid is not None and engine.starts == self._asked.get(name)
-
-    def _refused(self) -> bool:
-        """Returns whether an engine that was asked has said no, or is gone: then a command says it."""
-        return not all(self._taken.get(name, self._resets(name)) for name in self._who)
-
-    def _say(self, number: int) -> None:
-        with contextlib.suppress(UnavailableError):
-            done = tell_all([self._cluster.versions], MODEL, f"w{number}")
-            self._books.resets.setdefault(number, time.time())
-            self._told = self._told or not done.untold
+    def _command(self, number: int) -> None:
+        """Says to the master that all engines have these weights, until all of them know it."""
+        untold = True
+        while untold:
+            with contextlib.suppress(UnavailableError):
+                untold = bool(tell_all([self._cluster.versions], MODEL, f"w{number}").untold)
+                self._books.resets.setdefault(number, time.time())
+            time.sleep(_LOOK_S)
 
 
 class Stage:
