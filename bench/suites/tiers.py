@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,6 @@ from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 
-Seconds = dict[str, list[float]]
-
 POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 PAGE = 4096
 
@@ -51,21 +49,13 @@ def room(objects: int, payload: int) -> ByteSize:
 
 
 @contextlib.contextmanager
-def opened(
-    tiers: Sequence[StorageTier], payload: int, *, staging: int = 8, master: str = "none"
-) -> Iterator[StorageBackend]:
+def opened(tiers: Sequence[StorageTier], payload: int, *, staging: int = 8) -> Iterator[StorageBackend]:
     """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition."""
-    settings = NodeSettings(
-        master=master,
-        cache=CacheConfig(tiers=tuple(tiers)),
-        transfer=TransferSettings(staging_size=room(staging, payload)),
-    )
-    backend = open_backend(settings, payload)
-    try:
+    transfer = TransferSettings(staging_size=room(staging, payload))
+    settings = NodeSettings(master="none", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
+    with contextlib.closing(open_backend(settings, payload)) as backend:
         backend.wait_available(30)
         yield backend
-    finally:
-        backend.close()
 
 
 def first_tier(backend: StorageBackend) -> StorageBackend:
@@ -111,14 +101,15 @@ def names(count: int) -> list[str]:
     return [f"{prefix}/{index:032x}" for index in range(count)]
 
 
-def spread(ratios: Sequence[float]) -> str:
-    """Returns the smallest and the largest."""
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def ratios(seconds: Seconds, measured: str, limit: str) -> list[float]:
-    """Returns how fast `measured` was, of `limit`, round by round."""
-    return [raw / ours for raw, ours in zip(seconds[limit], seconds[measured], strict=True)]
+def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, Any]:
+    """Returns GB/s of each. Where there is a limit, also how fast it was, of the limit: the median over the rounds, the least and the
+    greatest."""
+    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
+    for name, limit in limits.items():
+        ratios = [raw / ours for raw, ours in zip(seconds[limit], seconds[name], strict=True)]
+        figures[f"{name}_ratio"] = statistics.median(ratios)
+        figures[f"{name}_spread"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return figures
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -154,13 +145,8 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
             "hybrid_get": lambda: get(backend, keys),
         }
         seconds = in_turn(3 * rounds, ways)  # short ones
-    nbytes = objects * payload
-    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
-    for name, limit in (("local_get", "memcpy"), ("local_get_copied", "memcpy"), ("hybrid_get", "local_get")):
-        per_round = ratios(seconds, name, limit)
-        figures[f"{name}_ratio"] = statistics.median(per_round)
-        figures[f"{name}_spread"] = spread(per_round)
-    return figures
+    limits = {"local_get": "memcpy", "local_get_copied": "memcpy", "hybrid_get": "local_get"}
+    return compared(objects * payload, seconds, limits)
 
 
 def measure_contains(rounds: int, folder: Path) -> dict[str, Any]:
@@ -249,11 +235,7 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[
                 "_remove": partial(disk.batched_remove, keys),
             },
         )
-    figures: dict[str, Any] = {**gbps(objects * file_bytes, seconds)}
-    for name, limit in (("disk_get", "raw_read"), ("disk_put", "raw_write")):
-        figures[f"{name}_ratio"] = figures[f"{name}_gbps"] / figures[f"{limit}_gbps"]
-        figures[f"{name}_spread"] = spread(ratios(seconds, name, limit))
-    return figures
+    return compared(objects * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
 # --- pool ------------------------------------------------------------------------------------------------------------
@@ -294,12 +276,11 @@ def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
                 }
             seconds = in_turn(rounds, steps)
             assert prompt.arrived()
-    figures: dict[str, Any] = {}
-    for name in ("plain", "pipelined"):
-        figures[f"{name}_retrieve_gbps"] = prompt.nbytes / statistics.median(seconds[f"{name}_retrieve"]) / 1e9
+    retrieves = {name: seconds[f"{name}_retrieve"] for name in ("plain", "pipelined")}
+    figures = compared(prompt.nbytes, retrieves, {"pipelined": "plain"})
+    for name in retrieves:
+        figures[f"{name}_retrieve_gbps"] = figures.pop(f"{name}_gbps")
         figures[f"{name}_first_chunk_ms"] = 1e3 * statistics.median(seconds[f"{name}_first_chunk"])
-    figures["pipelined_ratio"] = figures["pipelined_retrieve_gbps"] / figures["plain_retrieve_gbps"]
-    figures["pipelined_spread"] = spread(ratios(seconds, "pipelined_retrieve", "plain_retrieve"))
     return figures
 
 
