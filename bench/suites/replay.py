@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import msgspec
@@ -52,7 +52,6 @@ _FIND_S = 10.0
 _OPEN_S = 30.0
 _STAGING = ByteSize(32 << 20)
 _HALVINGS = 8
-_DEFAULT_LEASE_MS = 200
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
@@ -174,9 +173,7 @@ class ReplaySite(Site):
     def _settings(self, job: Open) -> NodeSettings:
         tier = MooncakeTier()
         if job.master:
-            longest = min(60_000, job.lease_ms)
-            transfer = TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
-            settings = NodeSettings(master=job.master, host=self.location.host, transfer=transfer)
+            settings = NodeSettings(master=job.master, host=self.location.host, transfer=_within(job.lease_ms))
         else:
             config = find_master(self.location.config, _FIND_S)
             settings = config.settings_of(config.nodes[0])
@@ -187,18 +184,17 @@ class ReplaySite(Site):
         return msgspec.structs.replace(settings, cache=cache)
 
 
+def _within(lease_ms: int) -> TransferSettings:
+    """Returns settings with which no transfer outlives its lease; these take milliseconds."""
+    longest = min(60_000, lease_ms)
+    return TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
+
+
 def _names(blocks: Iterable[int]) -> list[bytes]:
     return [block.to_bytes(16, "big") for block in blocks]
 
 
 # --- at the machine that leads ---------------------------------------------------------------------------------------
-
-
-class Eviction(NamedTuple):
-    """When a master makes room, and how much; as `eviction_high_watermark` and `eviction_ratio` in the cluster's file."""
-
-    watermark: float = MasterNode(name="master").eviction_high_watermark
-    ratio: float = MasterNode(name="master").eviction_ratio
 
 
 class Leader:
@@ -224,22 +220,15 @@ class Leader:
             )
         return asked or (*(float(max(least, round(share * len(self.distinct)))) for share in _SHARES), _UNBOUNDED)
 
-    def on_pool_of_its_own(self, capacity: float, eviction: Eviction, lease_ms: int) -> dict[str, Any]:
+    def on_pool_of_its_own(self, capacity: float, master: MasterNode) -> dict[str, Any]:
         """Returns a row, from a pool of this machine with room for so many chunks, which lasts as long as that takes."""
-        chunks = _ROOM * len(self.distinct) / eviction.watermark if capacity == _UNBOUNDED else capacity
-        longest = min(60_000, lease_ms)  # no transfer may outlive the lease; these take milliseconds
-        transfer = TransferSettings(timeouts=Timeouts(get_ms=longest, put_ms=longest))
-        master = MasterNode(
-            name="master",
-            lease_ttl_ms=lease_ms,
-            eviction_high_watermark=eviction.watermark,
-            eviction_ratio=eviction.ratio,
-        )
+        bounded, lease_ms = capacity != _UNBOUNDED, master.lease_ttl_ms
+        chunks = capacity if bounded else _ROOM * len(self.distinct) / master.eviction_high_watermark
         size = max(MIN_SEGMENT, math.ceil(chunks) * self._slot)
-        with local_pool(size, transfer=transfer, master=master) as address:
-            tally = self._replay("unbounded" if capacity == _UNBOUNDED else f"{capacity:.0f} chunks", address, lease_ms)
+        with local_pool(size, transfer=_within(lease_ms), master=master) as address:
+            tally = self._replay(f"{capacity:.0f} chunks" if bounded else "unbounded", address, lease_ms)
             self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
-        return self._row(tally, capacity, eviction, lease_ms)
+        return self._row(tally, capacity, master)
 
     def on_the_clusters_pool(self, config: ClusterConfig) -> dict[str, Any]:
         """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards. Raises ConfigError if no node gives
@@ -252,8 +241,7 @@ class Leader:
         tally = self._replay(config.name)
         self._machines.run(ReplaySite.remove, {self._machines.nodes[0]: None}, timeout_s=2 * _STEP_S)
         master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
-        eviction = None if master is None else Eviction(master.eviction_high_watermark, master.eviction_ratio)
-        return self._row(tally, capacity // self._slot, eviction, None if master is None else master.lease_ttl_ms)
+        return self._row(tally, capacity // self._slot, master)
 
     def _replay(self, what: str, master: str = "", lease_ms: int = 0) -> Tally:
         """Returns what became of the requests."""
@@ -264,14 +252,14 @@ class Leader:
         tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=_STEP_S + _SLOWEST_S * len(self._trace))
         return Tally.together(tallies.values())
 
-    def _row(self, tally: Tally, capacity: float, eviction: Eviction | None, lease_ms: int | None) -> dict[str, Any]:
+    def _row(self, tally: Tally, capacity: float, master: MasterNode | None) -> dict[str, Any]:
         bounded = capacity != _UNBOUNDED
         return {
             "capacity_chunks": int(capacity) if bounded else "unbounded",
             "capacity_mib": capacity * self._slot / (1 << 20) if bounded else None,
-            "watermark": eviction and eviction.watermark,
-            "ratio": eviction and eviction.ratio,
-            "lease_ms": lease_ms,
+            "watermark": master and master.eviction_high_watermark,
+            "ratio": master and master.eviction_ratio,
+            "lease_ms": master and master.lease_ttl_ms,
             "hit_rate": tally.hit_rate,
             "lru": hit_rate(self._trace, SimulatedLru(int(capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
@@ -341,16 +329,14 @@ def _capacities(context: click.Context, option: click.Parameter, values: tuple[s
     return tuple(map(read, values))
 
 
-def _eviction(context: click.Context, option: click.Parameter, value: str | None) -> Eviction | None:
-    if value is None:
-        return None
+def _eviction(context: click.Context, option: click.Parameter, value: str) -> tuple[float, float]:
     try:
         watermark, ratio = map(float, value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not of the form 0.9,0.1", context, option) from None
     if not (0 < watermark <= 1 and 0 < ratio <= 1):
         raise click.BadParameter(f"{value!r}: both must be above 0 and at most 1", context, option)
-    return Eviction(watermark, ratio)
+    return watermark, ratio
 
 
 def _chunk_bytes(context: click.Context, option: click.Parameter, value: int) -> int:
@@ -370,8 +356,8 @@ _CAPACITY = (
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
-@option("--evict", "eviction", callback=_eviction, help="The master's eviction_high_watermark and eviction_ratio, such as 0.85,0.02.")  # fmt: skip
-@option("--lease-ms", type=click.IntRange(100), help="How long a chunk that was looked up is safe from eviction, in the time of the replay; by default 200.")  # fmt: skip
+@option("--evict", default="0.9,0.1", callback=_eviction, help="Of pools of this machine: the master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
+@option("--lease-ms", default=200, type=click.IntRange(100), help="Of pools of this machine: how long a chunk that was looked up is safe from eviction, in the time of the replay.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk. With a file it decides how many the pool has room for.")  # fmt: skip
 @report_options
 def main(
@@ -379,16 +365,14 @@ def main(
     trace: Path,
     limit: int | None,
     capacities: tuple[float, ...],
-    eviction: Eviction | None,
-    lease_ms: int | None,
+    evict: tuple[float, float],
+    lease_ms: int,
     chunk_bytes: int,
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    if where.file is not None and (capacities or eviction or lease_ms):
-        raise click.UsageError(
-            "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
-        )
+    if where.file is not None and capacities:
+        raise click.UsageError("--capacity is for pools of this machine; with -c the pool is the cluster's")
     if where.connect and where.file is None:
         raise click.UsageError(
             "--connect: say which pool, that of a cluster's file (-c): those of this machine alone are on its loopback"
@@ -399,8 +383,10 @@ def main(
         leader = Leader(running, read_trace(trace, limit), chunk_bytes)
         if config is not None:
             return leader, [leader.on_the_clusters_pool(config)]
-        evict, lease = eviction or Eviction(), lease_ms or _DEFAULT_LEASE_MS
-        return leader, [leader.on_pool_of_its_own(room, evict, lease) for room in leader.capacities(capacities)]
+        master = MasterNode(
+            name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1]
+        )
+        return leader, [leader.on_pool_of_its_own(room, master) for room in leader.capacities(capacities)]
 
     led = conduct(where, ReplaySite, lead)
     if led is not None:
