@@ -72,9 +72,12 @@ class Site:
 
     def __init__(self, location: Location) -> None:
         self.location = location
+        self.held = ExitStack()
+        """What it has opened."""
 
     def close(self) -> None:
-        """Releases everything, in a bounded time. Called once."""
+        """Releases everything, in a bounded time."""
+        self.held.close()
 
 
 @dataclass(frozen=True)

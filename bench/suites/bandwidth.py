@@ -14,7 +14,6 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import click
@@ -23,7 +22,7 @@ import msgspec
 from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, local_pool
 from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
-from bench.lib.two_machines import Crew, Location, MachineOptions, Site, conduct, machine_options
+from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
 from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
@@ -81,10 +80,6 @@ class Timed(msgspec.Struct, frozen=True):
 class BandwidthSite(Site):
     """A store client, a segment and a raw engine, with the same batch of bytes for both."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._open = ExitStack()
-
     def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
         batch = job.objects * job.object_bytes
@@ -101,14 +96,14 @@ class BandwidthSite(Site):
         # the objects go with the segments that they are in
         segment_size = max(MIN_SEGMENT, 4 * batch)
         self._store = store = MooncakeStore(settings, master=job.master, host=host, segment_size=segment_size)
-        self._open.callback(store.close)
+        self.held.callback(store.close)
         staging = store.staging(job.object_bytes)
         store.wait_open(_OPEN_S)
         slots: list[Slot] = []
         for _ in range(2 * job.objects):
             slot = staging.lease(time.monotonic() + _OPEN_S)
             assert slot is not None
-            self._open.callback(slot.release)
+            self.held.callback(slot.release)
             slots.append(slot)
         self._source, self._target = slots[: job.objects], slots[job.objects :]
         for slot in self._source:
@@ -120,7 +115,7 @@ class BandwidthSite(Site):
         for pool in (staging, self._memory):
             if (code := self._engine.register_memory(pool.address, pool.nbytes)) != 0:
                 raise TransferError(f"TransferEngine refused to register {pool.nbytes} bytes ({code})")
-            self._open.callback(self._engine.unregister_memory, pool.address)
+            self.held.callback(self._engine.unregister_memory, pool.address)
         engine = f"{host}:{self._engine.get_rpc_port()}"
         return NodeMemory(
             self.location.node, host, store.hostname, engine, self._memory.address, machine(), self._timeout_s
@@ -155,9 +150,6 @@ class BandwidthSite(Site):
         move = self._engine.batch_transfer_sync_write if write else self._engine.batch_transfer_sync_read
         code = move(job.to.engine, own, [job.to.address + offset for offset in self._remote], self._sizes)
         return [Status.OK if code == 0 else Status.TRANSFER_FAILED]
-
-    def close(self) -> None:
-        self._open.close()
 
 
 def _raw_engine(settings: TransferSettings, host: str) -> Any:

@@ -14,7 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Literal
 
 import click
@@ -182,12 +182,11 @@ class TimedLookups(Site):
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
-        self._open = ExitStack()
         self._prompts: dict[int, tuple[list[int], list[str]]] = {}
 
     def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
-        self._client, database, self._raw = self._open.enter_context(
+        self._client, database, self._raw = self.held.enter_context(
             looking_up(self.location, job.master, f"bench-{job.seed}")
         )
         for length in job.lengths:
@@ -218,29 +217,19 @@ class TimedLookups(Site):
             last = now
         return Rate(latencies.count / (last - start), latencies)
 
-    def close(self) -> None:
-        self._open.close()
-
 
 class LookupSite(Site):
     """A node's clients."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._open = ExitStack()
-
     def open(self, job: Clients) -> None:
         """Starts the clients, in place of those before."""
-        self._open.close()
-        self._crew = self._open.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
+        self.held.close()
+        self._crew = self.held.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
     def ask(self, job: Asking) -> Rate:
         """Makes the clients look up, all at the same time."""
         return Rate.of(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
-
-    def close(self) -> None:
-        self._open.close()
 
 
 # --- at the machine that leads ----------------------------------------------------------------------------------------------

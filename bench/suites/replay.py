@@ -18,6 +18,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from bench.lib.report import Check, LinePlot, Report, Table, at_most, finish, op
 from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
-from bench.lib.two_machines import Crew, Location, MachineOptions, Site, conduct, machine_options
+from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
 from launch.discovery import find_master, open_directory
-from pd_cache.cache import CacheEngine, CacheEngineBuilder
+from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
@@ -114,33 +115,28 @@ class Tally(msgspec.Struct):
 class ReplaySite(Site):
     """This machine's client of the pool, which lives through its share of the trace."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._instance = f"replay-{uuid.uuid4().hex}"
-        self._engine: CacheEngine | None = None
-
     def open(self, job: Open) -> None:
         """Connects; a client from before is closed."""
         self.close()
         settings = self._settings(job)
         self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
         metadata, layout = CacheMetadata.of(job.model, self._cache.layout), self._cache.layout
-        self._engine = CacheEngineBuilder.get_or_create(self._instance, settings, metadata, layout)
+        engine = CacheEngineBuilder.get_or_create(job.model, settings, metadata, layout)
+        self._engine = self.held.enter_context(closing(engine))
         self._engine.wait_available(_OPEN_S)
 
     def replay(self, job: Replay) -> Tally:
         """Lives through requests, one after the other."""
-        assert self._engine is not None, "not open"
         tally, start = Tally(), time.monotonic()
         with progress() as bar:
             for request in bar.track(job.requests, description=job.what):
-                self._one(self._engine, request.whole_blocks, tally)
+                self._one(request.whole_blocks, tally)
                 tally.prompt_tokens += request.input_length
         tally.seconds = time.monotonic() - start
         return tally
 
-    def _one(self, engine: CacheEngine, blocks: Sequence[int], tally: Tally) -> None:
-        cache, names = self._cache, _names(blocks)
+    def _one(self, blocks: Sequence[int], tally: Tally) -> None:
+        engine, cache, names = self._engine, self._cache, _names(blocks)
         found = engine.find(names).chunks
         loaded = 0
         if found:
@@ -157,18 +153,12 @@ class ReplaySite(Site):
 
     def remove(self, job: None) -> None:
         """Takes this bench's chunks out of a pool that is not its own, leased or not."""
-        assert self._engine is not None, "not open"
         assert isinstance(self._engine.backend, MooncakeBackend)
         self._engine.backend.store.remove_matching(f"^{self._engine.database.prefix()}/", timeout=_STEP_S)
 
     def disconnect(self, job: None) -> None:
         """Disconnects: the pool is about to end."""
         self.close()
-
-    def close(self) -> None:
-        if self._engine is not None:
-            CacheEngineBuilder.destroy(self._instance)
-            self._engine = None
 
     def _settings(self, job: Open) -> NodeSettings:
         tier = MooncakeTier()

@@ -197,14 +197,10 @@ class AskServer(msgspec.Struct, frozen=True):
 class AskingScheduler(Site):
     """One of the clients of `lookups_at_a_rate`: a scheduler that asks when its turn comes."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._open = contextlib.ExitStack()
-
     def connect(self, job: AskServer) -> None:
         """Gets ready to ask."""
         self._adapter = SchedulerAdapter(job.url, None, EngineIdentity(model=job.model, block_size=16))
-        self._open.callback(self._adapter.shutdown)
+        self.held.callback(self._adapter.shutdown)
 
     def ask(self, job: AskServer) -> list[float]:
         """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the seconds of each lookup, from when
@@ -218,9 +214,6 @@ class AskingScheduler(Site):
             assert found == LOOKUP_TOKENS, "a lookup missed what is there"
             latencies.append(time.monotonic() - due)
         return latencies
-
-    def close(self) -> None:
-        self._open.close()
 
 
 def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s: float) -> int | None:
