@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,13 +195,11 @@ def make_subject(
 
 
 @contextmanager
-def making(folder: Path, payload: int, pools: Mapping[int, MooncakeBackend] = {}) -> Iterator[Callable[..., Subject]]:
-    """Yields a function that makes subjects, over these pool clients by payload size. All are closed at the end, and then all memory must be
-    free."""
+def making(folder: Path, payload: int, client: MooncakeBackend | None = None) -> Iterator[Callable[..., Subject]]:
+    """Yields a function that makes subjects, over a pool client. All are closed at the end, and then all memory must be free."""
     subjects: list[Subject] = []
 
-    def make(kind: str, payload: int = payload, **options: Any) -> Subject:
-        client = pools[payload] if "mooncake" in kind else None
+    def make(kind: str, **options: Any) -> Subject:
         subjects.append(make_subject(kind, payload, folder / str(len(subjects)), client, **options))
         return subjects[-1]
 
