@@ -24,6 +24,7 @@ from pd_cache.server.protocol import (
     Answer,
     Done,
     EngineIdentity,
+    Hello,
     Register,
     Request,
     StatusQuery,
@@ -65,7 +66,7 @@ class ServerConnection:
         """
         self.url = url
         self.client = uuid.uuid4().hex
-        self.hello = (identity or NOBODY).hello(self.client, kind)
+        self.hello = Hello(self.client, kind, identity or NOBODY)
         self.fence = Fence()
         self.lost = 0
         """How often the server was lost."""

@@ -138,10 +138,6 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
-    def hello(self, client: str, kind: Literal["scheduler", "worker", "observer"]) -> Hello:
-        """Returns the first message of a connection whose name is `client`."""
-        return Hello(client, kind, self)
-
 
 NOBODY = EngineIdentity(model="", block_size=1)
 """What an observer says about itself."""

@@ -111,16 +111,20 @@ def _read_json(text: bytes) -> Any:
 _NAMES = protocol.join_names([b"a" * 16, b"b" * 16])
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
 _REQUESTS: tuple[protocol.Message, ...] = (
-    protocol.EngineIdentity(
-        model="m",
-        block_size=16,
-        world_size=2,
-        rank=1,
-        namespace="f" * 16,
-        hash_mode="blocks",
-        hash_seed="sha256:0:",
-        shards_per_rank=2,
-    ).hello(TOKEN, "worker"),
+    protocol.Hello(
+        TOKEN,
+        "worker",
+        protocol.EngineIdentity(
+            model="m",
+            block_size=16,
+            world_size=2,
+            rank=1,
+            namespace="f" * 16,
+            hash_mode="blocks",
+            hash_seed="sha256:0:",
+            shards_per_rank=2,
+        ),
+    ),
     protocol.Register(
         (protocol.CpuStorage(4096), protocol.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
         (protocol.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
