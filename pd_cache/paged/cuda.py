@@ -109,18 +109,11 @@ class PageMover:
         self._block = unit(1, 1, layout.page_bytes)
         self._token = unit(layout.block_size, layout.pieces, layout.piece_bytes)
 
-    def gather(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueues on the current stream a copy of the chunk's pages into `payload`, a contiguous uint8 device tensor.
+    def move(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
+        """Enqueues on the current stream a copy of the chunk's pages into `payload`, a contiguous uint8 device tensor, or the converse.
 
         The indices of `chunk` are on the device, too. Nothing is checked: the kernel follows the indices wherever they point.
         """
-        self._launch(chunk, payload, gather=True)
-
-    def scatter(self, chunk: ChunkSlots, payload: torch.Tensor) -> None:
-        """Enqueues on the current stream a copy of `payload` into the chunk's pages; the converse of `gather`."""
-        self._launch(chunk, payload, gather=False)
-
-    def _launch(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
         unit, indices = (self._block, chunk.blocks) if chunk.blocks is not None else (self._token, chunk.slots)
         assert indices is not None
         count = indices.numel()
@@ -233,7 +226,7 @@ class CudaPagedCopier(PagedCopier):
             placed = self._out.upload(chunk)
             bounce = self._out.bounce(out.numel())
             self._out.stream.wait_stream(caller)
-            self._out.mover.gather(placed, bounce)
+            self._out.mover.move(placed, bounce, gather=True)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
             kept = chunk.kept(self.layout.block_size)
             pages = out.view(self.layout.planes, -1, self.layout.page_bytes)
@@ -248,7 +241,7 @@ class CudaPagedCopier(PagedCopier):
             bounce = self._in.bounce(source.numel())
             bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
             self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
-            self._in.mover.scatter(placed, bounce)
+            self._in.mover.move(placed, bounce, gather=False)
             done = _Recorded(self._in.stream, source)
         caller.wait_event(done.event)
         return done
