@@ -64,8 +64,6 @@ _EVICTED_FOR_ONE = 8
 _FOLDERS = 64
 """The most processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
-_SERIALS = 1 << 56
-"""The limit of our serials. A larger one in a name is not ours, so counting does not continue from it."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _STRIKES = 3
 """So many errors in a row are not those of single files."""
@@ -254,8 +252,7 @@ class ObjectFolder:
                 if status.st_size != self.file_bytes:
                     torn.append(Path(file.path))
                     continue
-                serial = int(match["serial"], 16)
-                highest = max(highest, serial if serial < _SERIALS else 0)
+                highest = max(highest, int(match["serial"], 16))
                 seen.append((status.st_mtime_ns, match["digest"], file.name))
         self._serials = itertools.count(max(highest + 1, next(self._serials)))
         self._litter = deque(torn)

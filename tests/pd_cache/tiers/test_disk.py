@@ -6,9 +6,7 @@ import errno
 import math
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from pd_cache.tiers.base import PutOutcome
 from pd_cache.tiers.disk import digest_of
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
-from tests.support.disks import OBJECT, PAYLOAD, Open, disk_of, file_of, files, value
+from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 
@@ -57,15 +55,6 @@ def temporaries(subject: Subject) -> list[Path]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_stored_is_there_after_a_restart(open_disk: Open) -> None:
-    first = open_disk()
-    first.put({key: value(key) for key in KEYS[:5]})
-    first.backend.close()
-    second = open_disk()
-    assert second.get(KEYS[:6]) == [*(value(key) for key in KEYS[:5]), "missing"]
-    assert second.count("pd_cache_tier_bytes", tier="disk") == sum(file.stat().st_size for file in files(second))
-
-
 def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk: Open) -> None:
     first = open_disk()
     put_with_ages(first, 6)
@@ -73,27 +62,6 @@ def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk: 
     second = open_disk(objects=3)
     assert second.get(KEYS[:6]) == ["missing"] * 3 + [value(key) for key in KEYS[3:6]]
     wait_for(lambda: len(files(second)) == 3)
-
-
-def test_a_killed_process_loses_nothing_that_was_published(open_disk: Open, tmp_path: Path) -> None:
-    program = f"""
-import os, signal, sys
-from pathlib import Path
-from tests.support.backends import Subject, make_disk, make_memory
-from pd_cache.metrics import CacheMetrics
-disk = make_disk(make_memory({PAYLOAD}, 8), Path({str(tmp_path / "cache")!r}), 8)
-disk.wait_available(60)
-one = Subject(disk, {{}}, CacheMetrics())
-one.put({{"k": b"x" * {PAYLOAD}}})
-(disk.folder.root / "tmp" / "7f").write_bytes(b"half")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=180)
-    assert done.returncode == -signal.SIGKILL
-    subject = open_disk()
-    assert subject.get(["k"]) == [b"x" * PAYLOAD]
-    assert subject.count("pd_cache_tier_ignored_files_total", kind="torn") == 1
-    assert temporaries(subject) == []
 
 
 def test_foreign_files_are_left_alone_and_counted_and_torn_ones_are_cleared_away(open_disk: Open) -> None:
@@ -105,29 +73,30 @@ def test_foreign_files_are_left_alone_and_counted_and_torn_ones_are_cleared_away
     foreign[2].parent.mkdir()
     for file in foreign:
         file.write_text("not ours")
+    (root / "tmp" / "7f").write_bytes(b"half")
     first.backend.close()
     second = open_disk()
     assert second.get(["good", "torn"]) == [value("good"), "missing"]
     assert second.count("pd_cache_tier_ignored_files_total", kind="foreign") == 3
-    assert second.count("pd_cache_tier_ignored_files_total", kind="torn") == 1
+    assert second.count("pd_cache_tier_ignored_files_total", kind="torn") == 2
     assert all(file.read_text() == "not ours" for file in foreign)
     assert not torn.exists()
+    assert temporaries(second) == []
 
 
 def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(open_disk: Open) -> None:
     first = open_disk()
-    first.put({"k": value("k"), "l": value("l")})
-    newer, planted = file_of(first, "k"), file_of(first, "l")
+    first.put({"k": value("k")})
+    newer = file_of(first, "k")
     older = newer.with_name(f"{digest_of('k')}-999")
     older.write_bytes(bytes(newer.stat().st_size))
     os.utime(older, (1, 1))
-    largest = planted.rename(planted.with_name(f"{digest_of('l')}-{'f' * 16}"))
     first.backend.close()
     second = open_disk()
-    assert second.get(["k", "l"]) == [value("k"), value("l")]
-    assert set(files(second)) == {newer, largest}
+    assert second.get(["k"]) == [value("k")]
+    assert files(second) == [newer]
     second.put({"other": value("other")})
-    assert 0x999 < int(file_of(second, "other").name.split("-")[1], 16) < 0x9FFF
+    assert int(file_of(second, "other").name.split("-")[1], 16) > 0x999
 
 
 def test_a_file_with_wrong_bytes_is_a_miss_once_and_one_that_was_deleted_no_failure(open_disk: Open) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.disk import digest_of
 from tests.support.backends import Subject, make_disk, make_memory
-from tests.support.disks import PAYLOAD, disk_of, file_of, value
+from tests.support.disks import OBJECT, PAYLOAD, disk_of, file_of, value
 from transfer.errors import Status
 
 ODDITIES: dict[str, Callable[[Path], object]] = {
@@ -96,6 +96,7 @@ class DiskModel(RuleBasedStateMachine):
         assert disk.state is Status.OK
         assert self.subject.count("pd_cache_tier_failures_total") == 0
         assert disk.index.held == 0
+        assert self.subject.count("pd_cache_tier_bytes") == len(disk.index) * OBJECT
         assert self.subject.backend.memory.pool.in_use == 0
         held = disk.index.contains([digest_of(key) for key in KEYS])
         for key, there in zip(KEYS, held, strict=True):
