@@ -172,18 +172,6 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
         server.kill()
 
 
-def test_an_engine_that_the_server_has_forgotten_introduces_itself_again(server: CacheServer) -> None:
-    with Engine(server.url) as engine:
-        store_surely(engine, TOKENS)
-        for client in list(server._clients.values()):
-            server._gone(client.hello.client)
-        assert engine.lookup("forgotten", TOKENS) in (0, 4 * CHUNK)
-        engine.worker.submit_retrieve_request("forgotten", engine.op(TOKENS, 20))
-        engine.finish_retrieve("forgotten")
-        wait_for(lambda: server.status().workers == 1)
-        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
-
-
 def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
     stop = threading.Event()
     with served(pool, tmp_path) as server, Engine(server.url) as engine:

@@ -104,7 +104,10 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
     make_pool: Callable[..., Pool],
 ) -> None:
     pool = make_pool().start()
-    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (store, _):
+    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (
+        store,
+        staging,
+    ):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
         master.suspend()
@@ -117,8 +120,14 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         pool.kill("master")
         assert direct(store).ask(["k"], later()) is None
         assert not direct(store)._connections
+        for _ in range(2):
+            start = time.monotonic()
+            assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
+            assert time.monotonic() - start < 30, "a bound, not a measurement: Mooncake itself waits for a minute"
+        assert not store.available
         pool.start("master")
         wait_for(lambda: asks_directly(store), 60, "a new connection")
+        wait_for(lambda: put(store, staging, fresh(1)) == [Status.OK], 20, "the store node being mounted again")
 
 
 def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_short_cut_reaches_it(pool: Pool) -> None:

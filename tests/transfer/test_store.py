@@ -146,31 +146,6 @@ def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_
         assert len(page.read().decode().split()) == 1, "only the store node's segment is mounted"
 
 
-def test_with_the_master_dead_calls_keep_their_deadline_then_answer_at_once_and_it_is_found_back(
-    make_pool: Callable[..., Pool],
-) -> None:
-    pool = make_pool().start()
-    with opened(pool, breaker={"failures": 2, "probe_interval_ms": 200}, timeouts={"exist_ms": 300}) as (
-        store,
-        staging,
-    ):
-        assert put(store, staging, fresh(1)) == [Status.OK]
-        pool.kill("master")
-        for _ in range(2):
-            start = time.monotonic()
-            assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
-            assert time.monotonic() - start < 30, "a bound, not a measurement: Mooncake itself waits for a minute"
-        assert not store.available
-        start = time.monotonic()
-        for _ in range(100):
-            assert store.batch_exist(["k"], timeout=5) == [Status.POOL_DOWN]
-        assert time.monotonic() - start < 100, "a bound: no deadline is waited for"
-        pool.start("master")
-        wait_for(lambda: store.available, 20, "the pool being found back")
-        key = fresh(1)
-        wait_for(lambda: put(store, staging, key) == [Status.OK], 20, "the store node being mounted again")
-
-
 def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool().start()
     with opened(pool, timeouts={"get_ms": 1000}, threads=1) as (store, staging):
