@@ -50,15 +50,9 @@ class HybridBackend(StorageBackend):
     """Joins tiers into one backend, which owns them."""
 
     def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
-        """`backlog`: how many chunks may be written behind at the same time. The default is half of the memory's slots.
-
-        Raises ValueError if there is no tier, or if the tiers do not share one memory.
-        """
-        if not tiers:
-            raise ValueError("a HybridBackend needs at least one tier")
+        """`tiers`: at least one; all share one memory. `backlog`: how many chunks may be written behind at the same time. The default is half
+        of the memory's slots."""
         first = tiers[0].backend
-        if any(tier.backend.memory.pool is not first.memory.pool for tier in tiers):
-            raise ValueError("the tiers of a HybridBackend must share one memory")
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
@@ -162,10 +156,6 @@ class HybridBackend(StorageBackend):
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
         answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self.tiers]
         return answers[-1]
-
-    def flush(self, timeout: float) -> bool:
-        """Waits for the writes behind. Returns False if some are still under way after `timeout` seconds."""
-        return self._behind.flush(timeout)
 
     def close(self) -> None:
         self._closed = True
@@ -317,7 +307,7 @@ class _WriteBehind:
         self._close_s = close_s
         self._under_way = 0
         """How many chunks."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[_TierWrite | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
@@ -328,20 +318,16 @@ class _WriteBehind:
         if tier.backend.settles_at_once:
             _begin(tier, keys, items, timeout).results()
             return
-        with self._changed:
+        with self._lock:
             fits = 0 if self._closed else min(len(keys), self._limit - self._under_way)
             if fits:
                 self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
                 self._under_way += fits
         tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
 
-    def flush(self, timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._under_way, timeout)
-
     def close(self) -> None:
         """Waits up to `close_s` seconds for the writes under way. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -355,6 +341,5 @@ class _WriteBehind:
             except Exception:  # an error of one write must not end the thread
                 log.exception("tier %s: a write behind failed", write.tier.metrics.tier)
             finally:
-                with self._changed:
+                with self._lock:
                     self._under_way -= write.chunks
-                    self._changed.notify_all()

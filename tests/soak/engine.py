@@ -267,7 +267,6 @@ class Driver:
             return [f"the cache server has {moves} moves in flight"] if moves else []
         backend, kept = self.engine.backend, 0
         if isinstance(backend, HybridBackend):
-            backend.flush(0.5)
             kept = sum(len(tier.backend.index) for tier in backend.tiers if isinstance(tier.backend, LocalBackend))
         pool = backend.memory.pool
         try:

@@ -23,6 +23,7 @@ from tests.support.backends import Subject, count, make_disk, make_local, make_m
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
+from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
@@ -37,11 +38,6 @@ def value(n: object) -> bytes:
 def make(tmp_path: Path) -> Iterator[Callable[..., Subject]]:
     with making(tmp_path, PAYLOAD) as make_one:
         yield lambda **options: make_one("hybrid(local+disk)", **options)
-
-
-def hybrid_of(subject: Subject) -> HybridBackend:
-    assert isinstance(subject.backend, HybridBackend)
-    return subject.backend
 
 
 def holds(subject: Subject, tier: str, key: str) -> bool:
@@ -278,18 +274,11 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
         assert not holds(subject, "disk", "k0")
         assert subject.get(["k0"]) == [value(0)]
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
-        assert not hybrid_of(subject).flush(0.05)
         faults.go_on.set()
-        assert hybrid_of(subject).flush(60)
-        assert [holds(subject, "disk", f"k{n}") for n in range(5)] == [True] * 3 + [False] * 2
-        subject.put({f"last{n}": value(n) for n in range(3)})
+        wait_for(lambda: [holds(subject, "disk", f"k{n}") for n in range(5)] == [True] * 3 + [False] * 2)
     finally:
         faults.go_on.set()
         subject.backend.close()
-    disk = make_disk(make_memory(PAYLOAD, 8), tmp_path, 16)
-    disk.wait_available(60)
-    assert disk.batched_contains([f"last{n}" for n in range(3)]) == [Status.OK] * 3, "close() waited for them"
-    disk.close()
 
 
 # --- composed from the settings --------------------------------------------------------------------------------------
@@ -330,14 +319,14 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path
     disks = tuple(DiskTier(path=str(tmp_path / name), capacity=ByteSize(1 << 20)) for name in "ab")
     config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)), *disks))
     metrics = CacheMetrics()
-    backend = open_backend(NodeSettings(master="nobody:1", cache=config), PAYLOAD, metrics=metrics)
+    staging = TransferSettings(staging_size=ByteSize(1 << 20))
+    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=staging), PAYLOAD, metrics=metrics)
     try:
         backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
         assert subject.put({"k": value("k")}) == [Status.OK]
         assert subject.get(["k"]) == [value("k")]
-        assert hybrid_of(subject).flush(60)
-        assert count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192
+        wait_for(lambda: count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192)
     finally:
         backend.close()
     small = TransferSettings(staging_size=ByteSize(100))
@@ -379,15 +368,6 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, 
         }
         assert sum(hits.values()) == 40 * 4
         assert all(hits.values()), f"every tier served some: {hits}"
-
-
-def test_tiers_of_different_memories_are_refused(tmp_path: Path) -> None:
-    one, other = make_local(make_memory(PAYLOAD, 4), 2), make_local(make_memory(PAYLOAD, 4), 2)
-    counts = CacheMetrics().tier("x")
-    with pytest.raises(ValueError, match="share one memory"):
-        HybridBackend([Tier(one, counts), Tier(other, counts)])
-    with pytest.raises(ValueError, match="at least one tier"):
-        HybridBackend([])
 
 
 def levels(metrics: CacheMetrics) -> dict[str, float]:
