@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import io
 import logging
 import os
@@ -55,8 +54,6 @@ its kernel answers the probes."""
 _MAX_REFUSAL = 4 << 20
 _REFUSAL_S = 2.0
 """How long the body of a refusal may take. It is short, because there may be another node to ask."""
-_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""The kernel's errors if this process, or this machine, has no file descriptor, memory or port left."""
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
 
@@ -158,19 +155,12 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
     raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
 
 
-def _exhausted(error: BaseException) -> bool:
-    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else getattr(error, "errno", None)
-    return number in _EXHAUSTED
-
-
 @contextmanager
 def _mapped() -> Iterator[None]:
     try:
         yield
-    except (aiohttp.InvalidURL, UnicodeError) as error:  # a host name that cannot be looked up
-        raise HopError("unreachable", _told(error)) from error
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise HopError("exhausted" if _exhausted(error) else "unreachable", _told(error)) from error
+    except (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise HopError("unreachable", _told(error)) from error  # UnicodeError: a host name that cannot be looked up
     except TimeoutError as error:  # an OSError, too, from Python 3.11 on
         raise HopError("timeout", _told(error)) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
@@ -319,8 +309,6 @@ async def check_health(
             except TimeoutError:
                 why = f"no answer within {timeout_s:g} s"
             except HopError as error:
-                if error.reason == "exhausted":
-                    return  # our own trouble, which says nothing about the node
                 why = f"{error.reason}: {error}"
             except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)

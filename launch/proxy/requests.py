@@ -508,8 +508,6 @@ class Requests:
         for reason in ("busy", "error"):
             if reason in refusals:
                 return passed_on(refusals[reason])
-        if any(error.reason == "exhausted" for error in failures):
-            raise overloaded("The proxy has no file descriptor or port left for a connection to a node")
         raise overloaded(
             "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
         )

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
-Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage", "exhausted"]
-"""How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer.
-`exhausted` is the proxy's own failure: it has no file descriptor or port left for a connection."""
+Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage"]
+"""How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer."""
 
 NO_PROMPT = RoutedPrompt(1)
 
@@ -369,7 +368,6 @@ class Attempts:
         self._tried: set[str] = set()
         self._suspects: list[tuple[str, Reason]] = []
         self._failures = 0
-        self._over = False
         self.out_of_budget = False
         """Whether another node would have been tried if the budget had allowed a retry."""
 
@@ -380,7 +378,7 @@ class Attempts:
 
     def next(self, now: float) -> str | None:
         """Returns the node to try now; None if none is left, or if the request has done enough."""
-        if self._over or self.blamed:
+        if self.blamed:
             return None
         budget, again = self._trial.budget, self._failures > 0
         if again and not budget.allows(now):
@@ -394,9 +392,7 @@ class Attempts:
         return node
 
     def failed(self, node: str, reason: Reason, now: float) -> None:
-        if reason == "exhausted":
-            self._over = True
-        elif reason in ("unreachable", "timeout"):
+        if reason in ("unreachable", "timeout"):
             self._pool.failed(node, reason, now)
             self._failures += reason == "timeout"
         elif reason != "busy":

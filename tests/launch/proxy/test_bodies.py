@@ -1,12 +1,10 @@
-"""Bodies of requests: what nodes are sent of them, the memory that they take, and descriptors that run out."""
+"""Bodies of requests: what nodes are sent of them, and the memory that they take."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +17,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy import nodes
 from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, Completion, HandedOver, read_handoff
 from launch.supervise import end, spawn_child
 from tests.support.pool import free_port
@@ -118,7 +115,7 @@ def test_a_body_may_have_a_thousand_fields_of_whatever_content(body: bytes) -> N
     Completion(body)
 
 
-# --- memory, and descriptors -------------------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones() -> None:
@@ -152,38 +149,6 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
         await until(lambda: c.proxy.requests.bodies.used == 0, "the memory was given back")
         async with c.post(data=body(15)) as response:
             assert response.status == 200
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
-def test_without_a_descriptor_for_a_node_the_client_may_come_back_and_no_node_is_blamed(
-    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real, out = nodes._socket, [True]
-
-    def no_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-        if out[0]:
-            raise OSError(number, "none left")
-        return real(address)
-
-    monkeypatch.setattr(nodes, "_socket", no_socket)
-
-    @scenario
-    async def asked() -> None:
-        async with cluster(1, 2, breaker_failures=1, health_interval_s=0.02) as c:
-            for _ in range(30):
-                async with c.post() as response:
-                    assert response.status == 503
-                    assert response.headers["Retry-After"] == "1"
-                    assert (await error_of(response))["code"] == "overloaded"
-            await asyncio.sleep(0.1)  # a few checks of health
-            async with c.get("/health") as response:
-                assert all((await response.json())["decode"].values())
-            out[0] = False
-            async with c.post() as response:
-                assert response.status == 200
-
-    asked()
-    assert sum(line.count("exhausted") for line in caplog.messages) <= 60, "of each node a few lines"
 
 
 @contextmanager
