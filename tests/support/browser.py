@@ -89,21 +89,12 @@ class Browser:
 
     async def until(self, expression: str) -> Any:
         """Waits until an expression is true on the page, and returns it."""
-        deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while True:
-            with contextlib.suppress(AssertionError):  # between two pages there is nothing to ask
-                if found := await self.evaluate(expression):
-                    return found
-            assert asyncio.get_running_loop().time() < deadline, f"never true: {expression}"
-            await asyncio.sleep(0.05)
-
-    async def screen(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """Makes the screen so large."""
-        await self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                with contextlib.suppress(AssertionError):  # between two pages there is nothing to ask
+                    if found := await self.evaluate(expression):
+                        return found
+                await asyncio.sleep(0.05)
 
     def said(self, method: str) -> list[dict[str, Any]]:
         """Returns the parameters of all events of one kind."""
@@ -111,8 +102,8 @@ class Browser:
 
 
 @asynccontextmanager
-async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
-    """Starts Chromium with an empty profile in `folder`; `headers` go with each of its requests."""
+async def chromium(folder: Path) -> AsyncIterator[Browser]:
+    """Starts Chromium with an empty profile in `folder`."""
     assert CHROMIUM is not None
     profile = folder / "profile"
     process = spawn_child(
@@ -142,8 +133,6 @@ async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
                 try:
                     for domain in ("Page", "Runtime", "Network", "Log", "Audits"):
                         await browser.call(f"{domain}.enable")
-                    if headers:
-                        await browser.call("Network.setExtraHTTPHeaders", headers=headers)
                     yield browser
                 finally:
                     reading.cancel()
@@ -153,20 +142,17 @@ async def chromium(folder: Path, **headers: str) -> AsyncIterator[Browser]:
 
 
 async def _page(session: aiohttp.ClientSession, port: int) -> str:
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while True:
-        async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-            if pages := [one for one in await response.json() if one["type"] == "page"]:
-                return str(pages[0]["webSocketDebuggerUrl"])
-        assert asyncio.get_running_loop().time() < deadline, "Chromium has no page"
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                if pages := [one for one in await response.json() if one["type"] == "page"]:
+                    return str(pages[0]["webSocketDebuggerUrl"])
+            await asyncio.sleep(0.05)
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while True:
-        if file.exists() and (lines := file.read_text().splitlines()):
-            return int(lines[0])
-        assert process.poll() is None, "Chromium ended"
-        assert asyncio.get_running_loop().time() < deadline, "Chromium did not start"
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (file.exists() and (lines := file.read_text().splitlines())):
+            assert process.poll() is None, "Chromium ended"
+            await asyncio.sleep(0.05)
+        return int(lines[0])

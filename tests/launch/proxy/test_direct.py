@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from typing import Any
@@ -224,24 +223,3 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
             async with c.post({"prompt": prompt}) as response:
                 assert response.status == 200
         assert len(c.prefill[0].bodies) == 1, "the good one was looked up and went past"
-
-
-@scenario
-async def test_a_client_that_goes_away_says_nothing_about_the_node_that_was_asked_for_tokens() -> None:
-    asked = []
-
-    async def slow_at_first(request: web.Request) -> web.StreamResponse:
-        asked.append(1)
-        return await (hangs if len(asked) <= 3 else tokenizes)(request)
-
-    async with cluster(direct=rule(Lookups(1024), timeout_s=10)) as c:
-        c.decode[0].tokenize = slow_at_first
-        for number in range(1, 4):
-            going = asyncio.ensure_future(c.post({"prompt": TEXT}).__aenter__())
-            await until(lambda number=number: len(asked) == number, "a node is asked")
-            going.cancel()
-            await asyncio.wait({going})
-        await until(lambda: not c.proxy.requests.running, "the proxy let go")
-        async with c.post({"prompt": TEXT}) as response:
-            assert response.status == 200
-        assert (len(asked), c.prefill[0].bodies) == (4, [])

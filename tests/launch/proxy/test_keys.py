@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 import pytest
@@ -129,21 +129,6 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "the previous contents stay in force" in line.getMessage()
     keys.path.write_text(f"bob {KEY}-of-bob")
-    keys.files.look()
-    assert keys.client(f"{KEY}-of-bob") == "bob"
-
-
-def test_a_file_that_could_not_be_read_for_a_moment_is_read_later_though_it_looks_the_same(
-    keys: KeysFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*_: object, **__: object) -> NoReturn:
-        raise PermissionError(13, "Permission denied")
-
-    keys.path.write_text(f"bob {KEY}-of-bob")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", denied)
-        keys.files.look()
-    assert keys.client(KEY) == "alice"
     keys.files.look()
     assert keys.client(f"{KEY}-of-bob") == "bob"
 

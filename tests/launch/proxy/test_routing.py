@@ -205,27 +205,6 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
     assert breaker.wait(now) == 1
 
 
-@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["unreachable", "error", "sent", "ok"]), TIMES)))
-def test_no_skip_is_longer_than_ten_seconds_and_an_answer_always_ends_it(
-    limit: int, events: list[tuple[Any, float]]
-) -> None:
-    breaker, now, in_a_row = NodeBreaker(limit), 0.0, 0
-    for event, passed in events:
-        now += passed
-        if event == "ok":
-            breaker.succeeded()
-            in_a_row = 0
-            assert breaker.allows(now)
-        elif event == "sent":
-            breaker.sent(now)
-        else:
-            breaker.failed(event, now)
-            in_a_row += 1
-            assert not breaker.allows(now) or (event == "error" and in_a_row < limit)
-        assert breaker.wait(now) <= 10
-    assert breaker.allows(now + 10)
-
-
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
     pool = pool_of("a", "b", breaker_failures=1)
     for node, reason in (("a", "unreachable"), ("b", "error")):

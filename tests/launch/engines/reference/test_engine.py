@@ -99,20 +99,13 @@ def test_salts_keep_requests_apart(make_engine):
     assert answered(engine, request_of(40, cache_salt="a"))[1].cached_tokens == 32
 
 
-def test_concurrent_requests_give_what_each_gives_alone(make_engine, expected):
-    requests = [request_of(10 + 13 * seed, seed=seed, max_tokens=5 + seed) for seed in range(10)]
-    engine = make_engine(FakeCache(), num_blocks=32, max_running=4)
-    generations = [engine.submit(request) for request in requests]
-    assert [tokens_of(generation) for generation in generations] == [expected(request) for request in requests]
-
-
 # --- a cache that fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["find", "load", "store", "find load store"])
+@pytest.mark.parametrize("at", ["find", "load", "store"])
 def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
     def fail(call: str) -> None:
-        if call in at.split():
+        if call == at:
             raise RuntimeError(f"the cache fails at {call}")
 
     cache = FakeCache()
@@ -120,13 +113,11 @@ def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
     answered(engine, request_of(40))
     cache.wait_for_stores(1)
     cache.before = fail
-    for length in (40, 70):
-        tokens, stats = answered(engine, request_of(length))
-        assert tokens == expected(request_of(length))
-        assert stats.cached_tokens + stats.computed_tokens == length
-        assert stats.report.reason in ("error", "none", "never_stored")
-    assert metric(engine, "loads_total", outcome="failed") == (0 if at == "store" else 2)
-    wait_for(lambda: metric(engine, "stores_total", outcome="failed") > 0 or "store" not in at.split())
+    tokens, stats = answered(engine, request_of(70))
+    assert tokens == expected(request_of(70))
+    assert stats.report.reason == ("never_stored" if at == "store" else "error")
+    counted = "stores_total" if at == "store" else "loads_total"
+    wait_for(lambda: metric(engine, counted, outcome="failed") == 1)
 
 
 def test_what_a_failed_load_left_in_the_pages_is_never_attended_to(make_engine, expected):

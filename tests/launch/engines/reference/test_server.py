@@ -8,10 +8,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-import urllib.request
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -321,43 +318,6 @@ def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(make_e
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
-
-PROGRAM = """
-from launch.engines.reference import serve
-from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
-
-model = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
-config = ReferenceEngineConfig(model=ModelConfig(name="tiny", random=model), max_model_len=256, num_blocks=64)
-
-
-def cache(metadata, layout, kv_caches):
-    print("cache", metadata.model.split(":")[0], layout.layers, flush=True)
-
-
-serve(config, HandoffConfig(), "127.0.0.1", 0, cache, lambda address: print(address, flush=True))
-print("closed", flush=True)
-"""
-
-
-def test_a_process_serves_from_its_ready_line_to_its_signal():
-    command = [sys.executable, "-W", "error", "-c", PROGRAM]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "cache random-llama-2 2\n"
-        address = process.stdout.readline().strip()
-        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 3}).encode()
-        with urllib.request.urlopen(f"http://{address}/v1/completions", body, timeout=60) as response:
-            assert len(json.load(response)["choices"][0]["token_ids"]) == 3
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        assert output == "closed\n"
-        assert "not for production" in errors
-        assert "Traceback" not in errors
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("number", stop_signals())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from launch import watched
 from launch.discovery import View
 from launch.proxy.ui import pages
 from pd_cache.cluster import NodeRecord
 from pd_cache.reasons import RequestReport
-from tests.support.proxy import PARAMS, Behaviour, Cluster, answers, cluster, error_of, hangs, says, scenario, until
+from tests.support.proxy import PARAMS, Behaviour, Cluster, answers, cluster, error_of, says, scenario, until
 
 METRICS = b"""
 pd_cache_bytes_total{op="retrieve"} %d
@@ -117,28 +115,6 @@ async def test_nodes_are_asked_only_while_somebody_follows() -> None:
         async with follow(c) as response:
             event = await Follower(response).event()
         assert named(event, "decode-0")["state"] == "asking", "what was known has grown old"
-
-
-def test_nodes_that_do_not_answer_well_are_shown_as_such_and_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "TIMEOUT_S", 0.3)
-    why = {"prefill-0": "no whole answer|timed out", "prefill-1": "it answers 500", "prefill-2": ""}
-
-    @scenario
-    async def run() -> None:
-        async with cluster(prefill=3, decode=1) as c:
-            for node, behaviour in zip(
-                c.prefill, (hangs, answers(500), says(b"pd_cache_x " + b"1" * 5_000_000)), strict=True
-            ):
-                node.default = behaviour
-            c.decode[0].default = counting()
-            async with follow(c) as response:
-                follower = Follower(response)
-                await follower.until(lambda event: named(event, "decode-0")["load"])
-                event = await follower.until(lambda event: all(named(event, name)["state"] == "silent" for name in why))
-                assert all(re.search(text, named(event, name)["why"]) for name, text in why.items())
-                await follower.until(lambda event: named(event, "decode-0")["load"])
-
-    run()
 
 
 @scenario
