@@ -1,18 +1,84 @@
-"""What the HTTP servers of the proxy and of the reference engine share: OpenAI's error object, and what they log of their clients."""
+"""What the HTTP servers of the proxy and of the reference engine share: OpenAI's errors, a request's id, and what they log of their clients."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
 
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from pd_cache.errors import PdCacheError
 from pd_cache.sparse_log import SparseLog
 
+log = logging.getLogger(__name__)
 
-def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns the body of an answer with an HTTP `status` of 400 or more. `param`: the field of the request that is wrong."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+ID_HEADER = "X-Request-Id"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class ApiError(PdCacheError):
+    """An error for the client: an HTTP status and an error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        """`param`: the field of the request that is wrong. `retry_after`: in seconds."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> web.Response:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+
+
+def overloaded(message: str, retry_after: int = 1, *, code: str = "overloaded") -> ApiError:
+    """Returns a 503 that asks the client to come back in `retry_after` seconds."""
+    return ApiError(503, message, code=code, retry_after=retry_after)
+
+
+def given_id(request: web.Request) -> str:
+    """Returns the id that a request came with; empty if it came with none, or a strange one."""
+    given = request.headers.get(ID_HEADER, "")
+    return given if _ID.fullmatch(given) else ""
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:
+        what = f"{request.method} {request.path[:200]}: {error.reason}"
+        response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:  # the client gets an error in OpenAI's shape for every failure
+        log.exception("request %s: unexpected error", given_id(request) or "without an id")
+        return ApiError(500, "Internal error; see the log", code="internal_error").response()
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):

@@ -61,7 +61,7 @@ HOMES = {
     "lmcache": ("pd_cache/adapters/lmcache.py",),
     "huggingface_hub": ("pd_cache/vllm/model.py",),
     "transformers": (),
-    "aiohttp": ("launch/proxy/", "launch/engines/reference/"),
+    "aiohttp": ("launch/proxy/", "launch/engines/reference/", "launch/openai.py"),
     # what others wrote is decoded with one error
     "msgspec.json.decode": ("pd_cache/decoding.py",),
     "msgspec.json.Decoder": ("pd_cache/decoding.py",),

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from random import Random
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from launch.discovery import View
-from launch.openai import ServerLog
-from launch.proxy.bodies import ApiError
+from launch.openai import ID_HEADER, ApiError, ServerLog, errors, given_id
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import Overview, Peers, ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
-from launch.proxy.requests import ID_HEADER, REQUEST_ID, Requests
+from launch.proxy.requests import REQUEST_ID, Requests
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _KEEPALIVE_S = 75.0
 """How long a client's connection may stay open without a request."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _VIA = web.AppKey("via", str)
 """Marks what this proxy sends to nodes, so that it knows its own requests if a record leads back to it."""
 
@@ -78,7 +76,7 @@ class Proxy:
 
     def app(self) -> web.Application:
         """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost])
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost, errors])
         app[_VIA] = f"1.1 pd-cache-{uuid.uuid4().hex}"
         for pages in self._pages:
             pages.add_to(app)
@@ -130,27 +128,14 @@ class Proxy:
 
 
 @web.middleware
-async def _outermost(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
-    given = request.headers.get(ID_HEADER, "")
-    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    response: web.StreamResponse
-    try:
-        if request.app[_VIA] in request.headers.getall("Via", ()):
-            raise ApiError(508, "This proxy was asked by itself: a node's record has its address", code="loop_detected")
+async def _outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request its id, and refuses one that this proxy has sent."""
+    request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
+    if request.app[_VIA] in request.headers.getall("Via", ()):
+        told = "This proxy was asked by itself: a node's record has its address"
+        response: web.StreamResponse = ApiError(508, told, code="loop_detected").response()
+    else:
         response = await handler(request)
-    except ApiError as error:
-        response = error.response()
-    except web.HTTPException as error:
-        what = f"{request.method} {request.path[:200]}: {error.reason}"
-        response = ApiError(error.status, what, code=error.reason.lower().replace(" ", "_")).response()
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-    except Exception:  # the client gets an error in OpenAI's shape for every failure
-        log.exception("request %s: unexpected error", request[REQUEST_ID])
-        response = ApiError(500, "Internal error of the proxy", code="internal_error").response()
     if not response.prepared:
         response.headers[ID_HEADER] = request[REQUEST_ID]
     return response

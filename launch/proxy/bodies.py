@@ -1,4 +1,4 @@
-"""What clients send and get: bodies, read within a bound of memory, parsed, and made anew for each hop; and errors.
+"""What clients send and get: bodies, read within a bound of memory, parsed, and made anew for each hop.
 
 Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
 Python numbers and back, and no number changes its spelling.
@@ -12,49 +12,15 @@ from typing import Annotated, Literal
 import msgspec
 from aiohttp import http_exceptions, web
 
-from launch.openai import error_body
+from launch.openai import ApiError, overloaded
 from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.errors import PdCacheError
 
 _COPIES = 2
 """How often a body is in memory: as the client sent it, and as the node under way gets it. What is parsed is a third copy, for one body at
 a time."""
 _SMALL = 256 << 10
 """The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
-
-
-class ApiError(PdCacheError):
-    """An error for the client: an HTTP status and an error object."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
-        """In seconds."""
-
-    def body(self) -> bytes:
-        return msgspec.json.encode(error_body(self.message, self.status, param=self.param, code=self.code))
-
-    def response(self) -> web.Response:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
-
-
-def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Returns a 503 that asks the client to come back in `retry_after` seconds."""
-    return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
 class ClientGone(Exception):

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, overloaded, read_body
+from launch.openai import ApiError, overloaded
+from launch.proxy.bodies import BodyMemory, BodyShare, read_body
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Keys
 from launch.proxy.prefixes import NamedPrompt, leading

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from launch.proxy.bodies import ApiError, overloaded
+from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 

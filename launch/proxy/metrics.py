@@ -25,7 +25,7 @@ from prometheus_client import (
 )
 
 import pd_cache
-from launch.proxy.bodies import ApiError
+from launch.openai import ApiError
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.nodes import NodePools
 from pd_cache.decoding import UndecodableError, decode_json

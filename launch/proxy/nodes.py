@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy.bodies import ApiError
+from launch.openai import ApiError
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.routing import Hop, NodePool, Reason, Target

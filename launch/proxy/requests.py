@@ -14,14 +14,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from launch.openai import ID_HEADER, ApiError, overloaded
 from launch.proxy.bodies import (
-    ApiError,
     BodyMemory,
     BodyShare,
     ClientGone,
     Completion,
     HandedOver,
-    overloaded,
     read_body,
     read_handoff,
     read_models,
@@ -54,7 +53,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
-ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 """Where the outermost handler leaves the id in aiohttp's request."""
 MAX_BODY = LARGEST_BODY

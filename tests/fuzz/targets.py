@@ -20,10 +20,11 @@ from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
 from launch.doctor.probe import advertised_findings, peer_findings
-from launch.engines.reference.protocol import BadRequest, parse_completion
+from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import read_master_health, read_places, read_segments
-from launch.proxy.bodies import ApiError, Completion, HandedOver, read_handoff, read_models, read_tokens
+from launch.openai import ApiError
+from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
@@ -540,7 +541,7 @@ TARGETS: dict[str, Target] = {
             "report", lambda data: bool(read_report(data)) and None, (),
             (_json({"pd_cache": {"report": {"asked": 3, "computed": 3, "reason": "evicted"}, "prefill": None}}),), _BYTES,
         ),
-        Target("reference-request", _reference, (BadRequest,), tuple(map(_json, _BODIES[:3])), _JSON),
+        Target("reference-request", _reference, (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
         Target(
             "transfer-params", _params, (BadParams,),
             (

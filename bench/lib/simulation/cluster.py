@@ -15,7 +15,7 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Statio
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import SimulatedRequest
-from launch.proxy.bodies import ApiError
+from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial

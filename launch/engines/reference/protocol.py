@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import msgspec
 
 from launch.engines.reference.requests import GenerationStats
+from launch.openai import ApiError
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.errors import PdCacheError
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 
 _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -47,16 +47,8 @@ _AT = re.compile(r" - at `\$\.([^`\[]*)")
 """Where msgspec says which field is wrong."""
 
 
-class BadRequest(PdCacheError):
-    """A refused request, with the fields of OpenAI's error object."""
-
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = "invalid_value", status: int = 400
-    ) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
+def _refused(message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
+    return ApiError(status, message, param=param, code=code)
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -84,30 +76,30 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
-    """Reads a request to the model `model`. Raises BadRequest for anything that cannot be done as asked."""
+    """Reads a request to the model `model`. Raises ApiError for anything that cannot be done as asked."""
     try:
         given = decode_json(body, dict[str, Any])
     except UndecodableError as error:
-        raise BadRequest(f"the body is no JSON object: {error}", code="invalid_json") from None
+        raise _refused(f"the body is no JSON object: {error}", code="invalid_json") from None
     given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
     for name in given.keys() - set(_Fields.__struct_fields__):
         if name not in _ONLY_NEUTRAL:
-            raise BadRequest(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+            raise _refused(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
         if not any(_same(given[name], neutral) for neutral in _ONLY_NEUTRAL[name]):
             message = f"{name} is not supported by this engine; leave it out"
-            raise BadRequest(message, param=name, code="unsupported_parameter")
+            raise _refused(message, param=name, code="unsupported_parameter")
     try:
         fields = msgspec.convert(given, _Fields)
     except msgspec.ValidationError as error:
         where = _AT.search(str(error))
-        raise BadRequest(str(error), param=where and where[1], code="invalid_type") from None
+        raise _refused(str(error), param=where and where[1], code="invalid_type") from None
     if fields.model != model:
         message = f"the model {fields.model!r:.200} does not exist; this node serves {model!r}"
-        raise BadRequest(message, param="model", code="model_not_found", status=404)
+        raise _refused(message, param="model", code="model_not_found", status=404)
     try:
         handoff = read_params(fields.kv_transfer_params)
     except BadParams as error:
-        raise BadRequest(str(error), param=".".join(filter(None, ("kv_transfer_params", error.path)))) from None
+        raise _refused(str(error), param=".".join(filter(None, ("kv_transfer_params", error.path)))) from None
     announced = handoff.announced or Announcement()
     return CompletionRequest(
         prompt=_prompt(fields.prompt),
@@ -123,13 +115,13 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
-            raise BadRequest("one prompt a request is supported, not a batch of several", param="prompt")
+            raise _refused("one prompt a request is supported, not a batch of several", param="prompt")
         prompt = prompt[0]
     if prompt and isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return tuple(prompt)
-    raise BadRequest("prompt must be a string or a list of token ids, and not empty", param="prompt")
+    raise _refused("prompt must be a string or a list of token ids, and not empty", param="prompt")
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -179,9 +171,9 @@ class AnswerBuilder:
 
 
 def encode(text: str, vocab_size: int) -> tuple[int, ...]:
-    """Returns the token ids of a text: its bytes. Raises ValueError if the vocabulary has no room for them."""
+    """Returns the token ids of a text: its bytes. Raises ApiError if the vocabulary has no room for them."""
     if vocab_size < 256:
-        raise ValueError(f"this model's vocabulary of {vocab_size} has no room for bytes; send token ids")
+        raise _refused(f"this model's vocabulary of {vocab_size} has no room for bytes; send token ids", param="prompt")
     return tuple(text.encode())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,13 +13,11 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 
 from launch.engines.reference.engine import CacheFactory, ReferenceEngine
 from launch.engines.reference.protocol import (
     AnswerBuilder,
-    BadRequest,
     CompletionRequest,
     Detokenizer,
     encode,
@@ -33,7 +30,7 @@ from launch.engines.reference.requests import (
     GenerationRequest,
     QueueFullError,
 )
-from launch.openai import ServerLog, error_body
+from launch.openai import ApiError, ServerLog, errors, given_id, overloaded
 from launch.supervise import StoppedError, signals_as_exceptions, stop_signals
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.reasons import RecentReports, RequestReport
@@ -44,8 +41,6 @@ _logger = logging.getLogger(__name__)
 Peers = Callable[[], Awaitable[Mapping[str, Any]]]
 """Returns which of the cluster's other nodes this one reaches; called on the event loop's thread."""
 
-_RETRY_AFTER_S = 1
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BODY_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 30.0
 _CLEANUP_S = 2.0
@@ -84,7 +79,7 @@ class ReferenceServer:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s` to finish."""
-        app = web.Application(client_max_size=(1 << 20) + 64 * self._engine.config.max_model_len, middlewares=[_errors])
+        app = web.Application(client_max_size=(1 << 20) + 64 * self._engine.config.max_model_len, middlewares=[errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/survey", self._survey)
@@ -147,7 +142,7 @@ class ReferenceServer:
         """Returns the report on one of the last requests, by its `X-Request-Id`, or else by the id of its answer."""
         report = self._reports.get(http.match_info["id"])
         if report is None:
-            raise BadRequest("no such request among the last ones", param="id", code="not_found", status=404)
+            raise ApiError(404, "no such request among the last ones", param="id", code="not_found")
         return web.json_response({"reports": [msgspec.to_builtins(report)]})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
@@ -165,7 +160,7 @@ class ReferenceServer:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
-        given = _request_id(http)
+        given = given_id(http)
         identifier = f"cmpl-{given or uuid.uuid4().hex}"  # as vLLM names its answers
         known_as = given or identifier
         outcome = "refused, or its client went away"
@@ -175,6 +170,8 @@ class ReferenceServer:
         try:
             response = await self._complete(http, arrival, identifier, known_as, span)
             outcome = str(response.status)
+        except (QueueFullError, EngineClosedError, GenerationError, ValueError) as error:
+            raise _told(error) from None
         finally:
             span.note(outcome=outcome)
             span.end("" if outcome[:1] in "234" else outcome)
@@ -197,7 +194,7 @@ class ReferenceServer:
                 trace=span.headers,
             )
             generation = self._engine.submit(asked)
-        except (BadRequest, ValueError):
+        except (ApiError, ValueError):
             self._engine.metrics.requests.labels("invalid").inc()
             raise
         try:
@@ -214,7 +211,11 @@ class ReferenceServer:
 
     async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:
         """Returns the request and its prompt's tokens."""
-        request = parse_completion(await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S), self._model)
+        try:
+            body = await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S)
+        except TimeoutError:
+            raise ApiError(408, f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
+        request = parse_completion(body, self._model)
         prompt = request.prompt
         return request, encode(prompt, self._engine.model.vocab_size) if isinstance(prompt, str) else prompt
 
@@ -246,7 +247,7 @@ class ReferenceServer:
         except GenerationError as failure:
             if not response.prepared:
                 raise
-            await _send(response, json.dumps(_describe(failure)[1]))
+            await _send(response, _told(failure).body().decode())
         except (ConnectionError, TimeoutError):
             # The client is gone or no longer reads: there is no one to inform.
             if http.transport is not None:
@@ -254,55 +255,20 @@ class ReferenceServer:
         return response
 
 
-def _request_id(request: web.Request) -> str:
-    """Returns the proxy's id for the request; empty if there is none."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else ""
-
-
 async def _send(response: web.StreamResponse, data: str) -> None:
     await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), _WRITE_TIMEOUT_S)
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns whatever a handler raises into OpenAI's error object with a fitting status."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        status = 400 if error.status == 413 else error.status
-        what = error.text or error.reason
-        if error.status in (404, 405):  # mention the path: the client may see this behind a proxy that has it
-            what = f"this node has no {request.method} {request.path[:200]}"
-        return web.json_response(error_body(what, status), status=status, headers=headers)
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception as error:  # the edge: a client gets an error in OpenAI's shape, whatever went wrong
-        status, body = _describe(error)
-        if status == 500:
-            _logger.exception("request %s failed", _request_id(request) or "without an id")
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
-        return web.json_response(body, status=status, headers=headers)
-
-
-def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    if isinstance(error, BadRequest):
-        return error.status, error_body(str(error), error.status, param=error.param, code=error.code)
+def _told(error: Exception) -> ApiError:
+    """Returns what the client is sent if the engine refuses or fails a request."""
     if isinstance(error, QueueFullError):
-        return 503, error_body(str(error), 503, code="queue_full")
+        return overloaded(str(error), code="queue_full")
     if isinstance(error, EngineClosedError):
-        return 503, error_body(str(error), 503, code="closing")
+        return overloaded(str(error), code="closing")
     if isinstance(error, GenerationError):
         status = _FAILURE_STATUS[error.kind]
-        return status, error_body(str(error), status, code=error.kind)
-    if isinstance(error, TimeoutError):
-        return 408, error_body(f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s", 408)
-    if isinstance(error, ValueError):
-        return 400, error_body(str(error), 400, param="prompt", code="invalid_value")
-    return 500, error_body("an internal error; see the node's log", 500, code="internal_error")
+        return ApiError(status, str(error), code=error.kind, retry_after=1 if status == 503 else None)
+    return ApiError(400, str(error), param="prompt", code="invalid_value")
 
 
 def serve(

@@ -21,7 +21,7 @@ from aiohttp import web
 import pd_cache
 from launch.discovery import View
 from launch.http import NOBODY
-from launch.proxy.bodies import ApiError, overloaded
+from launch.openai import ApiError, overloaded
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.ui.recent import RecentRequests, SlowRequest, prompt_sources

@@ -17,7 +17,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy.bodies import ApiError, BodyMemory, BodyShare, Completion, HandedOver, read_handoff
+from launch.openai import ApiError
+from launch.proxy.bodies import BodyMemory, BodyShare, Completion, HandedOver, read_handoff
 from launch.supervise import end, spawn_child
 from tests.support.pool import free_port
 from tests.support.proxy import Node, answers, cluster, error_of, hangs, scenario, until

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from launch.openai import ApiError
 from launch.proxy import Proxy
-from launch.proxy.bodies import ApiError
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError

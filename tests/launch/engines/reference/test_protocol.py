@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from launch.engines.reference.protocol import BadRequest, Detokenizer, encode, parse_completion
+from launch.engines.reference.protocol import Detokenizer, encode, parse_completion
+from launch.openai import ApiError
 from pd_cache.handoff import PrefillWork
 
 
@@ -44,7 +45,7 @@ REFUSED = {
 @pytest.mark.parametrize(("param", "values"), REFUSED.items(), ids=list(REFUSED))
 def test_a_field_that_cannot_be_done_as_asked_is_refused_by_name(param, values):
     for value in values:
-        with pytest.raises(BadRequest) as caught:
+        with pytest.raises(ApiError) as caught:
             parsed(**{param.partition(".")[0]: value})
         assert (caught.value.status, caught.value.param) == (400, param), value
         assert str(caught.value)
@@ -104,5 +105,5 @@ def test_ids_without_text_are_replacement_characters_and_end_an_open_character(t
 
 
 def test_text_needs_a_vocabulary_of_bytes():
-    with pytest.raises(ValueError, match="send token ids"):
+    with pytest.raises(ApiError, match="send token ids"):
         encode("x", 255)
