@@ -1,4 +1,4 @@
-"""The engine inside one process, without HTTP: `ReferenceEngine`, for any thread, and the scheduler on its model thread.
+"""The engine inside one process, without HTTP: `ReferenceEngine`, whose model thread decides which request does what next.
 
 A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt step by step (PREFILL),
 then one token per tick (DECODE). Blocks for prompt and output are reserved when it leaves the queue, so no running request can run out of
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -52,6 +52,41 @@ STORE_THREADS = 2
 """How many requests are stored at the same time."""
 _LONGEST_SLEEP_S = 1.0
 _JOIN_S = 2.0
+
+
+class _Phase(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class _LoadAttempt(NamedTuple):
+    """One attempt to load a request's prefix."""
+
+    started: float
+    deadline: float
+    cancelled: threading.Event
+
+
+class _Active:
+    """A request between submission and end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.prompt = array.array("i", generation.request.prompt)
+        self.phase = _Phase.WAITING
+        self.blocks: tuple[int, ...] = ()
+        """Its own, from when it leaves the queue on."""
+        self.load: _LoadAttempt | None = None
+        self.prefix: Prefix | None = None
+        self.skip_cache = False
+        self.result = LoadResult("nothing", reason="not_asked")
+        """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
+        self.position = 0
+        """Tokens whose KV is in the pages."""
+        self.produced = 0
+        self.last_token = 0
 
 
 class ReferenceEngine:
@@ -101,7 +136,17 @@ class ReferenceEngine:
         self._stopping = False
         self._failed = False
         self._cache = None if cache is None else PrefixCache(cache, model.kv.kv_caches, tracing)
-        self._scheduler = _Scheduler(self, handoff or HandoffConfig(), self._cache, load_timeout_s)
+        self._handoff = handoff or HandoffConfig()
+        self._load_timeout_s = load_timeout_s
+        self.pool = BlockPool(config.num_blocks)
+        self.lent_blocks = 0
+        """Blocks that only calls of the cache hold: stores, and loads left behind."""
+        self._waiting: deque[_Active] = deque()
+        self._running: list[_Active] = []
+        self._by_generation: dict[Generation, _Active] = {}
+        loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
+        self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
+        self._storers = CallThreads("pd-cache-store", stores, limit=stores + config.max_running)
         self._thread = threading.Thread(target=self._run, name="pd-cache-model", daemon=True)
         self._thread.start()
 
@@ -147,9 +192,11 @@ class ReferenceEngine:
             if len(self._outstanding) >= self.config.max_running + self.config.max_queue:
                 self.metrics.requests.labels("rejected").inc()
                 raise QueueFullError(f"{self.config.max_queue} requests wait already")
-            generation = Generation(request, now + self._request_timeout_s, self._cancel)
+            generation = Generation(
+                request, now + self._request_timeout_s, lambda one: self._post(lambda: self._cancel(one))
+            )
             self._outstanding.add(generation)
-            self._inbox.append(lambda: self._scheduler.add(generation))
+            self._inbox.append(lambda: self._add(generation))
             self._changed.notify_all()
         return generation
 
@@ -167,31 +214,18 @@ class ReferenceEngine:
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
             _logger.warning("the model thread is still in a step after %.0f s; leaving it behind", _JOIN_S)
-        if not self._scheduler.close(_JOIN_S):
+        end = time.monotonic() + _JOIN_S
+        ended = [threads.close(max(0.0, end - time.monotonic())) for threads in (self._loaders, self._storers)]
+        if not all(ended):
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is free or used."""
-        self._scheduler.pool.check_integrity()
-
-    @property
-    def free_blocks(self) -> int:
-        """How many blocks no request and no call of the cache holds."""
-        return self._scheduler.pool.free
-
-    @property
-    def lent_blocks(self) -> int:
-        """How many blocks only calls of the cache hold: stores, and loads left behind."""
-        return self._scheduler.lent_blocks
-
-    def post(self, call: Callable[[], None]) -> None:
+    def _post(self, call: Callable[[], None]) -> None:
         """Has the model thread make this call."""
         with self._changed:
             self._inbox.append(call)
             self._changed.notify_all()
 
-    def request_ended(self, generation: Generation) -> None:
-        """Notes that a request has ended. Called by the scheduler."""
+    def _request_ended(self, generation: Generation) -> None:
         with self._changed:
             self._outstanding.discard(generation)
             self._changed.notify_all()
@@ -212,8 +246,7 @@ class ReferenceEngine:
             outside = low if low < 0 else high
             raise ValueError(f"token ids must lie in [0, {self.model.vocab_size}), got {outside}")
 
-    def _cancel(self, generation: Generation) -> None:
-        self.post(lambda: self._scheduler.cancel(generation))
+    # --- the model thread: it takes no lock for what only it touches ---------------------------------------------------
 
     def _run(self) -> None:
         if self.config.threads:
@@ -221,8 +254,8 @@ class ReferenceEngine:
         try:
             while not self._stopping:
                 self._handle_inbox()
-                self._scheduler.tick()
-                if not self._scheduler.has_work:
+                self._tick()
+                if not self._has_work:
                     self._sleep()
         except Exception:  # whatever broke it: waiting requests must get an error, and /health must report it
             _logger.exception("the engine has failed")
@@ -240,7 +273,7 @@ class ReferenceEngine:
             call()
 
     def _sleep(self) -> None:
-        deadline = self._scheduler.next_deadline()
+        deadline = self._next_deadline()
         longest = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - time.monotonic())
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._stopping, timeout=max(0.0, longest))
@@ -252,7 +285,9 @@ class ReferenceEngine:
             failed = self._failed
         try:
             self._handle_inbox()
-            self._scheduler.fail_all("failed" if failed else "closed")
+            message = "the engine has failed" if failed else "the engine is closing"
+            for active in list(self._by_generation.values()):
+                self._fail(active, GenerationError("failed" if failed else "closed", message))
         except Exception:  # the requests below are ended all the same
             _logger.exception("ending the engine's requests in order failed")
         with self._changed:
@@ -261,112 +296,36 @@ class ReferenceEngine:
         for generation in left:
             generation.fail(GenerationError("failed", "the engine has failed"))
 
-
-# --- on the model thread ---------------------------------------------------------------------------------------------
-
-
-class _Phase(enum.Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class _LoadAttempt(NamedTuple):
-    """One attempt to load a request's prefix."""
-
-    started: float
-    deadline: float
-    cancelled: threading.Event
-
-
-class _Active:
-    """A request between submission and end."""
-
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        self.prompt = array.array("i", generation.request.prompt)
-        self.phase = _Phase.WAITING
-        self.blocks: tuple[int, ...] = ()
-        """Its own, from when it leaves the queue on."""
-        self.load: _LoadAttempt | None = None
-        self.prefix: Prefix | None = None
-        self.skip_cache = False
-        self.result = LoadResult("nothing", reason="not_asked")
-        """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
-        self.position = 0
-        """Tokens whose KV is in the pages."""
-        self.produced = 0
-        self.last_token = 0
-
-
-class _Scheduler:
-    """Decides which request does what next. Every method is for the model thread, and takes no lock."""
-
-    def __init__(
-        self, engine: ReferenceEngine, handoff: HandoffConfig, cache: PrefixCache | None, load_timeout_s: float
-    ) -> None:
-        config = self._config = engine.config
-        self.pool = BlockPool(config.num_blocks)
-        self.lent_blocks = 0
-        """Blocks that the pool lacks because of stores and of loads left behind."""
-        self._engine = engine
-        self._handoff = handoff
-        self._cache = cache
-        self._load_timeout_s = load_timeout_s
-        self._waiting: deque[_Active] = deque()
-        self._running: list[_Active] = []
-        self._by_generation: dict[Generation, _Active] = {}
-        loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
-        self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
-        self._storers = CallThreads("pd-cache-store", stores, limit=stores + config.max_running)
-
-    # --- what happens to it --------------------------------------------------------------------------------------
-
-    def add(self, generation: Generation) -> None:
-        """Adds a request to the queue; the caller has checked that it fits."""
+    def _add(self, generation: Generation) -> None:
         active = _Active(generation)
         self._by_generation[generation] = active
         self._waiting.append(active)
 
-    def cancel(self, generation: Generation) -> None:
-        """Stops working on a request; harmless if it has ended."""
+    def _cancel(self, generation: Generation) -> None:
         active = self._by_generation.get(generation)
         if active is not None:
             self._fail(active, GenerationError("aborted", "the request was cancelled"))
 
-    def fail_all(self, kind: Literal["closed", "failed"]) -> None:
-        """Ends every request."""
-        message = "the engine is closing" if kind == "closed" else "the engine has failed"
-        for active in list(self._by_generation.values()):
-            self._fail(active, GenerationError(kind, message))
-
-    def close(self, timeout_s: float) -> bool:
-        """Waits for the cache's calls. Returns False if some had not ended after `timeout_s`. For any thread, after the last tick."""
-        end = time.monotonic() + timeout_s
-        ended = [threads.close(max(0.0, end - time.monotonic())) for threads in (self._loaders, self._storers)]
-        return all(ended)
-
-    def tick(self) -> None:
+    def _tick(self) -> None:
         """Lets every request that can make a step make one."""
         self._expire(time.monotonic())
         self._admit()
         self._prefill()
         self._decode()
-        metrics = self._engine.metrics
+        metrics = self.metrics
         metrics.queued.set(len(self._waiting))
         metrics.running.set(len(self._running))
         metrics.free_blocks.set(self.pool.free)
 
     @property
-    def has_work(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether another tick would make progress now."""
         if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
             return True
-        room = len(self._running) < self._config.max_running
+        room = len(self._running) < self.config.max_running
         return room and bool(self._waiting) and self._blocks_needed(self._waiting[0]) <= self.pool.free
 
-    def next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float | None:
         """The `time.monotonic()` at which a tick is due even if nothing happens; None if there is none."""
         deadlines = [active.generation.deadline for active in self._by_generation.values()]
         deadlines += [active.load.deadline for active in self._running if active.load is not None]
@@ -381,7 +340,7 @@ class _Scheduler:
             self._leave_load(active)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._config.max_running:
+        while self._waiting and len(self._running) < self.config.max_running:
             active = self._waiting[0]
             blocks = self.pool.allocate(self._blocks_needed(active))
             if blocks is None:
@@ -394,7 +353,7 @@ class _Scheduler:
 
     def _blocks_needed(self, active: _Active) -> int:
         tokens = len(active.prompt) + active.generation.request.max_tokens
-        return -(-tokens // self._config.block_size)
+        return -(-tokens // self.config.block_size)
 
     # --- loading -------------------------------------------------------------------------------------------------
 
@@ -417,12 +376,12 @@ class _Scheduler:
                 result = cache.load(prefix, announced, wait_s, load.cancelled)
             finally:
                 self.pool.release(blocks)
-                self._engine.post(lambda: self._load_ended(active, load, len(blocks), result))
+                self._post(lambda: self._load_ended(active, load, len(blocks), result))
 
         self.pool.hold(blocks)
         if self._loaders.submit(run, math.inf) is None:
             self.pool.release(blocks)
-            self._engine.metrics.loads.labels("busy").inc()
+            self.metrics.loads.labels("busy").inc()
             active.result = LoadResult("failed", reason="no_staging")
             return
         active.load = load
@@ -452,8 +411,8 @@ class _Scheduler:
         self._waiting.appendleft(active)
 
     def _count_load(self, load: _LoadAttempt, outcome: str) -> None:
-        self._engine.metrics.loads.labels(outcome).inc()
-        self._engine.metrics.load_time.observe(time.monotonic() - load.started)
+        self.metrics.loads.labels(outcome).inc()
+        self.metrics.load_time.observe(time.monotonic() - load.started)
 
     def _give_back(self, active: _Active) -> None:
         """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
@@ -470,7 +429,7 @@ class _Scheduler:
         active = next((a for a in self._running if a.phase is _Phase.PREFILL), None)
         if active is None:
             return
-        step = self._config.step_tokens
+        step = self.config.step_tokens
         end = min((active.position // step + 1) * step, len(active.prompt))
         last = end == len(active.prompt)
         tokens = active.prompt[active.position : end].tolist()
@@ -495,7 +454,7 @@ class _Scheduler:
     def _compute(self, computed: Sequence[_Active], parts: Sequence[StepPart]) -> torch.Tensor | None:
         """Returns the logits of a step, or None after ending its requests, if it failed."""
         try:
-            return self._engine.model.step(parts)
+            return self.model.step(parts)
         except Exception:  # whatever a model raises ends the requests of this step, not the engine
             _logger.exception("computing a step of %d requests failed", len(parts))
         for active in computed:
@@ -503,7 +462,7 @@ class _Scheduler:
         return None
 
     def _prompt_done(self, active: _Active) -> None:
-        metrics, result, prompt = self._engine.metrics, active.result, len(active.prompt)
+        metrics, result, prompt = self.metrics, active.result, len(active.prompt)
         cached = min(result.tokens, prompt - 1)
         if self._cache is None:
             report = RequestReport.of(prompt, 1, reason="not_asked")
@@ -541,12 +500,12 @@ class _Scheduler:
         active.last_token = int(logits.argmax())
         active.produced += 1
         last = active.produced >= active.generation.request.max_tokens
-        self._engine.metrics.output_tokens.inc()
+        self.metrics.output_tokens.inc()
         if last:
             self._remove(active, "length")
         active.generation.push(TokenEvent(active.last_token, last))
         if last:
-            self._engine.request_ended(active.generation)
+            self._request_ended(active.generation)
 
     # --- storing and ending --------------------------------------------------------------------------------------
 
@@ -562,14 +521,14 @@ class _Scheduler:
                 stored = cache.store(prefix, loaded)
             finally:
                 self.pool.release(blocks)
-                self._engine.post(lambda: self._store_ended(len(blocks), stored))
+                self._post(lambda: self._store_ended(len(blocks), stored))
 
         self.pool.hold(blocks)
         # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are lent.
         fits = self.lent_blocks == 0 or self.lent_blocks + len(blocks) <= self.pool.total // 2
         if not fits or self._storers.submit(run, math.inf) is None:
             self.pool.release(blocks)
-            self._engine.metrics.stores.labels("dropped").inc()
+            self.metrics.stores.labels("dropped").inc()
             return loaded
         self.lent_blocks += len(blocks)
         # chunks that are yet to be stored are worth announcing only if the load ended as it should
@@ -577,7 +536,7 @@ class _Scheduler:
 
     def _store_ended(self, blocks: int, stored: bool) -> None:
         self.lent_blocks -= blocks
-        self._engine.metrics.stores.labels("done" if stored else "failed").inc()
+        self.metrics.stores.labels("done" if stored else "failed").inc()
 
     def _remove(self, active: _Active, outcome: str) -> None:
         if active.phase is _Phase.WAITING:
@@ -586,13 +545,13 @@ class _Scheduler:
             self._running.remove(active)
         self._give_back(active)
         del self._by_generation[active.generation]
-        self._engine.metrics.requests.labels(outcome).inc()
-        self._engine.metrics.output_length.observe(active.produced)
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.output_length.observe(active.produced)
 
     def _fail(self, active: _Active, failure: GenerationError) -> None:
         self._remove(active, failure.kind)
         active.generation.fail(failure)
-        self._engine.request_ended(active.generation)
+        self._request_ended(active.generation)
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -76,8 +76,8 @@ def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
     yield make
     for engine in engines:
         engine.close()
-        engine.check_integrity()
-        assert engine.free_blocks == engine.config.num_blocks
+        engine.pool.check_integrity()
+        assert engine.pool.free == engine.config.num_blocks
     wait_for(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("pd-cache")])
 
 

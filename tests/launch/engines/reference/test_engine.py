@@ -158,7 +158,7 @@ def test_a_load_that_hangs_is_left_behind_and_cannot_harm_the_blocks_of_others(m
         for count in (1, 2):
             assert answered(engine, request_of(40))[0] == expected(request_of(40))
             assert metric(engine, "loads_total", outcome="timeout") == count
-        wait_for(lambda: engine.free_blocks == 64 - 2 * held)
+        wait_for(lambda: engine.pool.free == 64 - 2 * held)
         # Both loading threads are stuck now: later requests do not even try.
         assert answered(engine, request_of(40))[0] == expected(request_of(40))
         assert metric(engine, "loads_total", outcome="busy") == 1
@@ -167,7 +167,7 @@ def test_a_load_that_hangs_is_left_behind_and_cannot_harm_the_blocks_of_others(m
     finally:
         gate.opened.set()
     assert tokens_of(generation) == expected(request_of(50, max_tokens=40))
-    wait_for(lambda: (engine.free_blocks, engine.lent_blocks) == (64, 0))
+    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
 
 
 def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(make_engine, expected):
@@ -179,12 +179,12 @@ def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(
             tokens, stats = answered(engine, request_of(50, seed=seed))
             assert tokens == expected(request_of(50, seed=seed))
             assert stats.prefix_tokens == (48 if seed < 4 else 0), "only what is being stored is announced"
-        assert 64 - engine.free_blocks == 28
+        assert 64 - engine.pool.free == 28
         assert metric(engine, "stores_total", outcome="dropped") == 4
     finally:
         gate.opened.set()
     cache.wait_for_stores(4)
-    wait_for(lambda: (engine.free_blocks, engine.lent_blocks) == (64, 0))
+    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
 
 
 # --- the handoff -----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_wait_for_a_prefix_ends_with_its_request(make_engine, way):
     else:
         engine.close(0.05)
     ends_as({"cancelled": "aborted", "late": "timeout", "closed": "closed"}[way], waiting)
-    wait_for(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.pool.free == 64)
     if way == "closed":
         with pytest.raises(EngineClosedError):
             engine.submit(request_of(20))
@@ -270,7 +270,7 @@ def test_cancelling_frees_blocks_in_every_phase(make_engine):
         list(events)
     for generation in generations[1:]:
         ends_as("aborted", generation)
-    wait_for(lambda: engine.free_blocks == 64)
+    wait_for(lambda: engine.pool.free == 64)
     assert engine.outstanding == 0
     assert metric(engine, "requests_total", outcome="aborted") == 4
 
@@ -352,5 +352,5 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
         else:
             assert tokens == expected(request)
             assert generation.stats.cached_tokens + generation.stats.computed_tokens == len(request.prompt)
-    wait_for(lambda: (engine.free_blocks, engine.lent_blocks) == (48, 0))
+    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (48, 0))
     assert engine.healthy

@@ -235,7 +235,7 @@ def test_a_client_that_goes_away_ends_its_request(make_engine, tokens):
                 await asyncio.gather(asked, return_exceptions=True)
             await asyncio.sleep(0.05)
             engine.model.gate.set()
-            await until(lambda: engine.outstanding == 0 and engine.free_blocks == 64)
+            await until(lambda: engine.outstanding == 0 and engine.pool.free == 64)
             assert len(engine.model.steps) < 200
             await post(client)
 
