@@ -133,7 +133,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
 
 def _joined(records: Sequence[NodeRecord], told: Sequence[list[ExplainedHop]]) -> list[ExplainedHop]:
-    """Returns a request's way as a proxy tells it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
+    """Returns a request's way as a proxy knows it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
     own = {
         record.address.rstrip("/"): hops for record, hops in zip(records, told, strict=True) if record.role != "proxy"
     }

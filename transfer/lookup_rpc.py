@@ -110,7 +110,7 @@ class LookupRpc:
             answered = True
         except TimeoutError:
             raise
-        except OSError:  # the master is gone, or was started anew: the long way tells which
+        except OSError:  # the master is gone, or was started anew: the long way finds out which
             self.drop_idle()
         except UnexpectedAnswerError as error:
             self._give_up(error)

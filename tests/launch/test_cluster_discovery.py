@@ -162,7 +162,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
-        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is told")
+        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is reported")
         told = elsewhere("status", own_etcd, tmp_path)
         assert told.exit_code == 1
         assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {

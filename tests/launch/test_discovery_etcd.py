@@ -87,7 +87,7 @@ def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away_or_sp
 def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     with registered(etcd.settings(), "a", "first"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a", "second"):
-            wait_for(lambda: "another process registered as a" in caplog.text, 5, "the first one tells")
+            wait_for(lambda: "another process registered as a" in caplog.text, 5, "the first one logs it")
             assert [node.instance for node in watch.view().nodes] == ["second"]
         wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"], 5, "the first one is back")
 
@@ -109,7 +109,7 @@ def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped: bool, mak
         etcd.send(signal.SIGKILL if wiped else signal.SIGSTOP)
         wait_for(lambda: watch.view().stale_since is not None, 5, "marked stale")
         assert sees(watch, "a", "b")()
-        leaves.close()  # while nobody can be told
+        leaves.close()  # while etcd is away
         if wiped:
             etcd.stop()
             etcd.wipe()
@@ -235,7 +235,7 @@ def test_a_wrong_password_is_told_and_nothing_ends(
     etcd.enable_users(CLUSTER)
     (tmp_path / "password").write_text("wrong")
     with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch:
-        wait_for(lambda: "authentication failed" in caplog.text, 5, "it is told")
+        wait_for(lambda: "authentication failed" in caplog.text, 5, "the log says so")
         assert names(watch.view()) == ["a"]
     assert PASSWORD not in caplog.text
 

@@ -143,7 +143,7 @@ def test_a_dead_engine_is_told_by_name_and_by_those_who_reach_it_no_longer(tmp_p
         status, report = doctor("-c", str(path))
     assert status == 1
     assert {("cluster.node", "decode-0"), ("network.from_here", "decode-0")} <= broken(report)
-    assert of(report, "network.from_nodes")["prefill-0"].verdict is Verdict.OK, "what is dead is told once"
+    assert of(report, "network.from_nodes")["prefill-0"].verdict is Verdict.OK, "the dead are reported once"
 
 
 @pytest.mark.usefixtures("patient")

@@ -272,7 +272,7 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
     assert ("network.from_here", "decode-1") in broken(report) or ("cluster.node", "decode-1") not in {
         (one["check"], one["about"]) for one in report["findings"]
     }, "it does not answer, or its lease is over"
-    assert not {about for check, about in broken(report) if check == "network.from_nodes"}, "what is dead is told once"
+    assert not {about for check, about in broken(report) if check == "network.from_nodes"}, "the dead are reported once"
 
 
 def test_the_masters_host_is_gone_and_comes_back(hosts: Hosts, alone: Any) -> None:

@@ -199,7 +199,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
         model.mover.backend.store.remove([keys[1]], timeout=60, force=True)  # type: ignore[attr-defined]
         assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
         assert engine.holds(tokens[:CHUNK], first_block=20)
-        assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are told once"
+        assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are reported once"
         assert server.sessions.pinned == before
 
 
@@ -208,7 +208,7 @@ def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine: 
     prompts = [tokens[: 2 * CHUNK], [next(_prompts)] * CHUNK, tokens]
     engine.compute(prompts[0])
     engine.worker.batched_submit_store_requests([good], [engine.op(prompts[0])])
-    assert engine.worker.get_finished({bad})[0] == {bad}, "a request that stored nothing is told at once"
+    assert engine.worker.get_finished({bad})[0] == {bad}, "a request that stored nothing is reported at once"
     engine.finish_store(good)
     ops = [engine.op(prompt, block) for prompt, block in zip(prompts, (20, 30, 40), strict=True)]
     engine.worker.batched_submit_retrieve_requests(names, ops)
@@ -227,8 +227,8 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine: Engine, to
     assert engine.worker.get_finished(set())[0] == set(), "the engine has not finished it"
     engine.finish_store(name)
     assert engine.lookup(name, tokens) == 3 * CHUNK
-    assert engine.worker.get_finished({name})[0] == set(), "the engine tells it twice"
-    engine.store(name, [*tokens[1:], 5])  # it is told again if it stores again
+    assert engine.worker.get_finished({name})[0] == set(), "the engine reports it twice"
+    engine.store(name, [*tokens[1:], 5])  # it is reported again if it stores again
     assert engine.worker.get_finished({name})[0] == set()
 
 

@@ -89,7 +89,7 @@ class Etcd:
         shutil.rmtree(self._data)
 
     def settings(self, **changes: Any) -> EtcdDiscovery:
-        """How pd-cache is told of it."""
+        """Its section of the cluster's file."""
         options: dict[str, Any] = {"endpoints": (self.endpoint,), "ttl_s": 2, "tls": self.tls}
         if self.user is not None:
             options |= {"user": self.user, "password_file": str(self._folder / "password")}

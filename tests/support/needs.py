@@ -1,4 +1,4 @@
-"""What some tests need of the machine. Each reason says how to have it; the end of a run tells them (`tests/conftest.py`)."""
+"""What some tests need of the machine. Each reason says how to have it; the end of a run lists them (`tests/conftest.py`)."""
 
 from __future__ import annotations
 

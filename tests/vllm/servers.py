@@ -168,7 +168,7 @@ class Server:
             assert answer.status == 200
 
     def health(self) -> dict[str, Any]:
-        """What it tells of itself."""
+        """What it says of itself."""
         with urllib.request.urlopen(f"{self.url}/health", timeout=120) as answer:
             return dict(json.load(answer))
 
