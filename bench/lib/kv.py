@@ -14,6 +14,7 @@ from pd_cache.tiers.memory import TRAILER_BYTES
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
 
+_ALL = slice(None)
 _COPIED_TOGETHER = 64 << 20
 """Bytes of a batch of `CopiedPool`, as many as the engine hands over together."""
 
@@ -73,20 +74,15 @@ class RawPool:
         self.keys = keys
         self.object_bytes = object_bytes
 
-    def put(self, batch: range | None = None) -> None:
-        """Puts all objects, or those of these places, with one call."""
-        keys, addresses, sizes = self._call(batch)
-        codes = self._client.batch_put_from(keys, addresses, sizes)
+    def put(self, part: slice = _ALL) -> None:
+        """Puts all objects, or those of this part, with one call."""
+        codes = self._client.batch_put_from(self.keys[part], self._addresses[part], self._sizes[part])
         assert not any(codes), codes
 
-    def get(self, batch: range | None = None) -> None:
+    def get(self, part: slice = _ALL) -> None:
         """Gets them."""
-        keys, addresses, sizes = self._call(batch)
-        assert self._client.batch_get_into(keys, addresses, sizes) == sizes
-
-    def _call(self, batch: range | None) -> tuple[list[str], list[int], list[int]]:
-        places = slice(None) if batch is None else slice(batch.start, batch.stop)
-        return self.keys[places], self._addresses[places], self._sizes[places]
+        sizes = self._sizes[part]
+        assert self._client.batch_get_into(self.keys[part], self._addresses[part], sizes) == sizes
 
     def remove(self, keys: list[str]) -> None:
         assert not any(self._client.batch_remove(keys, True))
@@ -101,13 +97,13 @@ class CopiedPool:
         self._caller = ThreadPoolExecutor(1)
         self._memory = np.ones((len(raw.keys), raw.object_bytes), np.uint8)
         self._registered = [np.frombuffer(slot.view, np.uint8) for slot in raw.slots]
-        self._batches = [range(first, min(first + count, len(raw.keys))) for first in range(0, len(raw.keys), count)]
+        self._batches = [slice(first, first + count) for first in range(0, len(raw.keys), count)]
 
     def put(self) -> None:
         calls = []
         for batch in self._batches:
-            for index in batch:
-                np.copyto(self._registered[index], self._memory[index])
+            for registered, memory in zip(self._registered[batch], self._memory[batch], strict=True):
+                np.copyto(registered, memory)
             calls.append(self._caller.submit(self._raw.put, batch))
         for call in calls:
             call.result()
@@ -116,8 +112,8 @@ class CopiedPool:
         calls = [self._caller.submit(self._raw.get, batch) for batch in self._batches]
         for batch, call in zip(self._batches, calls, strict=True):
             call.result()
-            for index in batch:
-                np.copyto(self._memory[index], self._registered[index])
+            for registered, memory in zip(self._registered[batch], self._memory[batch], strict=True):
+                np.copyto(memory, registered)
 
     def close(self) -> None:
         self._caller.shutdown()

@@ -20,6 +20,7 @@ from bench.lib.arrivals import Arrival, prompt_ids
 from bench.lib.stats import Histogram, quantile
 from launch.http import trusting
 
+ANY_LENGTH = 1 << 30
 _HEADERS = {"Content-Type": "application/json"}
 _PARTS = (50, 90, 99)
 
@@ -58,9 +59,12 @@ class Destination(NamedTuple):
     url: str
     model: str
     vocabulary: int
-    deadline_s: float
+    """Prompts are made of token ids below it."""
+    longest: int = ANY_LENGTH
+    """Tokens of a prompt and its answer; more than it takes is not asked."""
+    deadline_s: float = 60.0
     """In seconds, for each request: from when it is due to its last byte."""
-    most: int
+    most: int = 512
     """Requests in flight; one more is dropped."""
     salted: str = ""
     """Where it is not empty, each request has an isolation of its own made of it: nothing that others left is reused."""

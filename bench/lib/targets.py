@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import msgspec
 
+from bench.lib.load import ANY_LENGTH, Destination
 from bench.lib.pool import cluster_here
 from bench.lib.trace import BLOCK_TOKENS
 from launch.discovery import open_directory
-from launch.http import client_key, proxy_certificate
+from launch.http import Access, client_key, fetch, proxy_certificate
+from launch.proxy.bodies import read_models
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -29,28 +29,10 @@ from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize, TransferSettings
 
 _FIND_S = 10.0
-_ANY_LENGTH = 1 << 30
-
-
-class ServerUnderLoad(NamedTuple):
-    """What is under load."""
-
-    url: str
-    model: str
-    vocabulary: int
-    """Prompts are made of token ids below it."""
-    longest: int
-    """Tokens of a prompt and its answer; more than it takes is not asked."""
-    hands_over: bool = False
-    """Whether there are prefill nodes."""
-    key: str = ""
-    """What it asks clients for."""
-    certificate: str = ""
-    """Its own, in PEM format, where it speaks TLS and we have it."""
 
 
 @contextmanager
-def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
+def own_cluster(vocabulary: int | None) -> Iterator[Destination]:
     """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
@@ -72,10 +54,10 @@ def own_cluster(vocabulary: int | None) -> Iterator[ServerUnderLoad]:
     )
     with cluster_here(config) as cluster:
         model, words, longest = _of_engine(config.engine, vocabulary)
-        yield ServerUnderLoad(cluster.urls["proxy"], model, words, longest, hands_over=True)
+        yield Destination(cluster.urls["proxy"], model, words, longest, hands_over=True)
 
 
-def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnderLoad:
+def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Destination:
     """Returns the first proxy that discovery finds. Raises ConfigError if it finds none."""
     with open_directory(config) as directory:
         directory.wait_synced(_FIND_S)
@@ -86,7 +68,7 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> ServerUnder
             f"the cluster {config.name} has no proxy whose address is known; is it running? --url names one"
         )
     model, words, longest = _of_engine(config.engine, vocabulary)
-    return ServerUnderLoad(
+    return Destination(
         proxies[0],
         model,
         words,
@@ -103,19 +85,16 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
         return engine.model.name, vocabulary or engine.model.random.vocab_size, engine.max_model_len
     if engine is None or vocabulary is None:
         raise ConfigError("the file does not tell the model's vocabulary: say --vocabulary")
-    return engine.name or engine.model, vocabulary, _ANY_LENGTH
+    return engine.name or engine.model, vocabulary, ANY_LENGTH
 
 
-def any_server(url: str, vocabulary: int | None, key: str) -> ServerUnderLoad:
+def any_server(url: str, vocabulary: int | None, key: str) -> Destination:
     """Returns the server at `url`, with the first model that it lists. Raises ConfigError if it lists none."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=_FIND_S) as answer:
-            model = str(msgspec.json.decode(answer.read(1 << 20))["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        listed = read_models(fetch(f"{url.rstrip('/')}/v1/models", _FIND_S, Access(key)))
+        model = str(msgspec.json.decode(listed[0])["id"])
+    except (OSError, ValueError, LookupError) as error:
         raise ConfigError(f"{url} does not list its models: {error}") from None
-    return ServerUnderLoad(url.rstrip("/"), model, vocabulary, _ANY_LENGTH)
+    return Destination(url.rstrip("/"), model, vocabulary)

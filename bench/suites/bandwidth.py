@@ -190,9 +190,22 @@ def measure(
                     rates[begin][part].append(batch / done.seconds / 1e9)
     rows = []
     for begin, end in pairs:
-        of_each = {f"{part}_gbps": statistics.median(some) if some else None for part, some in rates[begin].items()}
-        rows.append({"from": begin, "to": end, **of_each, "bytes_equal": equal[begin]})
+        median = {part: statistics.median(some) if some else None for part, some in rates[begin].items()}
+        rows.append(
+            {
+                "from": begin,
+                "to": end,
+                **{f"{part}_gbps": value for part, value in median.items()},
+                "put_ratio": _ratio(median["put"], median["raw_write"]),
+                "get_ratio": _ratio(median["get"], median["raw_read"]),
+                "bytes_equal": equal[begin],
+            }
+        )
     return rows
+
+
+def _ratio(value: float | None, limit: float | None) -> float | None:
+    return value / limit if value is not None and limit else None
 
 
 def lead(
@@ -209,10 +222,13 @@ def lead(
     with progress() as bar:
         turns += [[(one, other), (other, one)]] if at_once else []
         rows = [
-            row | {"link_gbps": None if link_gbit is None or row["from"] == row["to"] else link_gbit / 8}
+            row
             for pairs in bar.track(turns, description="pairs")
             for row in measure(machines, opened, pairs, object_bytes * objects, rounds)
         ]
+    if link_gbit is not None:
+        for row in rows:
+            row["get_of_link"] = None if row["from"] == row["to"] else 8 * row["get_gbps"] / link_gbit
     return {
         "about": about(config),
         "nodes": {node: {"host": hosts[node], "machine": opened[node].machine} for node in opened},
@@ -234,8 +250,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     found = [at_least("pairs whose bytes came back as they were", equal, len(everything))]
     for rows, when in ((figures["results"], ""), (figures["at_once"], ", all at once")):
         for ours, limit in (("put", "raw_write"), ("get", "raw_read")):
-            ratios = [_ratio(row[f"{ours}_gbps"], row[f"{limit}_gbps"]) for row in rows]
-            if values := [ratio for ratio in ratios if ratio is not None]:
+            if values := [row[f"{ours}_ratio"] for row in rows if row[f"{ours}_ratio"] is not None]:
                 name = f"{ours} / {limit}{when}, median of {len(values)} pairs"
                 found.append(at_least(name, statistics.median(values), _RATIO))
     return found
@@ -246,10 +261,10 @@ def report_of(figures: dict[str, Any]) -> Report:
     nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
     batch = f"{figures['objects']} objects of {ByteSize(figures['object_bytes'])}"
     note = f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes. Within a node it is a copy in memory."
-    parts = [_table("One pair at a time", rows, note)]
+    parts = [Table.of("One pair at a time", rows, note)]
     if at_once:
         parts.append(
-            _table("Both at once", at_once, "Each node moves bytes to or from the other one at the same time.")
+            Table.of("Both at once", at_once, "Each node moves bytes to or from the other one at the same time.")
         )
     machines = [[node, one["host"], one["machine"]] for node, one in nodes.items()]
     parts.append(Table("Nodes", ("node", "host", "machine"), machines))
@@ -258,21 +273,6 @@ def report_of(figures: dict[str, Any]) -> Report:
         "raw TransferEngine between the same two."
     )
     return Report("Bandwidth between nodes", summary, parts, figures["about"])
-
-
-def _table(title: str, rows: Sequence[dict[str, Any]], note: str) -> Table:
-    columns = ["from", "to", "put", "get", "raw write", "raw read", "put / raw", "get / raw", "link", "get / link"]
-    cells = []
-    for row in rows:
-        put, get, raw_write, raw_read = rates = [row[f"{part}_gbps"] for part in PARTS]
-        link = row["link_gbps"]
-        ratios = [_ratio(put, raw_write), _ratio(get, raw_read), link, _ratio(get, link)]
-        cells.append([row["from"], row["to"], *rates, *ratios])
-    return Table(title, columns, cells, note)
-
-
-def _ratio(value: float | None, limit: float | None) -> float | None:
-    return value / limit if value is not None and limit else None
 
 
 def _size(context: click.Context, parameter: click.Parameter, text: str) -> ByteSize:

@@ -30,20 +30,13 @@ _SHOWN = 1.25
 """Where a plot of shares ends: what is full is full."""
 _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
-_LEAST_REQUESTS = 300
+_REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
+_WARM = 1000
+"""How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
 _DEPTH = 300
 _TRIAL_NODES = 4
 _TRIAL_BUSY = 0.2
 _TRIAL_REQUESTS = 100
-
-
-class GrowthPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a cluster grows, as given by the options."""
-
-    proxies: int = 1
-    requests_per_node: int = 8
-    warm: int = 1000
-    """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
 
 
 class GrowthStep(msgspec.Struct):
@@ -77,22 +70,22 @@ class Limit(msgspec.Struct):
 
 
 def grow(
-    trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, nodes: int, rate_per_node: float, requests: int = 0
+    trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, rate_per_node: float, requests: int = 0
 ) -> GrowthStep:
-    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or what the plan says."""
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or as many a node as usual."""
     prefill = nodes // 2
     rate = rate_per_node * nodes
-    count = requests or max(_LEAST_REQUESTS, plan.requests_per_node * nodes)
+    count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
     # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
-    share = min(1.0, plan.requests_per_node * nodes / _DEPTH)
+    share = min(1.0, _REQUESTS_PER_NODE * nodes / _DEPTH)
     users = of_some_users(trace, share) or trace
-    copied = CopiedTrace(users, round(plan.warm * share), min(_DEPTH, count))
+    copied = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count))
     arrivals = copied.arrivals(count, rate)
     cluster = SimulatedCluster(
         ClusterPlan(
             prefill,
             nodes - prefill,
-            plan.proxies,
+            proxies,
             pool_chunks=max(1, nodes * _MEMORY // costs.chunk_bytes),
         ),
         costs,
@@ -119,11 +112,11 @@ def grow(
     )
 
 
-def usual_rate(trace: Sequence[Request], costs: UnitCosts, plan: GrowthPlan, busy: float) -> float:
+def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int, busy: float) -> float:
     """Returns the requests a second and node that keep engines `busy` (0 to 1) of the time, those of the kind that has more to do."""
     guess = 1.0
     for _ in range(12):
-        step = grow(trace, costs, plan, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
+        step = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
         most = max(step.asked["prefill"], step.asked["decode"])
         if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
             return guess * busy / most
@@ -161,22 +154,25 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second and node; by default what keeps engines busy --busy of the time.")  # fmt: skip
 @option("--busy", default=0.6, type=click.FloatRange(0, 1, min_open=True))
-@option("--requests-per-node", default=8, type=click.IntRange(1), help="How long each number of nodes is simulated.")
-@option("--warm", default=1000, type=click.IntRange(0), help="Requests of the trace that the pool has seen before.")
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
 @report_options
 def main(
-    trace: Path, counts: tuple[int, ...], rate: float | None, busy: float, file: Path | None, **others: Any
+    trace: Path,
+    counts: tuple[int, ...],
+    proxies: int,
+    rate: float | None,
+    busy: float,
+    file: Path | None,
+    **output: Any,
 ) -> None:
     """A cluster of 1 to 1,000 nodes, in simulation."""
-    output = {name: others.pop(name) for name in ("as_json", "html", "strict")}
-    requests, plan = read_trace(trace), GrowthPlan(**others)
+    requests = read_trace(trace)
     costs = UnitCosts() if file is None else read_costs(file)
-    per_node = rate or usual_rate(requests, costs, plan, busy)
+    per_node = rate or usual_rate(requests, costs, proxies, busy)
     with progress() as bar:
         steps = []
         for nodes in bar.track(sorted(set(counts or _NODES)), description="nodes"):
-            steps.append(grow(requests, costs, plan, nodes, per_node))
+            steps.append(grow(requests, costs, proxies, nodes, per_node))
     found = limits(steps)
     results = {
         "rate_per_node": per_node,

@@ -182,16 +182,7 @@ def main(
             else:
                 server = stack.enter_context(own_cluster(vocabulary))
             arrivals = LoadPlan(**{**load, "longest": min(load["longest"] or 1 << 30, server.longest)}).arrivals()
-            target = Destination(
-                server.url,
-                server.model,
-                server.vocabulary,
-                deadline_s,
-                in_flight,
-                key=key or server.key,
-                certificate=server.certificate,
-                hands_over=server.hands_over,
-            )
+            target = server._replace(deadline_s=deadline_s, most=in_flight, key=key or server.key)
             limit_s = None if ttft_limit is None else ttft_limit / 1000
             loads, rows = {}, []
             for name in _PASSES[1:] if only_reuse else _PASSES:

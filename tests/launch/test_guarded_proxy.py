@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from bench.lib.arrivals import Arrival, Part
-from bench.lib.load import Destination, generate
+from bench.lib.load import generate
 from bench.lib.targets import clusters_proxy
 from launch.doctor.probe import peer_report
 from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
@@ -110,9 +110,8 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert (server.url, server.key) == (guarded.url, KEY)
     assert server.certificate == proxy_certificate(guarded.config)
     assert client_key(guarded.config) == KEY
-    target = Destination(server.url, "tiny", 100, 10.0, 1, key=server.key, certificate=server.certificate)
     arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
-    load = asyncio.run(generate(target, [arrival], time.monotonic()))
+    load = asyncio.run(generate(server, [arrival], time.monotonic()))
     assert [outcome.error for outcome in load.outcomes] == ["http 503"], (
         "it got through to the proxy, which has no node"
     )

@@ -33,7 +33,7 @@ def load_on(
     async def run() -> Load:
         await node.start()
         try:
-            target = Destination(node.url, "m", 100, deadline_s=60 + late, most=100)._replace(**changes)
+            target = Destination(node.url, "m", 100, deadline_s=60 + late)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
             return await generate(target, arrivals, time.monotonic() - late, done)
         finally:
