@@ -82,6 +82,7 @@ def served(
     identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
     with contextlib.closing(ServerCache(url, identity, move_timeout_s=60)) as cache:
         cache.register_kv_caches(caches)
+        cache.connection.wait_ready(_PATIENCE_S)
         prompts, deadline = PromptCache(cache), time.monotonic() + 30
         # the server's client of the pool opens in the background
         while prompts.lookup(tokens) < len(tokens):

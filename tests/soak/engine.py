@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
+from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
 from pd_cache.config import CacheConfig, NodeSettings
@@ -46,6 +46,7 @@ from pd_cache.versions import WeightsVersion
 from tests.soak.cluster import MODEL
 from tests.soak.oracle import (  # fmt: skip
     CHUNK,
+    LaneCache,
     Operation,
     OperationKind,
     PagedBuffer,
@@ -57,37 +58,6 @@ from tests.soak.oracle import (  # fmt: skip
 )
 
 LANES = {"engine-a": 4, "engine-b": 3}
-
-
-class LaneCache:
-    """A lane's view of an engine's cache. `cache` is the process's own engine, or the lane's connection to the cache server."""
-
-    def __init__(self, cache: CacheEngine | ServerCache, buffer: PagedBuffer) -> None:
-        self.cache, self._kv, self._prompts = cache, buffer.tensors, PromptCache(cache)
-        self.removes = isinstance(cache, CacheEngine)
-
-    def version(self) -> str | None:
-        return self.cache.epoch
-
-    def lookup(self, tokens: list[int], timeout: float) -> int:
-        return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
-
-    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
-        return self._prompts.retrieve(
-            tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
-        )
-
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
-        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch, timeout=timeout)
-
-    def remove(self, tokens: list[int], timeout: float) -> None:
-        assert isinstance(self.cache, CacheEngine)
-        database = self.cache.database
-        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), timeout=timeout)
-
-
-def _session() -> str:
-    return threading.current_thread().name
 
 
 class Lane(threading.Thread):

@@ -8,13 +8,17 @@ seen. All bytes that an operation must not touch hold a canary, which is another
 from __future__ import annotations
 
 import random
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+
+from pd_cache.cache import CacheEngine, PromptCache
+from pd_cache.server.client import ServerCache
 
 CHUNK = 16
 """Tokens per chunk, and tokens per block."""
@@ -208,18 +212,39 @@ class PagedBuffer:
         return f"slot {slot}: expected {int(expected[place]):016x}, found {int(got[place]):016x} of {owner}"
 
 
-class Cache(Protocol):
-    """What a lane calls. All tensors are on the CPU; timeouts are in seconds."""
+class LaneCache:
+    """A lane's view of an engine's cache: the process's own engine, or the lane's connection to the cache server.
 
-    removes: bool
+    All tensors are on the CPU; timeouts are in seconds.
+    """
+
+    def __init__(self, cache: CacheEngine | ServerCache, buffer: PagedBuffer) -> None:
+        self.cache, self._kv, self._prompts = cache, buffer.tensors, PromptCache(cache)
+        self.removes = isinstance(cache, CacheEngine)
 
     def version(self) -> str | None:
         """Returns the weights version (epoch) for stores; None while it is unknown."""
+        return self.cache.epoch
 
-    def lookup(self, tokens: list[int], timeout: float) -> int: ...
-    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor: ...
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int: ...
-    def remove(self, tokens: list[int], timeout: float) -> None: ...
+    def lookup(self, tokens: list[int], timeout: float) -> int:
+        return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
+
+    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
+        return self._prompts.retrieve(
+            tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
+        )
+
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch, timeout=timeout)
+
+    def remove(self, tokens: list[int], timeout: float) -> None:
+        assert isinstance(self.cache, CacheEngine)
+        database = self.cache.database
+        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), timeout=timeout)
+
+
+def _session() -> str:
+    return threading.current_thread().name
 
 
 @dataclass
@@ -240,7 +265,7 @@ class Performed:
     raised: bool = False
 
 
-def perform(cache: Cache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int, weights: Callable[[], int], mark: Callable[[], None]) -> Performed:  # fmt: skip
+def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int, weights: Callable[[], int], mark: Callable[[], None]) -> Performed:  # fmt: skip
     """Prepares the buffer, calls the cache between two calls of `mark`, and compares the whole buffer.
 
     `weights` returns the number of the weights that the engine computes with.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+from pd_cache.cache import CacheEngine, CacheEngineBuilder
+from pd_cache.chunks import CacheMetadata
+from pd_cache.config import CacheConfig, LocalTier, NodeSettings
+from pd_cache.layout import KVLayout
 from tests.soak.books import ALLOWANCE_S, Call, Span
 from tests.soak.faults import ACTIONS, KINDS, LONG_KINDS, planned
 from tests.soak.oracle import (  # fmt: skip
     BLOCKS,
     CHUNK,
+    LaneCache,
     Operation,
     OperationKind,
     PagedBuffer,
@@ -33,6 +39,7 @@ from tests.soak.oracle import (  # fmt: skip
 from tests.support.hosts import why_not
 from tests.support.needs import NO_ETCD
 from tests.support.pool import ROOT
+from transfer.settings import ByteSize, TransferSettings
 
 CANARY = 0x0123_4567_89AB_CDEF
 _NONE = np.zeros(0, np.int64)
@@ -89,46 +96,23 @@ def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer: Pag
     assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (2, CHUNK)
 
 
-class _Dictionary:
-    """A cache that is right, but for what a test makes of it."""
+class _Faulty(LaneCache):
+    """A cache in memory that is right, but for what a test makes of it."""
 
-    removes = True
-
-    def __init__(self, buffer: PagedBuffer) -> None:
+    def __init__(self, cache: CacheEngine, buffer: PagedBuffer) -> None:
+        super().__init__(cache, buffer)
         self.buffer = buffer
-        self.chunks: dict[int, Any] = {}
         self.after: Callable[[Any], None] = lambda slots: None
 
-    def version(self) -> str | None:
-        return ""
-
-    def lookup(self, tokens: list[int], timeout: float) -> int:
-        names = prefixes(tokens)[CHUNK - 1 :: CHUNK].tolist()
-        return next((index for index, name in enumerate(names) if name not in self.chunks), len(names)) * CHUNK
-
     def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
-        answer, names = torch.zeros(len(tokens), dtype=torch.bool), prefixes(tokens)
-        for start in range(len(tokens) - int(mask.sum()), len(tokens) // CHUNK * CHUNK, CHUNK):
-            if (kv := self.chunks.get(int(names[start + CHUNK - 1]))) is None:
-                break
-            place = slots.numpy()[start : start + CHUNK]
-            self.buffer.words[:, place // CHUNK, :, place % CHUNK, :] = kv
-            answer[start : start + CHUNK] = True
+        answer = super().retrieve(tokens, mask, slots, timeout)
         self.after(slots.numpy())
         return answer
 
     def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
-        names, before = prefixes(tokens), len(self.chunks)
-        for start in range(len(tokens) - int(mask.sum()), len(tokens) // CHUNK * CHUNK, CHUNK):
-            place = slots.numpy()[start : start + CHUNK]
-            kv = self.buffer.words[:, place // CHUNK, :, place % CHUNK, :].copy()
-            self.chunks.setdefault(int(names[start + CHUNK - 1]), kv)
+        stored = super().store(tokens, mask, slots, epoch, timeout)
         self.after(slots.numpy())
-        return (len(self.chunks) - before) * CHUNK
-
-    def remove(self, tokens: list[int], timeout: float) -> None:
-        for name in prefixes(tokens)[CHUNK - 1 :: CHUNK].tolist():
-            self.chunks.pop(name, None)
+        return stored
 
     def do(self, kind: OperationKind, first: int = 0) -> Performed:
         return self.perform(Operation(kind, Prompt(0, 5 * CHUNK), first, False, 3, 1.0, 0.0))
@@ -137,32 +121,45 @@ class _Dictionary:
         return perform(self, self.buffer, operation, 4, CANARY, lambda: 0, lambda: None)
 
 
-def test_a_cache_that_is_right_passes_a_hundred_operations(buffer: PagedBuffer) -> None:
-    cache = _Dictionary(buffer)
+@pytest.fixture
+def cache(buffer: PagedBuffer) -> Iterator[_Faulty]:
+    layout = KVLayout.from_tensors(buffer.tensors)
+    settings = NodeSettings(
+        master="none",
+        cache=CacheConfig(chunk_size=CHUNK, tiers=(LocalTier(capacity=ByteSize(64 << 20)),)),
+        transfer=TransferSettings(staging_size=ByteSize(16 << 20)),
+    )
+    engine = CacheEngineBuilder.get_or_create("oracle", settings, CacheMetadata.of("m", layout), layout)
+    with closing(engine):
+        yield _Faulty(engine, buffer)
+
+
+def test_a_cache_that_is_right_passes_a_hundred_operations(cache: _Faulty) -> None:
     done = [cache.perform(operation) for operation in islice(operations(4, "engine-a/0", True), 100)]
     assert [one for one in done if one.wrong or one.complaint] == []
     assert sum(one.hit for one in done)
 
 
-def test_a_byte_that_is_wrong_in_the_cache_is_caught_when_it_is_loaded(buffer: PagedBuffer) -> None:
-    cache = _Dictionary(buffer)
+def test_a_byte_that_is_wrong_when_it_is_loaded_is_caught(cache: _Faulty) -> None:
+    def flip(slots: Any) -> None:
+        slot = slots[2 * CHUNK + 4]
+        cache.buffer.words.view(np.uint8)[1, slot // CHUNK, 1, slot % CHUNK, 77] ^= 0x01
+
     assert cache.do("store").hit == 5 * CHUNK
-    list(cache.chunks.values())[2].view(np.uint8)[4, 1, 1, 77] ^= 0x01
+    cache.after = flip
     done = cache.do("retrieve")
     assert (done.hit, done.wrong) == (5 * CHUNK, 1)
     assert done.first[0].startswith(f"token {2 * CHUNK + 4} ")
 
 
-def test_a_cache_that_writes_where_it_should_not_is_caught(buffer: PagedBuffer) -> None:
-    cache = _Dictionary(buffer)
+def test_a_cache_that_writes_where_it_should_not_is_caught(cache: _Faulty) -> None:
     cache.do("store")
-    cache.after = lambda slots: buffer.put(slots[:1], prefixes([77]))
+    cache.after = lambda slots: cache.buffer.put(slots[:1], prefixes([77]))
     assert cache.do("retrieve", first=2).wrong == 1, "a slot that the mask leaves out"
     assert cache.do("store").wrong == 1, "a store that changes what it reads"
 
 
-def test_answers_that_cannot_be_right_and_exceptions_are_complaints(buffer: PagedBuffer) -> None:
-    cache = _Dictionary(buffer)
+def test_answers_that_cannot_be_right_and_exceptions_are_complaints(cache: _Faulty) -> None:
     cache.lookup = lambda tokens, timeout: CHUNK  # type: ignore[method-assign]
     assert "no lane stores" in cache.do("unknown").complaint
     cache.lookup = lambda tokens, timeout: 3  # type: ignore[method-assign]
