@@ -95,19 +95,25 @@ class Authority:
     def answer(self, question: Question) -> Reply:
         """Returns the answer. Raises UnavailableError."""
         self._note(question)
-        self._learn(question.model, question.known)
-        if self._clock() - self._began < OVER_S:
-            raise UnavailableError("it has just started, and learns from the processes which version is current")
+        learning = self._clock() - self._began < OVER_S
         latest = self._number()
         key = self._prefix + hashlib.sha256(question.model.encode()).hexdigest()[:32]
         for _ in range(_TRIES):
+            known, _ = self._learn(question.model, question.known)
             stored = self._values.get(key)
             written = _decoded(stored)
             current, _ = self._learn(question.model, written)
-            if question.new is not None and question.known == current:
+            if known.number > written.number and not learning:
+                # what was stored is lost, and another authority may know of a version that this one has never heard of
+                self._began, learning = self._clock(), True
+            if question.new is not None and question.known == current and not learning:
                 current = msgspec.structs.replace(question.new, number=max(current.number, self._number()) + 1)
             if current.number == written.number or self._values.replace(key, stored, msgspec.json.encode(current)):
                 _, since = self._learn(question.model, current)
+                if learning:
+                    raise UnavailableError(
+                        "it has just started, and learns from the processes which version is current"
+                    )
                 return Reply(
                     current=current,
                     age_s=self._clock() - since,

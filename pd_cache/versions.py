@@ -12,7 +12,8 @@ model; the one with the largest number is *current*. Five rules keep KV of other
 4. A change without a label leads from the engine's own version to the next one. The first engine that says so makes it; the others join it
    within `CHANGE_S`, each with one call a change and none with a label. An engine that is further behind, or does not know its own version (it started late, or its
    last call was not answered), is refused: only a person knows which weights it has.
-5. An authority that has just started answers nothing for `LEASE_S`, and learns from the questions which version is current.
+5. An authority that has just started, or finds that what it wrote down is lost, answers nothing for `LEASE_S`, and learns from the questions
+   which version is current.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
     label: Label
     previous: int | None = None
     """The number of the one before, if engines that have that one may join by a change without a label."""
-    for_all: bool = False
-    """Whether a command has said it of all nodes at once."""
+    said: int | None = None
+    """If a command has said it of all nodes at once: the latest number when that command began."""
 
 
 BEGINNING = Version(0, FIRST)
@@ -125,7 +126,8 @@ class Channel:
         """`urls` becomes what an answer says of the authorities: channels that have the same list all follow."""
         self._urls = urls
         self._turn = 0
-        self._asked = 0
+        # no other channel's numbers: what lies between may mix up answers
+        self._asked = secrets.randbits(48)
         self._connection: Any = None
 
     def ask(self, question: Question, timeout: float) -> Reply:
@@ -199,16 +201,18 @@ def begin_version(
         if begun is None or latest is None:
             begun, latest = current.number, reply.latest
         if found is None:
-            is_made = current.label == made and (not for_all or (current.for_all and current.number > begun))
+            is_by_command = current.said is not None and current.number > begun
+            is_made = current.label == made and (is_by_command or not for_all)
             if is_made or (label is None and not for_all and _joins(question, reply)):
                 found = current
-            elif label is not None and current.for_all and current.number > begun and not for_all:
+            elif label is not None and is_by_command and not for_all:
                 raise RefusedError(
                     f"a command has said meanwhile that all nodes have version {current.label or '(first)'}: give the version that this one has"
                 )
             elif for_all or label is not None or question.since == current.number:
                 previous = current.number if for_all or label is None else None
-                question = msgspec.structs.replace(question, new=Version(0, made, previous, for_all))
+                said = latest if for_all else None
+                question = msgspec.structs.replace(question, new=Version(0, made, previous, said))
                 continue
             else:
                 had = "weights of no known version" if question.own is None else f"version {question.own or '(first)'}"
@@ -228,7 +232,7 @@ def _joins(question: Question, reply: Reply) -> bool:
     # an authority that has been started anew knows a version for a shorter time than that has been current
     age_s = max(reply.age_s, (reply.latest - current.number) / 1000)
     is_next = since is not None and since == current.previous and question.own != current.label
-    if current.for_all:
+    if current.said is not None:
         # an engine that speaks while a command is under way means the same change, whether it has heard of it or not
         return (is_next or since == current.number) and age_s < OVER_S
     return is_next and age_s < CHANGE_S
@@ -407,8 +411,11 @@ class WeightsVersion:
             self._since, self._latest = current.number, reply.latest
             if self._as_started and current.label == FIRST:
                 self._own = FIRST
-        elif current.for_all and current.number > self._latest:
-            self._own, self._since, self._latest = current.label, current.number, current.number
+        elif current.said is not None:
+            # a command may take long to arrive, and speaks of no process that has started in the meantime
+            begun = current.said if self._as_started else current.number - 1
+            if begun >= self._latest:
+                self._own, self._since = current.label, current.number
 
     def _begin(
         self, channel: Channel, question: Question, version: str | None, timeout: float

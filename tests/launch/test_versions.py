@@ -118,8 +118,10 @@ class World:
 
     def command(self, label: str, known: Version | None = None) -> Version:
         """A command begins; by default it has seen what is current."""
-        new = Version(0, label, for_all=True, previous=(known or self.current()).number)
-        return self.authority.answer(Question(model=MODEL, known=known or self.current(), new=new)).current
+        now = self.authority.answer(Question(model=MODEL))
+        known = known or now.current
+        new = Version(0, label, known.number, said=now.latest)
+        return self.authority.answer(Question(model=MODEL, known=known, new=new)).current
 
 
 def polled(*engines: Engine) -> list[str | None]:
@@ -250,6 +252,23 @@ def test_a_command_reaches_all_who_were_there_and_nobody_who_starts_later(world:
     assert polled(near, far, late) == ["new", "new", "new"], "the command again, which means the late one, too"
     world.clock.now += OVER_S
     assert late.version.reset() not in (None, "new")
+
+
+def test_a_command_says_nothing_of_an_engine_that_starts_before_it_has_arrived() -> None:
+    """All nodes had the new weights when the command began. This one was started again then, with those of its files."""
+    world = World()
+    a, wire, late = world.engine(), Wire(world.authority), []
+
+    def restart() -> None:
+        wire.meanwhile = None
+        world.clock.now += 1
+        late.append(world.engine())
+
+    wire.meanwhile = restart
+    begin_version(wire, Question(model=MODEL), "new", 10.0, for_all=True, clock=world.clock, sleep=world.clock.sleep)
+    assert polled(a, *late) == ["new", None]
+    world.command("new")
+    assert polled(a, *late) == ["new", "new"]
 
 
 def test_an_engine_that_a_command_did_not_reach_does_not_join_it_by_a_change_of_its_own() -> None:
@@ -480,6 +499,8 @@ def test_a_command_of_which_an_authority_hears_late_says_nothing_of_engines_that
     a.wire.authority = world.another(MemoryValues())
     late = world.engine(a.wire.authority)
     assert late.uses() == FIRST, "nobody who knows better has asked yet"
+    assert polled(a) == [None], "others may know better still"
+    world.clock.now += OVER_S
     assert polled(a, late) == ["new", None]
 
 
@@ -497,9 +518,29 @@ def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_e
         assert a.version.reset("w2", timeout=0.1) is None, "what is not written down is not promised"
         etcd.wipe()
         etcd.start()
+        polled(b)
+        world.clock.now += OVER_S
         wait_for(lambda: polled(b) == [label], what="etcd with what the masters and engines remember")
         assert world.engine(world.another()).uses() is None
         assert a.version.reset("w3") == "w3"
+
+
+def test_a_master_that_has_missed_a_version_answers_nothing_when_the_stored_one_is_lost() -> None:
+    world = World(MemoryValues())
+    other = world.another()
+    a, far = world.engine(), world.engine(other)
+    world.command("w1")
+    assert polled(a, far) == ["w1", "w1"]
+    far.wire.question = False
+    world.command("w2")
+    assert polled(a) == ["w2"]
+    world.clock.now += OVER_S
+    world.values._values.clear()  # type: ignore[union-attr]
+    far.wire.question = True
+    assert polled(far) == [None], "a command has said that it has w2"
+    polled(a)
+    world.clock.now += OVER_S
+    assert polled(a, far) == ["w2", "w2"]
 
 
 @pytest.mark.parametrize("damaged", [b"junk", b"[]", b'[1,"w1",null,false,"of a later version"]'])
@@ -639,9 +680,25 @@ def test_over_http_an_answer_that_comes_again_is_not_the_next_one(judge: Authori
                 channel.ask(Question(model=MODEL), 10)
 
 
+def test_over_http_an_answer_to_another_process_is_not_taken(judge: Authority) -> None:
+    first: list[Response] = []
+
+    def mixed_up(path: str, body: bytes | None) -> Response:
+        first.append(answering(judge)(path, body))
+        return first[0]
+
+    wait_for(lambda: _learned(judge), what="an authority that has learned")
+    with serving("127.0.0.1", 0, mixed_up, 64) as (host, port), contextlib.ExitStack() as stack:
+        one, other = (stack.enter_context(contextlib.closing(Channel([f"http://{host}:{port}"]))) for _ in range(2))
+        one.ask(Question(model=MODEL), 10)
+        with pytest.raises(UnavailableError, match="another question"):
+            other.ask(Question(model=MODEL), 10)
+
+
 def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Authority, service: str) -> None:
     newer = Version(7, "v7")
-    judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7", since=7))
+    with pytest.raises(UnavailableError):  # others may know of a newer one still
+        judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7", since=7))
     behind = Authority(MemoryValues())
     with serving("127.0.0.1", 0, answering(behind), 64) as (host, port):
         for process, name in (("1", "moved"), ("2", "stuck")):
