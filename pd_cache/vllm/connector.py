@@ -72,7 +72,7 @@ from pd_cache.vllm.model import (
     with_chunk_size,
     with_hash_seed,
 )
-from pd_cache.vllm.requests import Plan
+from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.steps import Step
@@ -167,7 +167,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.namespace_file is not None:
                 Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
                 reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
-            plan = Plan(
+            plan = ChunkPlan(
                 self._settings,
                 self._layers,
                 hash_block_size,

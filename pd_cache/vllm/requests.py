@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """What is loaded and stored of a prompt: it follows from the settings and the model, and is the same for all requests."""
 
     settings: Settings
@@ -226,7 +226,7 @@ class PromptOutcome:
 class PromptChunks:
     """The names of prompts' chunks. One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
 
-    def __init__(self, plan: Plan, metrics: CacheMetrics) -> None:
+    def __init__(self, plan: ChunkPlan, metrics: CacheMetrics) -> None:
         self._plan = plan
         self._metrics = metrics
         self._by_tokens = plan.settings.node.cache.hash_mode == "tokens"

@@ -24,7 +24,15 @@ from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
-from pd_cache.vllm.requests import NO_SPAN, FoundPrefix, Plan, PromptChunks, ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.requests import (
+    NO_SPAN,
+    ChunkPlan,
+    FoundPrefix,
+    PromptChunks,
+    ProposedLoad,
+    TrackedRequest,
+    request_span,
+)
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.stores import StoreJob, Stores
 
@@ -44,7 +52,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ChunkPlan,
         adapters: Adapters,
         metrics: CacheMetrics,
         *,

@@ -14,7 +14,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import NO_SPAN, Plan, PromptChunks, TrackedRequest, request_span
+from pd_cache.vllm.requests import NO_SPAN, ChunkPlan, PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
@@ -46,7 +46,7 @@ class Stores:
     """One per engine, on the scheduler's thread."""
 
     def __init__(
-        self, plan: Plan, chunks: PromptChunks, outdated: OutdatedRequests, metrics: CacheMetrics, tracing: Tracing
+        self, plan: ChunkPlan, chunks: PromptChunks, outdated: OutdatedRequests, metrics: CacheMetrics, tracing: Tracing
     ) -> None:
         self._plan = plan
         self._chunk, self._layers, self._config = plan.chunk, plan.layers, plan.settings.connector

@@ -17,7 +17,7 @@ from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutc
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
-from pd_cache.vllm.requests import Plan
+from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import StepReport
@@ -232,7 +232,7 @@ class Scene:
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
         side = SchedulerSide(
-            Plan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to),
+            ChunkPlan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to),
             self.adapters,
             self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),
