@@ -189,7 +189,7 @@ class TierChunks(NamedTuple):
     """How many chunks were read from each kind of tier."""
 
     memory: int = 0
-    """This host's memory, on the CPU or a GPU."""
+    """This host's memory."""
     disk: int = 0
     pool: int = 0
 
