@@ -11,7 +11,7 @@ import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import Annotated
 
 import click
 import msgspec
@@ -82,19 +82,13 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that are not blank, with their numbers."""
     number = 0
     try:
-        with _opened(file) as stream:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             while line := stream.readline(_LONGEST_LINE):
                 number += 1
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:  # gzip's own are among them
         raise TraceError(f"{file}, after line {number}: cannot be read on: {error}") from None
-
-
-def _opened(file: Path) -> IO[bytes]:
-    with file.open("rb") as start:
-        packed = start.read(2) == b"\x1f\x8b"
-    return cast(IO[bytes], gzip.open(file)) if packed else file.open("rb")
 
 
 def deal(requests: Sequence[Request], shares: int) -> list[list[int]]:

@@ -50,9 +50,6 @@ class SimulatedPool:
         self._batch = max(1, int(capacity * _MASTER.eviction_ratio))
         self._owner: OrderedDict[bytes, int] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._owner)
-
     def leading(self, names: Sequence[bytes]) -> int:
         """Returns how many of the names, from the first, are there. To be looked up counts as a use."""
         there = [name in self._owner for name in names]
@@ -99,7 +96,7 @@ class _Node:
         self.number, self._cluster = number, cluster
         self.machine = _Machine(cluster.time, cluster.costs)
         self.serving = Station(cluster.time)
-        self.engine = SimulatedEngine(cluster.time, cluster.costs, self)
+        self.engine = SimulatedEngine(cluster.time, cluster.costs, self.load, self.store)
 
     def take(self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]) -> Process:
         """Accepts a request. Returns what its engine makes of it, or None if the queue is full."""

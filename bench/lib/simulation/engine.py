@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
 from bench.lib.simulation.costs import UnitCosts
@@ -41,21 +40,19 @@ class Generating:
         return self.request.tokens + self.output
 
 
-class Loading(Protocol):
-    """What an engine needs of its node."""
-
-    def load(self, generating: Generating) -> Process:
-        """Loads what the pool has of the prompt, and sets `loaded`."""
-
-    def store(self, generating: Generating) -> Happening:
-        """Begins to store what was computed; happens when the engine's blocks are free of it."""
-
-
 class SimulatedEngine:
     """The requests of one node."""
 
-    def __init__(self, time: SimulatedTime, costs: UnitCosts, node: Loading) -> None:
-        self._time, self._costs, self._node = time, costs, node
+    def __init__(
+        self,
+        time: SimulatedTime,
+        costs: UnitCosts,
+        load: Callable[[Generating], Process],
+        store: Callable[[Generating], Happening],
+    ) -> None:
+        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was computed; it happens when the
+        engine's blocks are free of it."""
+        self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
         self._decoding: list[Generating] = []
@@ -104,7 +101,7 @@ class SimulatedEngine:
             self._time.start(self._load(generating))
 
     def _load(self, generating: Generating) -> Process:
-        yield from self._node.load(generating)
+        yield from self._load_prefix(generating)
         self._loading -= 1
         # the last token is computed even if it was loaded
         generating.position = min(generating.loaded, generating.request.tokens - 1)
@@ -121,7 +118,7 @@ class SimulatedEngine:
         if end < one.request.tokens:
             return
         self._prefilling.popleft()
-        one.stored = self._node.store(one)
+        one.stored = self._store(one)
         one.produced = 1
         one.first.happen()
         one.on_tokens(1)

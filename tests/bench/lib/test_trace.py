@@ -44,11 +44,15 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, ob
 
 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
-    packed = write_trace(tmp_path / "trace.jsonl.gz", conversations(20, 5)).read_bytes()[:-20]
-    for content, told in ((b"timestamp\n1\n", "line 1"), (b"\n\n", "holds no requests"), (packed, "cannot be read on")):
-        (tmp_path / "trace").write_bytes(content)
+    packed = write_trace(tmp_path / "t.gz", conversations(20, 5)).read_bytes()[:-20]
+    for name, content, told in (
+        ("t", b"timestamp\n1\n", "line 1"),
+        ("t", b"\n\n", "holds no requests"),
+        ("t.gz", packed, "cannot be read on"),
+    ):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=told):
-            read_trace(tmp_path / "trace")
+            read_trace(tmp_path / name)
 
 
 def test_each_conversation_goes_to_one_client_in_order_and_clients_have_equal_work() -> None:
