@@ -224,6 +224,10 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[
         disk = first_tier(backend)
         fill(disk)
         raw = RawDisk(folder / "raw", file_bytes, objects, tier)
+
+        def remove() -> None:
+            assert set(disk.batched_remove(keys)) == {Status.OK}
+
         seconds = in_turn(
             rounds,
             {
@@ -232,7 +236,7 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[
                 "raw_read": partial(raw.run, "read"),
                 "disk_put": partial(put, disk, keys),
                 "disk_get": partial(get, disk, keys),
-                "_remove": partial(disk.batched_remove, keys),
+                "_remove": remove,
             },
         )
     return compared(objects * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
