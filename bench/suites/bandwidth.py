@@ -23,7 +23,6 @@ from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, local_pool
 from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
 from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
-from pd_cache.cluster.machine import machine_memory
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
@@ -82,19 +81,13 @@ class BandwidthSite(Site):
 
     def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
-        batch = job.objects * job.object_bytes
-        needed, memory = 7 * batch, machine_memory().total
-        if needed > memory // 2:
-            raise TransferError(
-                f"7 batches, {needed >> 20} MiB, are more than half of this machine's {memory >> 20} MiB; make --size or --objects smaller"
-            )
         host, stride = self.location.host, StagingPool.stride_of(job.object_bytes)
         settings = msgspec.structs.replace(
             bench_transfer(self.location.config), staging_size=ByteSize(2 * job.objects * stride)
         )
         self._timeout_s = max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000
         # the objects go with the segments that they are in
-        segment_size = max(MIN_SEGMENT, 4 * batch)
+        segment_size = max(MIN_SEGMENT, 4 * job.objects * job.object_bytes)
         self._store = store = MooncakeStore(settings, master=job.master, host=host, segment_size=segment_size)
         self.held.callback(store.close)
         staging = store.staging(job.object_bytes)
