@@ -3,8 +3,8 @@
 - `connector.py` is what vLLM sees; it keeps failures in here from reaching vLLM;
 - `scheduler.py` decides, in the scheduler's process, what is looked up, loaded and stored;
 - `worker.py` moves the KV, in each worker's process, off the model's thread;
-- `steps.py` is what the two exchange with every step, and `messages.py` puts it into vLLM's classes;
+- `steps.py` is what the two exchange with every step;
 - `files.py` makes vLLM's server tell what the connector knows.
 
-Only `connector.py`, `messages.py` and `model.py` import vLLM when they are imported.
+Only `connector.py`, `stats.py` and `model.py` import vLLM when they are imported.
 """

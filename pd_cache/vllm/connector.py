@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.cache import CacheEngineBuilder, EngineLookup
-from pd_cache.chunks import Namespace
+from pd_cache.chunks import CacheMetadata, Namespace
 from pd_cache.config import NodeSettings
 from pd_cache.errors import PdCacheError, UnsupportedModelError
 from pd_cache.layout import PageKind
@@ -58,7 +58,6 @@ from pd_cache.vllm.layers import (
     layer_names,
 )
 from pd_cache.vllm.lora import Adapters
-from pd_cache.vllm.messages import CacheStats, CacheStatsSource, Handshake, PromCacheMetrics, StepMetadata, WorkerReport
 from pd_cache.vllm.model import (
     adapter_settings,
     check_supported,
@@ -75,7 +74,8 @@ from pd_cache.vllm.model import (
 from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import read_settings
-from pd_cache.vllm.steps import Step
+from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
+from pd_cache.vllm.steps import Step, StepReport
 from pd_cache.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -122,6 +122,17 @@ def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
         return cast(_Hook, safe)
 
     return guarded
+
+
+@dataclasses.dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """What a worker found out from its KV tensors, sent to the scheduler once."""
+
+    metadata: list[CacheMetadata]
+    """One for each group of layers."""
+    pid: int
+    instance: str
+    """The name under which the worker's process knows the engine."""
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -308,8 +319,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns which loads and stores ended in this worker, for the scheduler."""
-        report = None if self._worker is None else self._worker.take_report()
-        return None if report is None else WorkerReport(report)
+        return None if self._worker is None else self._worker.take_report()
 
     # --- scheduler: before the first request ---------------------------------------------------------------------
 
@@ -318,10 +328,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Does the same as `set_xfer_handshake_metadata_pp_aware`, for an engine with one pipeline stage."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): one for rank, one in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -403,7 +409,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns what the workers have to do in this step."""
         step = self._scheduling().begin_step(scheduler_output)
         self._plan_stores(step, scheduler_output)
-        return StepMetadata(step)
+        return step
 
     @never_fails("store")
     def _plan_stores(self, step: Step, output: SchedulerOutput) -> None:
@@ -412,9 +418,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     @never_fails("report")
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers have done."""
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, WorkerReport):
-            self._scheduling().take_report(meta.report)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            self._scheduling().take_report(report)
 
     @never_fails("request_finished", otherwise=(False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -483,8 +489,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def _step(self) -> Step:
-        metadata = self._connector_metadata
-        return metadata.step if isinstance(metadata, StepMetadata) else Step()
+        step = self._connector_metadata
+        return step if isinstance(step, Step) else Step()
 
 
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:

@@ -1,4 +1,8 @@
-"""What the scheduler and the workers tell each other with every step of the engine."""
+"""What the scheduler and the workers tell each other with every step of the engine.
+
+vLLM pickles it, between processes that it started: none of it comes from outside. Its own base classes for both are empty; without them,
+scheduler and worker need no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +70,8 @@ class StepReport:
     """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where. One that failed has a
     reason other than `none`."""
 
-    def together(self, other: StepReport) -> StepReport:
-        """Returns the report of both."""
+    def aggregate(self, other: StepReport) -> StepReport:
+        """Returns the report of two ranks together. vLLM calls this."""
         jobs, loads = dict(self.jobs), dict(self.loads)
         for job, (ranks, outcomes) in other.jobs.items():
             before, known = jobs.get(job, (0, outcomes))

@@ -306,19 +306,16 @@ class History:
     def _step(self) -> None:
         from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
-        from pd_cache.vllm.messages import StepMetadata, WorkerReport
-
         output = self.vllm.schedule()
-        metadata = output.kv_connector_metadata
-        assert isinstance(metadata, StepMetadata)
-        sampled = self._compute(output, metadata.step)
-        ended = self.worker.take_loads(metadata.step, output.finished_req_ids)
-        report = self.worker.take_report()
+        step = output.kv_connector_metadata
+        assert isinstance(step, Step)
+        sampled = self._compute(output, step)
+        ended = self.worker.take_loads(step, output.finished_req_ids)
         told = KVConnectorOutput(
             finished_recving=ended.finished,
             failed_recving=ended.failed,
             invalid_block_ids=ended.bad_blocks,
-            kv_connector_worker_meta=None if report is None else WorkerReport(report),
+            kv_connector_worker_meta=self.worker.take_report(),  # type: ignore[arg-type]
         )
         if self.vllm.requests and self.rng.random() < 0.05:
             self._abort()

@@ -264,8 +264,7 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pd_cache.errors import UnsupportedModelError
-    from pd_cache.vllm.connector import PdCacheConnector
-    from pd_cache.vllm.messages import Handshake
+    from pd_cache.vllm.connector import Handshake, PdCacheConnector
     from pd_cache.vllm.settings import read_settings
 
     def told(layers: str, rank: int) -> Handshake:
@@ -289,20 +288,19 @@ def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_
 
 
 def test_reports_of_ranks_add_up() -> None:
-    from pd_cache.vllm.messages import WorkerReport
     from pd_cache.vllm.steps import StepReport
 
     new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
     one = StepReport({1: (1, [new, new]), 2: (1, [new])}, {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)})
     two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")})
     for first, second in ((one, two), (two, one)):
-        both = WorkerReport(first).aggregate(WorkerReport(second)).report
+        both = first.aggregate(second)
         assert both.jobs == {1: (2, [new, lost]), 2: (1, [new])}
         assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, "the worst"
 
 
 def test_statistics_are_what_was_added_since() -> None:
-    from pd_cache.vllm.messages import CacheStatsSource
+    from pd_cache.vllm.stats import CacheStatsSource
 
     metrics = CacheMetrics()
     source = CacheStatsSource(metrics)

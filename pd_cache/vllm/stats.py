@@ -1,7 +1,7 @@
-"""What the connector says in vLLM's own classes: `steps.py` between the scheduler's process and the workers', and statistics.
+"""Statistics in vLLM's classes.
 
-vLLM itself pickles the former, between processes that it started: none of it comes from outside. The cache counts once, in `CacheMetrics`; the
-worker and the scheduler send differences to the API server's process, which adds them up on vLLM's /metrics.
+The cache counts once, in `CacheMetrics`. The worker and the scheduler send differences to the API server's process, which adds them up on
+vLLM's /metrics.
 """
 
 from __future__ import annotations
@@ -9,47 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pd_cache.chunks import CacheMetadata
 from pd_cache.metrics import CacheMetrics
-from pd_cache.vllm.steps import Step, StepReport
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """Sent by the scheduler with each step."""
-
-    step: Step = field(default_factory=Step)
-
-
-@dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
-    """Sent by a worker with each step in which something ended."""
-
-    report: StepReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Returns the report of both together."""
-        assert isinstance(other, WorkerReport)
-        return WorkerReport(self.report.together(other.report))
-
-
-@dataclass
-class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker found out from its KV tensors, sent to the scheduler once."""
-
-    metadata: list[CacheMetadata]
-    """One for each group of layers."""
-    pid: int
-    instance: str
-    """The name under which the worker's process knows the engine."""
-
 
 _COUNTERS = {
     "tokens": ("tokens", ("op", "outcome"), "Tokens by what became of them in the cache"),
