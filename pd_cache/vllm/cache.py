@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -127,28 +126,14 @@ def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
     return msgspec.structs.replace(node, segment_size=part)
 
 
-def engine_cores() -> set[int]:
-    """Returns the cores on which some thread of this process may run now, and those of the process that started it as its worker."""
-    cores: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            cores |= os.sched_getaffinity(int(thread))
-    # a worker is started by the engine's core process, and that by vLLM's front end; both in Python's way
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            cores |= os.sched_getaffinity(parent.pid)
-    return cores
-
-
 @contextlib.contextmanager
 def on_all_cores() -> Iterator[None]:
-    """Lets the threads that are started in the `with` block run on every core of the engine. Afterwards the calling thread has its own
-    cores again."""
+    """Lets the threads that are started in the `with` block run on all cores of the process that started this one. Afterwards the calling
+    thread has its own cores again. vLLM binds the main thread of a worker on CPUs to one core, and new threads inherit that."""
     before = os.sched_getaffinity(0)
-    # a core may be forbidden to this process by now: a thread that is confined is better than none
+    # the parent may be gone, or its cores forbidden to this process: a thread that is confined is better than none
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, before | engine_cores())
+        os.sched_setaffinity(0, before | os.sched_getaffinity(os.getppid()))
     try:
         yield
     finally:

@@ -226,7 +226,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
         worker = get_pp_group().rank_in_group * ranks + rank
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
-        # vLLM's worker on CPUs binds this thread to one core, and new threads inherit that
         with on_all_cores(), contextlib.ExitStack() as stack:
             world_size = config.parallel_config.world_size
             caches = iter(open_caches(settings, groups, instance, worker, world_size, self._metrics, stack))
@@ -355,7 +354,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError(
                 f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
             )
-        with on_all_cores():  # the worker may have bound this thread, if it lives in this process
+        with on_all_cores():  # the worker may live in this process
             lookup = self._open_lookup(first)
         self._scheduler.open(first.metadata, lookup)
         if self._settings.namespace_file is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections import OrderedDict
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +20,6 @@ from pd_cache.vllm.cache import on_all_cores
 from pd_cache.weights import FileStamp, WeightsError, adapter_digest, adapter_stamps
 from transfer.calls import CallThreads
 
-_MOST = 1 << 14
-"""How many adapters are remembered. One that was forgotten is read anew: by then, vLLM's own cache has nothing of its earlier weights."""
 _LATE_S = 60.0
 """After this time, the thread that reads an adapter gets a substitute: its file system may hang."""
 _SPARE = 3
@@ -54,16 +51,13 @@ class Adapters:
     def __init__(self, served: str = "") -> None:
         """`served` says what else changes an adapter's KV: how the engine applies adapters."""
         self._served = served
-        self._known: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
-        """By name and path, as in vLLM's block hashes; the one that was not used for longest comes first."""
+        self._known: dict[tuple[str, str], Adapter] = {}
+        """By name and path, as in vLLM's block hashes."""
         self._threads: CallThreads | None = None
 
     def of(self, name: str, path: str) -> Adapter:
         """Returns what is known of an adapter, and has its files looked at. Does not wait for that."""
         adapter = self._known.setdefault((name, path), Adapter(name, path))
-        self._known.move_to_end((name, path))
-        if len(self._known) > _MOST:
-            self._known.popitem(last=False)
         if not adapter.checking and adapter.why != "adapter_changed":
             adapter.checking = True
             check = functools.partial(self._check, adapter)
@@ -78,7 +72,7 @@ class Adapters:
 
     def _reading(self) -> CallThreads:
         if self._threads is None:
-            with on_all_cores():  # a thread would inherit the one core of a thread that computes
+            with on_all_cores():
                 self._threads = CallThreads("pd-cache-adapters", 1, spare=_SPARE)
         return self._threads
 

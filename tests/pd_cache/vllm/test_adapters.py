@@ -90,18 +90,6 @@ def test_files_that_are_gone_were_not_replaced(adapters: Adapters, tmp_path: Pat
     assert known(adapters, folder).digest == digest
 
 
-def test_the_one_that_was_not_used_for_longest_is_forgotten(
-    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MOST", 2)
-    folder = write_adapter(tmp_path / "adapter")
-    first, second = known(adapters, folder, "first"), known(adapters, folder, "second")
-    assert known(adapters, folder, "first") is first
-    known(adapters, folder, "third")
-    assert known(adapters, folder, "first") is first
-    assert known(adapters, folder, "second") is not second
-
-
 def test_a_file_system_that_hangs_holds_up_no_other_adapter_and_not_the_scheduler(
     adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
