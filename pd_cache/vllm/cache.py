@@ -41,10 +41,6 @@ class WorkerGroup(NamedTuple):
     stores: bool
     """False if a rank before it has the same KV."""
 
-    def object_bytes(self, chunk_size: int) -> int:
-        """Returns the payload bytes of a chunk's object."""
-        return self.layout.shard(self.metadata.shards_per_rank).chunk_bytes(chunk_size)
-
 
 def open_caches(
     settings: Settings,
@@ -61,7 +57,8 @@ def open_caches(
     take this worker.
     """
     node = settings.node
-    sizes = [group.object_bytes(node.cache.chunk_tokens) for group in groups]
+    shards = (group.layout.shard(group.metadata.shards_per_rank) for group in groups)
+    sizes = [shard.chunk_bytes(node.cache.chunk_tokens) for shard in shards]
     if settings.server_url is not None:
         return [_open_server(settings.server_url, settings, group, sizes, metrics, stack) for group in groups]
     node = _of_rank(node, rank, ranks)

@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.cache import CacheEngineBuilder, EngineLookup
@@ -65,7 +65,6 @@ from pd_cache.vllm.model import (
     draft_layers,
     drafted_up_to,
     drafter_identity,
-    keeps_latents,
     model_identity,
     place_of,
     with_chunk_size,
@@ -263,7 +262,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{name}: its attention kernel uses smaller blocks than vLLM, of {group.block_size} tokens; set --block-size to the "
                 "kernel's"
             )
-        place = place_of(
+        metadata, stores = place_of(
             identity,
             kv.layout,
             name,
@@ -271,13 +270,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=ranks,
             replicas=told.kv_tp_replicas,
             shards=self._settings.shards,
-            latent=keeps_latents(told, group.number),
+            # the shapes do not show it: tensors of latents may look like one KV head
+            latent=isinstance(told.kv_cache_groups[group.number].kv_cache_spec, MLAAttentionSpec),
             # each pipeline stage has some of the layers, and so a namespace of its own
             group=None
             if plain and stages == 1
             else described(group, names, kv, self._settings.node.cache.chunk_tokens, drafter),
         )
-        return WorkerGroup(place.metadata, kv.layout, kv.tensors, place.stores)
+        return WorkerGroup(metadata, kv.layout, kv.tensors, stores)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns what the scheduler has to know about this worker's KV tensors."""

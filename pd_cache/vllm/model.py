@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.config import VllmConfig
@@ -148,12 +148,6 @@ def _drafts(layer: str, method: str, layers: int) -> bool:
     return layer.startswith("mtp.") or (number is not None and int(number[1]) >= layers)
 
 
-def keeps_latents(kv_cache_config: KVCacheConfig, group: int) -> bool:
-    """Returns whether the layers of vLLM's group number `group` keep latents. The shapes do not show it: tensors of latents may look like
-    one KV head."""
-    return isinstance(kv_cache_config.kv_cache_groups[group].kv_cache_spec, MLAAttentionSpec)
-
-
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
     """Returns an identifier of the weights and of all else that changes KV values, e.g. `LlamaForCausalLM:0123…`.
 
@@ -166,17 +160,14 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
 
 
 def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """Returns an identifier of the draft model's weights and of all else that changes its KV; empty if there is no draft model.
+    """Returns an identifier of the draft model's weights and of all else that changes its KV.
 
     The number of tokens that it drafts is left out: it does not change the KV that is kept. So is the number of positions in its
     configuration, which vLLM raises to what the node serves. Raises UnsupportedModelError for the same reason as `model_identity`.
     """
     speculative = vllm_config.speculative_config
-    model = None if speculative is None else speculative.draft_model_config
-    if speculative is None or model is None or speculative.method in _NO_KV_DRAFTS:
-        return ""
     kv_cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
-    return _identity(model, revision, kv_cache_dtype, method=speculative.method)
+    return _identity(speculative.draft_model_config, revision, kv_cache_dtype, method=speculative.method)
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:
@@ -221,14 +212,6 @@ def _weights(model: ModelConfig) -> str:
         ) from error
 
 
-class RankPart(NamedTuple):
-    """Which part of each chunk a rank has."""
-
-    metadata: CacheMetadata
-    stores: bool
-    """False for a rank that has the same KV as a rank before it."""
-
-
 def place_of(
     model: str,
     layout: KVLayout,
@@ -240,8 +223,8 @@ def place_of(
     shards: int,
     latent: bool = False,
     group: LayerGroup | None = None,
-) -> RankPart:
-    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has.
+) -> tuple[CacheMetadata, bool]:
+    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores it: a rank before it may have the same.
 
     `replicas` ranks in a row have the same KV. `shards`: how many shards a chunk is cut into; 0 for one for each rank with KV of its own.
     If the layers keep `latent` KV (MLA), all ranks have the same, which is not cut, and `shards` is ignored. Otherwise raises
@@ -269,7 +252,7 @@ def place_of(
         raise UnsupportedModelError(
             f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {why}"
         ) from error
-    return RankPart(metadata, stores=rank % replicas == 0)
+    return metadata, rank % replicas == 0
 
 
 def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:

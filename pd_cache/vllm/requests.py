@@ -183,6 +183,8 @@ class PromptOutcome:
         self._begun = 0
         self._keeps_part = False
         self._restored: Loaded | None = None
+        self.over = False
+        """Whether vLLM has begun to compute the request: what is found and loaded after that, it has been preempted for."""
 
     def asked(self, at_hand: int) -> None:
         """Notes that vLLM asked what can be loaded. `at_hand`: tokens that vLLM's own cache has."""
@@ -191,17 +193,17 @@ class PromptOutcome:
 
     def looked_up(self, end: int, reason: MissReason) -> None:
         """Notes the end of the prefix that was found, and why it is not loaded further."""
-        if not self._begun:
+        if not self._begun and not self.over:
             self._found, self._reason = end, reason
 
     def began_load(self, tokens: int, *, keeps_part: bool) -> None:
         """Notes that a load of so many tokens has begun. `keeps_part`: whether vLLM uses what a load that failed has brought."""
-        if not self._begun:
+        if not self._begun and not self.over:
             self._begun, self._keeps_part = tokens, keeps_part
 
     def loaded(self, restored: Loaded) -> None:
         """Notes how the load has ended, on all ranks together."""
-        if self._restored is None:
+        if self._restored is None and self._begun:
             self._restored = restored
 
     def report(self, prompt: int, chunk_size: int) -> RequestReport | None:

@@ -229,6 +229,8 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 request = tracked.request
+                tracked.found = None  # after a preemption it is looked up again, with what it has stored until then
+                tracked.outcome.over = True
                 if not tracked.in_step:
                     self._unhide(tracked)
                 # the outcome of a load within a step is known only when the forward pass is over. If the load failed, neither what it
@@ -439,13 +441,3 @@ class SchedulerSide:
             self._lookup.stored(
                 [name for name, outcome in zip(job.names, job.outcomes, strict=True) if outcome is not StoreOutcome.NOT]
             )
-        tracked = self._requests.get(job.request_id)
-        if (
-            self._plan.plain
-            and tracked is not None
-            and tracked.found is not None
-            and StoreOutcome.NOT not in job.outcomes
-        ):
-            start, end = job.first * self._chunk, (job.first + len(job.names)) * self._chunk
-            if start <= tracked.found.end < end:
-                tracked.found = FoundPrefix(tracked.found.start, end)  # useful if the request is preempted

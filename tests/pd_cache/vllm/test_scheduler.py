@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pd_cache.reasons import StoreOutcome
+from pd_cache.reasons import Loaded, StoreOutcome, TierChunks
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import GroupChunks
 from tests.pd_cache.vllm.histories import (
@@ -337,7 +337,7 @@ def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_e
     assert (scene.pool.used, scene.side.stores.under_way) == (set(), False)
 
 
-def test_what_was_stored_before_a_preemption_is_matched_after_it_without_another_lookup() -> None:
+def test_what_was_stored_before_a_preemption_is_loaded_after_it_and_counts_as_computed() -> None:
     scene, request = Scene(), Request()
     assert scene.load(request) == (0, False)
     scene.begin(request)
@@ -345,8 +345,13 @@ def test_what_was_stored_before_a_preemption_is_matched_after_it_without_another
     assert not scene.side.stores.frees_blocks, "the request has them, too"
     scene.stored(store)
     scene.manager.free(request)
-    assert scene.ask(request) == (3 * CHUNK, True)
-    assert scene.lookups.asked == [0]
+    scene.has(request)
+    assert scene.load(request) == (3 * CHUNK, True)
+    scene.loaded(Loaded(3, "none", TierChunks(pool=3)))
+    request.num_computed_tokens = len(PROMPT)
+    scene.finish(request)
+    (report,) = scene.reports
+    assert (report.found, report.loaded, report.pool, report.computed) == (0, 0, 0, len(PROMPT))
 
 
 def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended() -> None:
