@@ -47,9 +47,8 @@ def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, vllm_pool: Pool) -> Iterator[None]:
     """As everywhere, but tests may start the shared pool's nodes anew."""
-    for name in ("plain", "fresh"):
-        if name in request.fixturenames:
-            request.getfixturevalue(name).wait_ready()
+    if "plain" in request.fixturenames:
+        request.getfixturevalue("plain").wait_ready()
     with no_leaks(lambda: [vllm_pool]):
         yield
 

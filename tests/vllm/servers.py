@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import re
 import threading
 import time
 import urllib.error
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import CacheServerNode, load_config
@@ -78,10 +78,12 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 6, **options: Any) -> Answer:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int = 6, headers: dict[str, str] | None = None, **options: Any
+    ) -> Answer:
         """Greedy, and always `max_tokens` long."""
         start = time.monotonic()
-        answer = self._post("/v1/completions", {**self._body(prompt, max_tokens), **options})
+        answer = self.json("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
         details = answer["usage"]["prompt_tokens_details"] or {}
         logprobs = answer["choices"][0]["logprobs"] or {}
         return Answer(
@@ -98,79 +100,39 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
-    def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> Iterator[list[int]]:
+    def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> list[list[int]]:
         """The token ids of each event."""
-        for line in self._lines("/v1/completions", {**self._body(prompt, max_tokens), "stream": True}):
-            for choice in json.loads(line)["choices"]:
-                yield choice.get("token_ids") or []
+        choices = self._choices("/v1/completions", {**_body(prompt, max_tokens), "stream": True})
+        return [choice.get("token_ids") or [] for choice in choices]
 
     def chat(self, text: str, max_tokens: int = 6) -> str:
         """The content of a streamed chat completion."""
-        messages = [{"role": "user", "content": text}]
-        body = {**self._body([], max_tokens), "messages": messages, "stream": True}
+        body = {**_body([], max_tokens), "messages": [{"role": "user", "content": text}], "stream": True}
         del body["prompt"], body["return_token_ids"]
-        content = ""
-        for line in self._lines("/v1/chat/completions", body):
-            for choice in json.loads(line)["choices"]:
-                content += choice["delta"].get("content") or ""
-        return content
+        return "".join(choice["delta"].get("content") or "" for choice in self._choices("/v1/chat/completions", body))
 
     @contextlib.contextmanager
     def abandoned(self, prompt: Sequence[int], max_tokens: int = 400) -> Iterator[None]:
         """A request whose client goes away at the end of the block."""
-        host, port = self.url.removeprefix("http://").split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=600)
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=600)
         try:
-            body = json.dumps({**self._body(prompt, max_tokens), "stream": True})
+            body = json.dumps({**_body(prompt, max_tokens), "stream": True})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             yield
         finally:
             connection.close()
 
-    def report(self, prompt: Sequence[int], request_id: str) -> dict[str, Any]:
-        """The report on a request, in its answer and on the page of the node."""
-        request = self._request("/v1/completions", self._body(prompt, 2))
-        request.add_header("X-Request-Id", request_id)
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            told = json.load(answer)["kv_transfer_params"]["pd_cache"]["report"]
-        with urllib.request.urlopen(f"{self.url}/requests/{request_id}", timeout=120) as page:
-            assert json.load(page)["reports"] == [told]
-        return dict(told)
-
     def forget_prefixes(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert answer.status == 200
+        """Empties vLLM's own prefix cache."""
+        self.open("/reset_prefix_cache", {}).close()
 
     def reset_external(self) -> None:
-        """The same, and a new epoch for what is in the pool."""
-        request = urllib.request.Request(f"{self.url}/reset_prefix_cache?reset_external=true", b"", method="POST")
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert answer.status == 200
-
-    def pause_and_resume(self) -> None:
-        """Stops it for a moment, as a trainer does that brings new weights."""
-        for path in ("/pause", "/resume"):
-            with urllib.request.urlopen(
-                urllib.request.Request(self.url + path, b"", method="POST"), timeout=120
-            ) as answer:
-                assert answer.status == 200
+        """Does the same, and says that the server has other weights now."""
+        self.open("/reset_prefix_cache?reset_external=true", {}).close()
 
     def reload_weights(self, folder: Path) -> None:
         """Replaces the model's weights while it runs."""
-        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """Serve a LoRA adapter under this name."""
-        body = {"lora_name": name, "lora_path": str(folder)}
-        with urllib.request.urlopen(self._request("/v1/load_lora_adapter", body), timeout=120) as answer:
-            assert answer.status == 200
-
-    def health(self) -> dict[str, Any]:
-        """What it says of itself."""
-        with urllib.request.urlopen(f"{self.url}/health", timeout=120) as answer:
-            return dict(json.load(answer))
+        self.json("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all label sets that have `labels`."""
@@ -181,32 +143,39 @@ class Server:
         """Share of the KV cache's blocks that somebody holds."""
         return self.metric("vllm:kv_cache_usage_perc")
 
-    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        return {
-            "model": MODEL_NAME,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+    def json(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The object that it answers."""
+        with self.open(path, body, headers) as answer:
+            return dict(json.load(answer))
 
-    def _lines(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
-        """The data of each event of a stream."""
-        with urllib.request.urlopen(self._request(path, body), timeout=600) as answer:
-            for line in answer:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    yield line[6:]
-
-    def _request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
-        return urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def open(self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
+        """The answer to a GET; to a POST if there is a body. AssertionError, with what the server says, if it is an error."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
         try:
-            with urllib.request.urlopen(self._request(path, body), timeout=600) as answer:
-                return dict(json.load(answer))
+            return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{error.code}: {error.read().decode()[:2000]}") from None
+
+    def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Those of each event of a stream."""
+        with self.open(path, body) as answer:
+            for line in answer:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    yield from json.loads(line[6:])["choices"]
+
+
+def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 class PdCacheServer(Server):
@@ -372,12 +341,6 @@ def role_of(name: str) -> str:
 def metric_at(url: str, name: str, **labels: str) -> float:
     """The sum of a metric of a server over all label sets that have `labels`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
-        lines = answer.read().decode().splitlines()
-    total = 0.0
-    for line in lines:
-        match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
-        if match and match[1] == name:
-            given = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-            if labels.items() <= given.items():
-                total += float(match[3])
-    return total
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())

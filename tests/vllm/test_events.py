@@ -74,12 +74,14 @@ def observed(pair: Pair) -> Iterator[Observed]:
 
 
 def spaces(server: PdCacheServer) -> list[Namespace]:
-    return [msgspec.convert({k: v for k, v in server.health()["namespace"].items() if k != "token_hash"}, Namespace)]
+    return [
+        msgspec.convert({k: v for k, v in server.json("/health")["namespace"].items() if k != "token_hash"}, Namespace)
+    ]
 
 
 def test_a_real_node_says_how_large_its_own_cache_is(observed: Observed) -> None:
     (block,) = {space.block_size for space in spaces(observed.node)}
-    told = read_about(json.dumps(observed.node.health()))
+    told = read_about(json.dumps(observed.node.json("/health")))
     record = next(one for one in file_records(observed.config) if one.name == "prefill-0")
     assert record.telling(told).capacity.kv_tokens == (1024 - 1) * block, (
         "as `num-gpu-blocks-override` says, without the null block"

@@ -6,14 +6,14 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running_all
+from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -165,46 +165,35 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
     assert pair.b.complete(prompt).tokens == plain.tokens(prompt)
 
 
-class Special(NamedTuple):
-    """Nodes with settings of their own, of the pair's namespace."""
-
-    sync: PdCacheServer
-    """Loads before the forward pass, and has memory of its own above the pool."""
-    cramped: PdCacheServer
-    """Stores what it generates, and has 28 blocks of 32 tokens."""
-
-
 @pytest.fixture(scope="module")
-def special(
+def cramped(
     model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Special]:
-    folder = tmp_path_factory.mktemp("special")
-    names, args = ("prefill-0",), {"num-gpu-blocks-override": 28, "max-model-len": 800}
-    tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
-    settings: tuple[dict[str, Any], ...] = (
-        {"connector": {"load": "sync"}, "cache": {"chunk_size": CHUNK, "shards": SHARDS, "tiers": tiers}},
-        {"connector": {"store_generated": True}, "args": args, "mode": "server"},
-    )
-    files = [cluster_file(folder, vllm_pool, model, {names[0]: {}}, **one) for one in settings]
-    with running_all(*((file, names) for file in files)) as servers:
-        yield Special(*servers)
+) -> Iterator[PdCacheServer]:
+    """Of the pair's namespace. It loads before the forward pass, stores what it generates, and has 28 blocks of 32 tokens."""
+    options: dict[str, Any] = {
+        "connector": {"load": "sync", "store_generated": True},
+        "args": {"num-gpu-blocks-override": 28, "max-model-len": 800, "async-scheduling": False},
+        "mode": "server",
+    }
+    file = cluster_file(tmp_path_factory.mktemp("cramped"), vllm_pool, model, {"prefill-0": {}}, **options)
+    with running(file, "prefill-0") as (server,):
+        yield server
 
 
 def test_loading_before_the_forward_pass(
-    special: Special, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
+    cramped: PdCacheServer, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
-    server, prompt = special.sync, new_prompt(LENGTH)
+    server, prompt = cramped, new_prompt(700)
     store(vllm_pool, pair.a, prompt)
     answer = server.complete(prompt)
-    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert (answer.cached, answer.tokens) == (700 // CHUNK * CHUNK, plain.tokens(prompt))
 
     before = vllm_pool.keys()
-    store(vllm_pool, pair.a, prompt := new_prompt(8 * CHUNK))
+    store(vllm_pool, pair.a, prompt := new_prompt(4 * CHUNK))
     bad = vllm_pool.keys() - before
-    for key in bad:
-        corrupt(vllm_pool, key)
-    longer = [prompt + new_prompt(300) for _ in range(3)]
+    corrupt(vllm_pool, *bad)
+    longer = [prompt + new_prompt(150) for _ in range(3)]
     answers = server.complete_all(longer)
     assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
     assert server.troubles("retrieve", "corrupt") >= 1
@@ -219,25 +208,12 @@ def test_loading_before_the_forward_pass(
         assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
 
 
-def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(
-    special: Special, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
-    prompt = new_prompt(LENGTH)
-    store(vllm_pool, special.sync, prompt)
-    special.sync.forget_prefixes()
-    with vllm_pool.bare_client() as client:
-        assert client.remove_by_regex("^pdc1/", True) > 0
-    answer = special.sync.complete(prompt)
-    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
-    all_free(special.sync)
-
-
-def test_preemption_under_a_tiny_kv_cache(special: Special, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
     """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
-    server, prompts = special.cramped, [new_prompt(200) for _ in range(8)]
+    prompts = [new_prompt(200) for _ in range(8)]
     for _ in range(2):
-        answers = server.complete_all(prompts, 120)
+        answers = cramped.complete_all(prompts, 120)
         assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
-        all_free(server)
-    assert server.metric("vllm:num_preemptions_total") > 0
-    assert server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0
+        all_free(cramped)
+    assert cramped.metric("vllm:num_preemptions_total") > 0
+    assert cramped.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0

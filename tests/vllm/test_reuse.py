@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, Reference
+from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, PdCacheServer, Reference
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -51,20 +52,27 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
     )
 
 
+def report(server: PdCacheServer, prompt: list[int], request_id: str) -> dict[str, Any]:
+    """The report on a request, in its answer and on the page of the node."""
+    told = (server.complete(prompt, 2, {"X-Request-Id": request_id}).kv_transfer_params or {})["pd_cache"]["report"]
+    assert server.json(f"/requests/{request_id}")["reports"] == [told]
+    return dict(told)
+
+
 def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(
     pair: Pair, new_prompt: NewPrompt
 ) -> None:
     prompt = new_prompt(1000)
-    first = pair.a.report(prompt, "first")
+    first = report(pair.a, prompt, "first")
     assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
     wait_for(lambda: not pair.a.blocks_in_use)
     whole = whole_chunks(1000)
-    second = pair.b.report(prompt, "second")
+    second = report(pair.b, prompt, "second")
     assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (whole, whole, whole, "none")
-    again = pair.a.report(prompt, "again")
+    again = report(pair.a, prompt, "again")
     assert again["at_hand"] > 0, "vLLM's own cache has it"
     assert again["at_hand"] + again["loaded"] + again["computed"] == 1000
-    short = pair.b.report(new_prompt(CHUNK - 1), "short")
+    short = report(pair.b, new_prompt(CHUNK - 1), "short")
     assert (short["computed"], short["reason"]) == (CHUNK - 1, "too_short")
     assert pair.b.metric("vllm:pd_cache_requests_total", reason="too_short") >= 1
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000

@@ -119,8 +119,9 @@ def test_a_producer_loads_under_asynchronous_scheduling(
     ]
 
 
-def identified(server: Server, adapter: str, new_prompt: NewPrompt) -> None:
-    """Waits until the server knows an adapter's digest. Until then each request with it is counted."""
+def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPrompt) -> None:
+    """Waits until the connector knows the adapter's digest. Until then each request with it is counted."""
+    server.open("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)}).close()
 
     def uncounted() -> bool:
         before = server.metric("vllm:pd_cache_troubles_total", op="lookup")
@@ -140,15 +141,13 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
     tokens = []
     for name, other_seed, cached in (("same", 1, WHOLE), ("other", 2, 0)):
         folder = write_adapter(tmp_path / name, model, seed=1)
-        first.load_adapter(name, folder)
-        identified(first, name, new_prompt)
+        serve_adapter(first, name, folder, new_prompt)
         answer = first.complete(prompt, model=name)
         assert answer.cached == 0, "neither the model's KV nor, in vLLM's own hashes, that of another name"
         wait_for(lambda: not first.blocks_in_use)
 
         write_adapter(folder, model, seed=other_seed)
-        second.load_adapter(name, folder)
-        identified(second, name, new_prompt)
+        serve_adapter(second, name, folder, new_prompt)
         again = second.complete(prompt, model=name)
         assert again.cached == cached
         assert (again.tokens == answer.tokens) == bool(cached), "a node computes with the weights that it has loaded"

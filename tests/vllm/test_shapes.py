@@ -1,4 +1,4 @@
-"""Engines of other shapes: other names of chunks, a model that cannot be restored, and a whole cluster from one file."""
+"""Engines of other shapes: other names of chunks, memory above the pool, and a whole cluster from one file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.lib.model import write_model
 from launch.up import quiet
 from launch.up import running as running_cluster
 from pd_cache.cluster import read_config
@@ -40,11 +39,11 @@ WHOLE = LENGTH // CHUNK * CHUNK
 def by_tokens(
     model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PdCacheServer]:
-    """Names its chunks by tokens, as its cache server does, and leaves to compute what vLLM's own prefix cache leaves."""
+    """Names its chunks by tokens, has memory of its own above the pool, and leaves to compute what vLLM's own prefix cache leaves."""
+    tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
     options: dict[str, Any] = {
-        "cache": {"chunk_size": CHUNK, "hash_mode": "tokens"},
+        "cache": {"chunk_size": CHUNK, "hash_mode": "tokens", "tiers": tiers},
         "connector": {"recompute": "block"},
-        "mode": "server",
     }
     file = cluster_file(tmp_path_factory.mktemp("by tokens"), vllm_pool, model, {"prefill-0": {}}, **options)
     with running(file, "prefill-0") as (server,):
@@ -60,6 +59,19 @@ def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewP
         answer = server.complete(prompt, **({"cache_salt": salt} if salt else {}))
         assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
         wait_for(lambda: not server.blocks_in_use)
+
+
+def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(
+    by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    by_tokens.complete(prompt)
+    wait_for(lambda: not by_tokens.blocks_in_use)
+    by_tokens.forget_prefixes()
+    with vllm_pool.bare_client() as client:
+        assert client.remove_by_regex("^pdc1/", True) > 0
+    answer = by_tokens.complete(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
 
 def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
@@ -82,17 +94,6 @@ def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
         assert (loaded.tokens, loaded.logprobs, loaded.seconds_best) == (hit.tokens, hit.logprobs, hit.seconds_best)
 
 
-def test_what_cannot_work_is_refused_at_start_with_the_reason(vllm_pool: Pool, tmp_path: Path) -> None:
-    windows = write_model(tmp_path / "gemma3", kind="gemma3")
-    file = cluster_file(tmp_path, vllm_pool, windows, {"prefill-0": {}}, connector={"load": "sync"})
-    server = PdCacheServer("prefill-0", file)
-    try:
-        with pytest.raises(AssertionError, match=r"connector\.load is sync"):
-            server.wait_ready()
-    finally:
-        server.node.kill()
-
-
 def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
     model: Path, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
     with running_cluster(config, source, sink=quiet) as cluster:
         proxy, decode = Server(cluster.urls["proxy"]), Server(cluster.urls["decode-0"])
         for prompt in (new_prompt(900), new_prompt(100)):
-            events = list(proxy.stream(prompt, 12))
+            events = proxy.stream(prompt, 12)
             assert len(events) > 6, "tokens come as they are made"
             assert [token for event in events for token in event] == plain.tokens(prompt, 12)
 
@@ -122,10 +123,10 @@ def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
         handoffs = "pd_cache_proxy_handoffs_total"
         assert (proxy.metric(handoffs, result="handed_over"), proxy.metric(handoffs, result="short")) == (1, 1)
 
-        assert decode.health()["namespace"]["hash_mode"] == "blocks"
+        assert decode.json("/health")["namespace"]["hash_mode"] == "blocks"
         # words that do not begin with a special token, t0 to t2, which the tokenizer would cut off
         text = " ".join(f"t{3000 + token % 1000}" for token in new_prompt(1000))
-        wait_for(lambda: proxy.health()["lookups"] == "on", 30, "the proxy looks into the pool")
+        wait_for(lambda: proxy.json("/health")["lookups"] == "on", 30, "the proxy looks into the pool")
         answers = [proxy.chat(text), decode.chat(text)]
         assert answers[0] == answers[1] != ""
         assert loaded() == 2 * 768

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.request
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from tests.support.collector import Collector, ReceivedSpan
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer
+from tests.vllm.servers import CHUNK, PdCacheServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -20,12 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 def ask(server: PdCacheServer, prompt: Sequence[int]) -> tuple[str, str]:
     """Sends a prompt under a new trace context. Returns its trace and the client's span."""
     trace, span = os.urandom(16).hex(), os.urandom(8).hex()
-    body = json.dumps({"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}).encode()
-    headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{span}-01"}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{server.url}/v1/completions", body, headers), timeout=600
-    ) as answer:
-        assert answer.status == 200
+    server.complete(prompt, 4, {"traceparent": f"00-{trace}-{span}-01"})
     return trace, span
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,30 +13,11 @@ from pd_cache.versions import FIRST
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, Reference, Server, begun, cluster_file, running
+from tests.vllm.servers import CHUNK, Reference, Server
 
 NewPrompt = Callable[[int], list[int]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="session")
-def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("later") / "llama", seed=1)
-
-
-@contextmanager
-def node(file: Path) -> Iterator[Server]:
-    with running(file, "prefill-0") as (server,):
-        yield server
-
-
-@pytest.fixture(scope="session")
-def fresh(new_weights: Path, vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    """What a node answers that was started with the new weights. It gets ready beside the others."""
-    file = cluster_file(tmp_path_factory.mktemp("fresh"), vllm_pool, new_weights, {"prefill-0": {}})
-    with begun(node(file)) as server:
-        yield Reference(server)
 
 
 @pytest.fixture
@@ -65,31 +45,38 @@ def stored(server: Server, prompt: list[int]) -> list[int]:
     return tokens
 
 
+def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What a plain vLLM of the first weights answers with these."""
+    server.reload_weights(weights)
+    server.forget_prefixes()
+    return [server.complete(prompt).tokens for prompt in prompts]
+
+
 def test_after_a_reset_no_node_loads_what_old_weights_computed(
     pair: Pair,
     plain: Reference,
-    fresh: Reference,
-    new_weights: Path,
+    model: Path,
     reloads: Callable[[Path], None],
     new_prompt: NewPrompt,
+    tmp_path: Path,
 ) -> None:
-    prompts = [new_prompt(6 * CHUNK + 10) for _ in range(3)]
-    for prompt in prompts:
-        assert stored(pair.a, prompt) == plain.tokens(prompt)
+    *prompts, again = [new_prompt(6 * CHUNK + 10) for _ in range(4)]
+    new_weights = write_model(tmp_path / "llama", seed=1)
+    *new, of_again = computed(plain.server(), new_weights, [*prompts, again])
+    old = computed(plain.server(), model, prompts)
+    for prompt, before, after in zip(prompts, old, new, strict=True):
+        assert stored(pair.a, prompt) == before != after
         assert pair.b.complete(prompt).cached == 6 * CHUNK
-        other = fresh.server().complete(prompt)
-        assert (other.cached, other.tokens) == (0, fresh.tokens(prompt)), "a model of the same name shares nothing"
-        assert other.tokens != plain.tokens(prompt)
     reloads(new_weights)
-    for prompt in prompts:
+    for prompt, after in zip(prompts, new, strict=True):
         answer = pair.b.complete(prompt)
-        assert (answer.cached, answer.tokens) == (0, fresh.tokens(prompt))
+        assert (answer.cached, answer.tokens) == (0, after)
         wait_for(lambda: not pair.b.blocks_in_use)
-    again = new_prompt(6 * CHUNK + 10)
-    assert stored(pair.a, again) == fresh.tokens(again)
+    assert stored(pair.a, again) == of_again
     answer = pair.b.complete(again)
-    assert (answer.cached, answer.tokens) == (6 * CHUNK, fresh.tokens(again)), "the new version is shared"
+    assert (answer.cached, answer.tokens) == (6 * CHUNK, of_again), "the new version is shared"
     wait_for(lambda: not pair.b.blocks_in_use)
-    pair.b.pause_and_resume()
+    for path in ("/pause", "/resume"):  # as a trainer does that brings new weights
+        pair.b.open(path, {}).close()
     answer = pair.b.complete(again)
-    assert (answer.cached, answer.tokens) == (0, fresh.tokens(again)), "a trainer may have brought others"
+    assert (answer.cached, answer.tokens) == (0, of_again)
