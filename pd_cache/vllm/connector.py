@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.cache import CacheEngineBuilder, EngineLookup
 from pd_cache.chunks import CacheMetadata, Namespace
-from pd_cache.config import NodeSettings
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError, UnsupportedModelError
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
@@ -333,32 +332,18 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Opens the lookups. vLLM calls this once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
 
-        Raises UnsupportedModelError if the ranks of a stage have different KV, or if two layer groups have one namespace.
+        Raises UnsupportedModelError for the same reasons as `of_all_stages`.
         """
         known = {place: one for place, one in sorted(metadata.items()) if isinstance(one, Handshake)}
         if self._scheduler is None or not known:
             return
         cache = self._settings.node.cache
-        stages = []
-        for _, ranks in itertools.groupby(known.items(), key=lambda item: item[0][0]):
-            first, *others = (one for _, one in ranks)
-            for other in others:
-                if [one.namespace(cache) for one in other.metadata] != [one.namespace(cache) for one in first.metadata]:
-                    raise UnsupportedModelError(
-                        f"{self._vllm_config.model_config.model}: its ranks have different KV: {first.metadata} and {other.metadata}"
-                    )
-            stages.append(first)
-        # a chunk counts as found when the objects of all stages are there
-        first = dataclasses.replace(stages[0], metadata=[one for stage in stages for one in stage.metadata])
-        if len({one.namespace(cache) for one in first.metadata}) < len(first.metadata):
-            raise UnsupportedModelError(
-                f"{self._vllm_config.model_config.model}: its groups of layers cannot be told apart: {first.metadata}"
-            )
+        groups = of_all_stages(known, cache, self._vllm_config.model_config.model)
         with on_all_cores():  # the worker may live in this process
-            lookup = self._open_lookup(first)
-        self._scheduler.open(first.metadata, lookup)
+            lookup = self._open_lookup(groups, next(iter(known.values())))
+        self._scheduler.open(groups, lookup)
         if self._settings.namespace_file is not None:
-            self._tell(Path(self._settings.namespace_file), tuple(one.namespace(cache) for one in first.metadata))
+            self._tell(Path(self._settings.namespace_file), tuple(one.namespace(cache) for one in groups))
 
     @never_fails("namespace")
     def _tell(self, file: Path, namespaces: tuple[Namespace, ...]) -> None:
@@ -366,17 +351,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         secret = namespaces[0].hash_seed.startswith("xxhash")
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config))
 
-    def _open_lookup(self, worker: Handshake) -> LookupClient:
+    def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
         settings, metrics = self._settings, self._metrics
-        metadata, *further = worker.metadata
+        metadata, *further = groups
         milliseconds = settings.connector.lookup_timeout_ms
         own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
         if settings.server_url is not None:
             logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
             return ServerLookupClient(own, metadata, settings.server_url, seconds, further=further, metrics=metrics)
         if worker.pid == os.getpid():
-            names = [engine_name(worker.instance, place) for place in range(len(worker.metadata))]
+            names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
             if len(engines) == len(names):
                 logger.info("pd-cache: lookups ask the worker's engine")
@@ -490,6 +475,25 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _step(self) -> Step:
         step = self._connector_metadata
         return step if isinstance(step, Step) else Step()
+
+
+def of_all_stages(
+    handshakes: Mapping[tuple[int, int], Handshake], cache: CacheConfig, model: str
+) -> list[CacheMetadata]:
+    """Returns the layer groups of all pipeline stages: a chunk counts as found when the objects of all stages are there.
+
+    `handshakes` are by pipeline stage and rank. Raises UnsupportedModelError if the ranks of a stage have different KV, or if two layer
+    groups have one namespace.
+    """
+    stages: dict[int, list[CacheMetadata]] = {}
+    for (stage, _), told in sorted(handshakes.items()):
+        first = stages.setdefault(stage, told.metadata)
+        if [one.namespace(cache) for one in told.metadata] != [one.namespace(cache) for one in first]:
+            raise UnsupportedModelError(f"{model}: its ranks have different KV: {first} and {told.metadata}")
+    groups = [one for metadata in stages.values() for one in metadata]
+    if len({one.namespace(cache) for one in groups}) < len(groups):
+        raise UnsupportedModelError(f"{model}: its groups of layers cannot be told apart: {groups}")
+    return groups
 
 
 def _with_exist_timeout(node: NodeSettings, timeout_ms: int) -> NodeSettings:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
+from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
@@ -260,31 +261,21 @@ def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
         check(kinds, stages, ahead)
 
 
-def test_lookups_ask_for_the_layers_of_all_stages_and_the_ranks_of_a_stage_must_agree(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_a_stage_must_agree() -> None:
     from pd_cache.errors import UnsupportedModelError
-    from pd_cache.vllm.connector import Handshake, PdCacheConnector
-    from pd_cache.vllm.settings import read_settings
+    from pd_cache.vllm.connector import Handshake, of_all_stages
 
     def told(layers: str, rank: int) -> Handshake:
         kept = LayerGroup(layers=layers, keeps="every token", tail=0)
-        metadata = CacheMetadata.of("m", layout(), world_size=2, rank=rank, group=kept)
-        return Handshake([metadata], pid=rank, instance="vllm")
+        return Handshake([CacheMetadata.of("m", layout(), world_size=2, rank=rank, group=kept)], rank, "vllm")
 
-    opened: list[Any] = []
-    connector: Any = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(open=lambda first, lookup: opened.append((first, lookup)))
-    connector._settings = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
-    connector._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="llama"))
-    monkeypatch.setattr(connector, "_open_lookup", lambda one: [metadata.group.layers for metadata in one.metadata])
+    cache = CacheConfig(chunk_size=64)
     stages = {(1, 1): told("2-3", 1), (0, 1): told("0-1", 1), (1, 0): told("2-3", 0), (0, 0): told("0-1", 0)}
-    connector.set_xfer_handshake_metadata_pp_aware(stages)
-    assert opened == [([*stages[0, 0].metadata, *stages[1, 0].metadata], ["0-1", "2-3"])]
+    assert of_all_stages(stages, cache, "llama") == [*stages[0, 0].metadata, *stages[1, 0].metadata]
     with pytest.raises(UnsupportedModelError, match="llama: its ranks have different KV"):
-        connector.set_xfer_handshake_metadata_pp_aware({**stages, (1, 1): told("2-4", 1)})
+        of_all_stages({**stages, (1, 1): told("2-4", 1)}, cache, "llama")
     with pytest.raises(UnsupportedModelError, match="llama: its groups of layers cannot be told apart"):
-        connector.set_xfer_handshake_metadata_pp_aware({(stage, 0): told("0-1", 0) for stage in (0, 1)})
+        of_all_stages({(stage, 0): told("0-1", 0) for stage in (0, 1)}, cache, "llama")
 
 
 def test_reports_of_ranks_add_up() -> None:
