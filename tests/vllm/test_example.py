@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support.pool import ROOT, Pool
-from tests.vllm.servers import ENV
+from tests.vllm.servers import ENV, PROGRAM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -24,7 +23,7 @@ PATIENT = {
 
 def run(model: Path, file: Path) -> list[str]:
     """The lines that the example prints itself."""
-    command = [sys.executable, str(ROOT / "examples" / "vllm_offline.py"), str(model), str(file)]
+    command = [PROGRAM[0], str(ROOT / "examples" / "vllm_offline.py"), str(model), str(file)]
     done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [line for line in done.stdout.splitlines() if line.startswith(("tokens: ", "cached: "))]

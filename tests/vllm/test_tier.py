@@ -142,13 +142,6 @@ def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened: Ope
     assert other.load([chunk(1)]) == [stored[chunk(1)]], "it is in its own primary tier now"
 
 
-def test_the_groups_of_a_hybrid_model_are_chunks_of_their_own(opened: Open) -> None:
-    one, other = opened(), opened()
-    of_group = {chunk(1)[:-4] + group.to_bytes(4, "big"): bytes([group + 1]) * ROW for group in range(3)}
-    one.store(of_group)
-    assert other.load(list(of_group)) == list(of_group.values())
-
-
 def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open, vllm_pool: Pool) -> None:
     """The job fails in part: vLLM keeps what was loaded, and does not ask for ever for what was not (vllm#49176)."""
     one, other = opened(), opened()
@@ -195,12 +188,6 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Ope
     one.store(values(1), before)
     one.store(values(2))
     assert other.load([chunk(1), chunk(2)]) == [None, values(2)[chunk(2)]]
-
-
-@pytest.mark.parametrize("other", [{"namespace": "another"}, {"revision": "another"}], ids=str)
-def test_tiers_of_another_salt_or_revision_share_nothing(other: dict[str, str], opened: Open) -> None:
-    opened().store(values(1))
-    assert opened(**other).load([chunk(1)]) == [None]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """vLLM servers without the dozen seconds of processor time that importing vLLM takes: forks of one process that has imported it.
 
-`warm_program` starts that process and writes a program, for `engine.executable` or in place of `vllm`, that behaves like `vllm`:
+`warm_program` starts that process and writes a program, for `engine.executable` or in place of `vllm`, that behaves like `vllm`. Given a Python
+file, it behaves like `python`:
 
 - the program asks for a fork, and lends it its standard streams, arguments, environment and folder;
 - a keeper, forked first, forks the server, in a session of its own, and passes its exit status on;
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import select
 import signal
 import socket
@@ -172,6 +174,10 @@ def _serve(number: int) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     random.seed()
+    if job["argv"][0].endswith(".py"):
+        sys.argv = job["argv"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
     sys.argv = ["vllm", *job["argv"]]
     sys.exit(main())
 

@@ -1,5 +1,5 @@
 """The connector's part in the scheduler, by histories of events: what must not be shared. Nothing of a load within a step is stored, or kept in
-vLLM's own cache, before it is known to be good; nothing of other weights is at all."""
+vLLM's own cache, before it is known to be good; nothing of other weights is at all. tests/vllm/test_random_histories.py has the usual cases."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from pd_cache.reasons import Loaded
 from tests.pd_cache.vllm.histories import BLOCK, CHUNK, FAILED, PROMPT, Request, Scene, blocks_of
 
 # --- loads within the step that needs them ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("load", ["sync", "async"])
-def test_what_is_computed_behind_a_load_of_the_same_step_is_stored_when_the_load_is_known_to_be_good(load: str) -> None:
-    scene, request = Scene(load=load), Request()
-    scene.has(request, 1)
-    assert scene.load(request) == (CHUNK, load == "async")
-    request.num_computed_tokens = CHUNK
-    step = scene.step(a=2 * CHUNK + 3)
-    assert [op.in_step for op in step.loads] == [load == "sync"]
-    request.num_computed_tokens += 2 * CHUNK + 3
-    scene.loaded(Loaded(1))
-    stores = step.stores + scene.step(a=1).stores
-    assert (len(step.stores), len(stores)) == (load == "async", 1)
-    assert stores[0].chunks.names == scene.names(request)[1:]
 
 
 def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_one() -> None:
@@ -60,72 +45,34 @@ def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is
         assert again.chunks.names == scene.names(request)
 
 
-class Sharing:
-    """A request that loads its first chunk in the step that computes the others. vLLM has put all of its blocks into its own cache."""
-
-    def __init__(self) -> None:
-        self.scene, self.request = Scene(load="sync"), Request()
-        self.scene.has(self.request, 1)
-        for number in range(10, 16):
-            self.scene.pool.blocks[number].block_hash = "vllm's"
-        self.scene.load(self.request)
-        self.request.num_computed_tokens = CHUNK
-        self.scene.step(a=2 * CHUNK + 3)
-        self.request.num_in_flight_tokens = 2 * CHUNK + 3
-
-    def over(self, tokens: int, loaded: Loaded) -> list[int]:
-        """The step is over, and vLLM keeps this many tokens. Returns which blocks are in its cache."""
-        self.request.num_computed_tokens, self.request.num_in_flight_tokens = tokens, 0
-        self.scene.loaded(loaded)
-        return self.scene.pool.cached
-
-    def goes_on(self, tokens: int) -> list[int]:
-        """A step computes a chunk behind `tokens`. Returns which blocks are in vLLM's cache when it begins."""
-        self.request.num_computed_tokens = tokens
-        self.scene.step(a=CHUNK)
-        return self.scene.pool.cached
-
-
-def test_no_other_request_can_share_blocks_before_the_load_of_their_step_is_known_to_be_good() -> None:
-    one = Sharing()
-    assert one.scene.pool.cached == []
-    assert one.over(len(PROMPT), Loaded(1)) == list(range(10, 16))
-
-
 @pytest.mark.parametrize(
-    ("kept", "cached", "computed", "then"),
-    [(BLOCK, [10], CHUNK + BLOCK, [10, 11, 12]), (0, [], 2 * CHUNK, [10, 11, 12, 13])],
-    ids=["the first block was good", "none was"],
+    ("event", "cached"),
+    [("loaded", True), ("finished", True), ("aborted", False), ("preempted", False), ("reset", False)],
 )
-def test_after_a_failed_load_in_a_step_blocks_are_shared_as_they_are_computed_again(
-    kept: int, cached: list[int], computed: int, then: list[int]
+def test_blocks_that_a_step_loads_and_computes_are_kept_by_vllm_when_the_load_is_known_to_be_good(
+    event: str, cached: bool
 ) -> None:
-    one = Sharing()
-    assert one.over(kept, FAILED) == cached
-    assert one.goes_on(computed) == then
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_request_that_ends_with_the_step_of_its_load_leaves_good_blocks_in_vllms_own_cache_if_it_was_not_aborted(
-    aborted: bool,
-) -> None:
-    one = Sharing()
-    one.request.num_computed_tokens = len(PROMPT)
-    if not aborted:
-        one.request.num_in_flight_tokens = 0
-    one.scene.finish(one.request)
-    assert one.scene.pool.cached == ([] if aborted else list(range(10, 16)))
-
-
-@pytest.mark.parametrize("event", ["preempted", "reset"])
-def test_blocks_of_a_request_that_was_preempted_or_outdated_are_not_put_into_vllms_own_cache(event: str) -> None:
-    one = Sharing()
+    """vLLM itself has put all blocks of the request into its own cache when it planned the step."""
+    scene, request = Scene(load="sync"), Request()
+    scene.has(request, 1)
+    for number in range(10, 16):
+        scene.pool.blocks[number].block_hash = "vllm's"
+    scene.load(request)
+    request.num_computed_tokens = CHUNK
+    scene.step(a=2 * CHUNK + 3)
+    assert scene.pool.cached == []
+    request.num_computed_tokens = len(PROMPT)
+    if event == "aborted":
+        request.num_in_flight_tokens = 2 * CHUNK + 3
+    if event in ("finished", "aborted"):
+        scene.finish(request)
     if event == "preempted":
-        one.scene.manager.free(one.request)
-        one.scene.manager.allocate(one.request, blocks_of(one.request, 30))
-    else:
-        assert one.scene.side.reset()
-    assert one.over(len(PROMPT), Loaded(1)) == []
+        scene.manager.free(request)
+        scene.manager.allocate(request, blocks_of(request, 30))
+    if event == "reset":
+        assert scene.side.reset()
+    scene.loaded(Loaded(1))
+    assert scene.pool.cached == (list(range(10, 16)) if cached else [])
 
 
 # --- versions of the weights -----------------------------------------------------------------------------------------
@@ -136,20 +83,6 @@ def running(scene: Scene, request: Request, *, at_hand: int = 0, block: int = 10
     assert scene.ask(request, at_hand) == (0, False)
     scene.manager.allocate(request, blocks_of(request, block))
     request.num_computed_tokens = CHUNK
-
-
-def test_after_a_reset_what_was_computed_before_is_neither_stored_nor_kept_by_vllm() -> None:
-    scene, old, new = Scene(), Request("old"), Request("new", [7] * len(PROMPT))
-    running(scene, old)
-    assert scene.side.reset()
-    assert scene.pool.evicted == set(range(64))
-    scene.manager.coordinator.cache_blocks(old, len(PROMPT))
-    assert scene.step(old=len(PROMPT) - CHUNK).stores == []
-    running(scene, new, block=20)
-    scene.manager.coordinator.cache_blocks(new, 2 * CHUNK)
-    (store,) = scene.step(new=CHUNK).stores
-    assert store.epoch == scene.lookups.epoch == "run-1"
-    assert scene.manager.put_into_cache == ["new"]
 
 
 def test_a_reset_on_another_node_is_known_with_the_next_lookup() -> None:
@@ -256,17 +189,3 @@ def test_a_request_that_ends_in_the_step_of_its_load_after_a_reset_is_not_stored
     request.num_computed_tokens, request.num_in_flight_tokens = len(PROMPT), CHUNK + 3 if aborted else 0
     scene.finish(request)
     assert scene.step().stores == []
-
-
-def test_what_a_load_of_before_a_reset_brought_stays_out_of_vllms_cache_however_late_vllm_would_put_it_there() -> None:
-    """vLLM caches these blocks when it takes notice of the load's end: any number of steps after it has allocated them."""
-    scene, request = Scene(), Request()
-    scene.has(request)
-    scene.load(request)
-    request.num_computed_tokens = 3 * CHUNK
-    scene.step()
-    assert scene.side.reset()
-    for _ in range(5):
-        scene.step()
-    scene.manager.coordinator.cache_blocks(request, 3 * CHUNK)
-    assert scene.manager.put_into_cache == []

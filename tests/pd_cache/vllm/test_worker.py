@@ -120,7 +120,6 @@ def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
         (3, "", set(), Loaded(3)),
         (1, "evicted", {12, 13, 14, 15}, Loaded(1, "evicted")),
         (1, "none", {12, 13, 14, 15}, Loaded(1, "error")),
-        (0, "not_asked", set(BLOCKS[1:]), Loaded(0, "not_asked")),
         (RuntimeError("no"), "", set(BLOCKS[1:]), Loaded(0, "error")),
     ],
 )
