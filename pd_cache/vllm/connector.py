@@ -60,14 +60,12 @@ from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.model import (
     adapter_settings,
     check_supported,
-    check_sync,
     draft_layers,
     drafted_up_to,
     drafter_identity,
+    fitted,
     model_identity,
     place_of,
-    with_chunk_size,
-    with_hash_seed,
 )
 from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
@@ -159,11 +157,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._draft = draft_layers(vllm_config, kv_cache_config)
         self._layers = kept_layers(kv_cache_config, self._draft)
-        settings = with_chunk_size(settings, self._layers)
-        if settings.connector.load == "sync":
-            check_sync(vllm_config, self._layers)
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
-        self._settings = with_hash_seed(settings, vllm_config, self._layers[0].block_size, hash_block_size)
+        self._settings = fitted(settings, vllm_config, self._layers, hash_block_size)
         self._metrics = CacheMetrics()
         self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None

@@ -255,13 +255,6 @@ def place_of(
     return metadata, rank % replicas == 0
 
 
-def with_chunk_size(settings: Settings, layers: Sequence[KeptLayers]) -> Settings:
-    """Returns settings whose chunks fit the model's blocks. Raises ConfigError if `cache.chunk_size` does not fit them."""
-    cache = settings.node.cache
-    cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
-    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
-
-
 def check_sync(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> None:
     """Raises ConfigError if vLLM cannot compute again what a load within a step failed to bring. See docs/vllm.md."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -277,23 +270,25 @@ def check_sync(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> None:
     raise ConfigError(f"connector.load is sync, and {why}. Or set connector.load to async")
 
 
-def with_hash_seed(settings: Settings, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> Settings:
-    """Returns settings whose namespace says what vLLM's block hashes depend on besides tokens.
+def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int) -> Settings:
+    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes depend on besides tokens.
 
-    `block_size` is the number of tokens of a block of the layer group that names the chunks; `hash_block_size` is that of each hash. Raises
-    ConfigError if the hashes depend on a seed that is random in each process.
+    `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not fit, if hashes depend on a seed
+    that is random in each process, or for the same reasons as `check_sync`.
     """
+    if settings.connector.load == "sync":
+        check_sync(vllm_config, layers)
     cache = settings.node.cache
-    if cache.hash_mode != "blocks":
-        return settings
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
-        raise ConfigError(
-            f"prefix_caching_hash_algo is {algorithm}, for which vLLM draws a random seed in every process: no other node "
-            "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
-        )
-    seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-    step = None if hash_block_size == block_size else hash_block_size
-    described = describe_hashes(algorithm, seed, cache.hash_seed, step)
-    node = msgspec.structs.replace(settings.node, cache=msgspec.structs.replace(cache, hash_seed=described))
-    return msgspec.structs.replace(settings, node=node)
+    cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
+    if cache.hash_mode == "blocks":
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+            raise ConfigError(
+                f"prefix_caching_hash_algo is {algorithm}, for which vLLM draws a random seed in every process: no other node "
+                "could ever find a chunk. Set PYTHONHASHSEED to the same value everywhere, use sha256, or set cache.hash_mode to tokens"
+            )
+        seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+        step = None if hash_block_size == layers[0].block_size else hash_block_size
+        described = describe_hashes(algorithm, seed, cache.hash_seed, step)
+        cache = msgspec.structs.replace(cache, hash_seed=described)
+    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))

@@ -350,19 +350,21 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypat
 
 
 def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cache.vllm.model import with_hash_seed
+    from pd_cache.vllm.layers import KeptLayers
+    from pd_cache.vllm.model import fitted
     from pd_cache.vllm.settings import read_settings
 
     settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
     vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
+    layers = [KeptLayers(0, 16)]
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="draws a random seed in every process"):
-        with_hash_seed(settings, vllm_config, 16, 16)
+        fitted(settings, vllm_config, layers, 16)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    seeded = with_hash_seed(settings, vllm_config, 16, 16).node.cache.hash_seed
+    seeded = fitted(settings, vllm_config, layers, 16).node.cache.hash_seed
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
-    plain = with_hash_seed(settings, vllm_config, 16, 16).node.cache.hash_seed
-    assert len({seeded, plain, with_hash_seed(settings, vllm_config, 16, 8).node.cache.hash_seed}) == 3
+    plain = fitted(settings, vllm_config, layers, 16).node.cache.hash_seed
+    assert len({seeded, plain, fitted(settings, vllm_config, layers, 8).node.cache.hash_seed}) == 3
 
 
 HITS = (
