@@ -109,26 +109,26 @@ def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Ref
 def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(
     pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
-    """Steps have 256 tokens here: four chunks are complete after the first of sixteen."""
-    prompt = new_prompt(4000)
+    """Steps have 256 tokens here: four chunks are complete after the first of eight."""
+    prompt = new_prompt(2000)
     before = len(vllm_pool.keys())
     with pair.a.abandoned(prompt, 40):
         wait_for(lambda: len(vllm_pool.keys()) > before)
         early = len(vllm_pool.keys()) - before
-    assert 0 < early < 4000 // CHUNK * SHARDS
+    assert 0 < early < 2000 // CHUNK * SHARDS
     wait_for(lambda: not pair.a.blocks_in_use)
     stored_so_far = pair.b.complete(prompt).cached
-    assert 0 < stored_so_far <= whole_chunks(4000)
+    assert 0 < stored_so_far <= whole_chunks(2000)
     assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
     wait_for(lambda: not pair.a.blocks_in_use)
     answer = pair.b.complete(prompt)
-    assert answer.cached == whole_chunks(4000)
+    assert answer.cached == whole_chunks(2000)
     assert answer.tokens == plain.tokens(prompt)
 
 
-def test_sixteen_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_eight_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
     shared = new_prompt(600)
-    prompts = [shared[: 200 + 25 * index] + new_prompt(150) for index in range(16)]
+    prompts = [shared[: 200 + 50 * index] + new_prompt(150) for index in range(8)]
     for server in (pair.a, pair.b):
         answers = server.complete_all(prompts)
         assert [answer.tokens for answer in answers] == [plain.tokens(prompt) for prompt in prompts]
