@@ -192,7 +192,7 @@ class SchedulerSide:
         parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._plan.layers))]
         # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
         # that was never loaded
-        failing = parts[0].blocks if len(parts) == 1 and not self._plan.tails[0] else []
+        failing = parts[0].blocks if self._plan.plain else []
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []

@@ -13,11 +13,25 @@ import torch
 
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
 from pd_cache.config import CacheConfig
-from pd_cache.errors import ConfigError
+from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.vllm.layers import (
+    NO_DRAFT,
+    DraftLayers,
+    GroupTensors,
+    KeptLayers,
+    described,
+    fitting_chunk,
+    group_tensors,
+    kept_layers,
+    layer_names,
+    own_hit,
+)
+from pd_cache.vllm.settings import read_settings
+from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.test_groups import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
@@ -51,8 +65,6 @@ def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:
 
 
 def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
-    from pd_cache.vllm.settings import read_settings
-
     named = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
     assert named.node.segment_size == 64 << 20
     assert named.node.cache.hash_mode == "blocks"
@@ -61,8 +73,6 @@ def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
 
 
 def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Path) -> None:
-    from pd_cache.vllm.settings import read_settings
-
     file = tmp_path / "cluster.yaml"
     changed = CONFIG.replace("port: 1, segment_size: 64MiB", "port: 1, cache_server: c").replace("{tensor-p", "{x-p")
     file.write_text(changed.replace("{tensor_p", "{x_p") + "  - {name: c, role: cache-server, url: 'ipc:///run/c'}\n")
@@ -85,8 +95,6 @@ def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Pa
     ],
 )
 def test_a_bad_extra_config_is_refused_in_words(extra: dict[str, Any], message: str, file: Path) -> None:
-    from pd_cache.vllm.settings import read_settings
-
     given = {key: value.replace("FILE", str(file)) for key, value in extra.items()}
     with pytest.raises(ConfigError, match=message):
         read_settings(given, "kv_producer")
@@ -121,7 +129,6 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
     kept: KVLayout, ranks: int, replicas: int, shards: int, expected: list[tuple[range, bool]] | str
 ) -> None:
     """One KV head stands for latents, whose tensors may look like it."""
-    from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.model import place_of
 
     latent, state = kept.pieces == 1 and kept is not STATE, LayerGroup(layers="0-2", keeps="a state", tail=1)
@@ -195,7 +202,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
     """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which is without AMX."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
-    from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.model import check_supported
 
     latent = changed.get("latent", False)
@@ -246,7 +252,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
 def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
     kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool, message: str
 ) -> None:
-    from pd_cache.vllm.layers import KeptLayers
     from pd_cache.vllm.model import check_sync
 
     def check(kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool) -> None:
@@ -262,7 +267,6 @@ def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
 
 
 def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_a_stage_must_agree() -> None:
-    from pd_cache.errors import UnsupportedModelError
     from pd_cache.vllm.connector import Handshake, of_all_stages
 
     def told(layers: str, rank: int) -> Handshake:
@@ -279,8 +283,6 @@ def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_
 
 
 def test_reports_of_ranks_add_up() -> None:
-    from pd_cache.vllm.steps import StepReport
-
     new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
     one = StepReport({1: (1, [new, new]), 2: (1, [new])}, {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)})
     two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")})
@@ -350,9 +352,7 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypat
 
 
 def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cache.vllm.layers import KeptLayers
     from pd_cache.vllm.model import fitted
-    from pd_cache.vllm.settings import read_settings
 
     settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
     vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
@@ -384,8 +384,6 @@ HITS = (
 
 
 def kept_of(shape: list[tuple[str, int, int]]) -> Any:
-    from pd_cache.vllm.layers import KeptLayers
-
     return [
         KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
         for at, (kind, size, window) in enumerate(shape)
@@ -437,8 +435,6 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from pd_cache.vllm.layers import own_hit
-
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
     kinds = [kind for kind, _, _ in shape]
     groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
@@ -483,8 +479,6 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
 def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(
     wanted: Any, blocks: list[tuple[Any, int]], expected: int | str
 ) -> None:
-    from pd_cache.vllm.layers import KeptLayers, fitting_chunk
-
     groups = [KeptLayers(at, size, kind) for at, (kind, size) in enumerate(blocks)]
     if isinstance(expected, int):
         assert fitting_chunk(wanted, groups) == expected
@@ -495,8 +489,6 @@ def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(
 
 def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart() -> None:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
-    from pd_cache.vllm.layers import described, group_tensors, kept_layers
 
     specs = [further_spec("window"), further_spec("full"), further_spec("state", 64)]
     groups = [
@@ -523,8 +515,6 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
 
 def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() -> None:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
-    from pd_cache.vllm.layers import NO_DRAFT, DraftLayers, GroupTensors, described, kept_layers, layer_names
 
     own, drafting = ["model.layers.0.attn", "model.layers.1.attn"], ["model.layers.2.attn"]
     config: Any = SimpleNamespace(
@@ -584,9 +574,6 @@ def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_draf
 
 
 def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes() -> None:
-    from pd_cache.errors import UnsupportedModelError
-    from pd_cache.vllm.layers import KeptLayers, group_tensors
-
     memory = torch.arange(4096, dtype=torch.int16)
     conv, ssm = memory.as_strided((8, 10), (64, 1)), memory.as_strided((8, 4, 4), (64, 4, 1), 12)
     state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m")
