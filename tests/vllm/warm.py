@@ -30,7 +30,6 @@ from typing import Any
 from launch._tethered import set_death_signal
 from launch.supervise import end, spawn_child
 
-_POLL_S = 0.02
 _ASKER = """
 import json, os, signal, socket, sys
 
@@ -118,14 +117,10 @@ def _keep(asker: socket.socket) -> dict[str, Any] | None:
         os.dup2(null, number)
     with contextlib.suppress(OSError):  # the asker may be gone at any time
         asker.sendall(f"{server}\n".encode())
-    while True:
-        gone, status = os.waitpid(server, os.WNOHANG)
-        if gone:
-            break
-        if select.select([asker], [], [], _POLL_S)[0]:  # it never says more, so this is its end
-            os.killpg(server, signal.SIGKILL)
-            os.waitpid(server, 0)
-            os._exit(1)
+    over = os.pidfd_open(server)
+    if over not in select.select([asker, over], [], [])[0]:  # the asker never says more, so this is its end
+        os.kill(server, signal.SIGKILL)
+    _, status = os.waitpid(server, 0)
     with contextlib.suppress(OSError):
         asker.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     with contextlib.suppress(ProcessLookupError):
