@@ -7,7 +7,6 @@ collector that is slow, or gone, costs nothing else. This is the only module tha
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import threading
 from collections.abc import Mapping
@@ -96,10 +95,6 @@ def open_tracing(config: TracingConfig, service: str, node: str) -> Tracing:
     """
     if config.endpoint is None:
         return UNTRACED
-    if importlib.util.find_spec("opentelemetry") is None:
-        raise ConfigError(
-            "tracing.endpoint: needs OpenTelemetry; pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
-        )
     try:
         return _SdkTracing(config, config.endpoint, service, node)
     except ImportError as error:

@@ -193,17 +193,15 @@ class ServerCache:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
-        asked = Found(at_hand, len(names))
-        if (
-            at_hand == len(names) or not self.connection.ready
-        ):  # one that does not know us yet would answer only once it does
-            return PendingLookup(self, None, asked)
+        # a server that does not know us yet would answer only once it does
+        if at_hand == len(names) or not self.connection.ready:
+            return PendingLookup(self, None, at_hand, len(names))
         seconds, version = self._lookup_timeout_s if timeout is None else timeout, self.version
         epoch = None if version is None else version.current(seconds)
         if epoch is None:
-            return PendingLookup(self, None, asked, "epoch_unknown")
+            return PendingLookup(self, None, at_hand, len(names), "epoch_unknown")
         future = self.connection.link.request(Lookup(session, join_names(names), at_hand, epoch), seconds)
-        return PendingLookup(self, future, asked)
+        return PendingLookup(self, future, at_hand, len(names))
 
     def begin_store(
         self,
@@ -344,16 +342,17 @@ def _server_reason(failure: str) -> MissReason:
 class PendingLookup:
     """A lookup that was sent. For use by one thread."""
 
-    __slots__ = ("_asked", "_cache", "_found", "_future", "_reason")
-
-    def __init__(self, cache: ServerCache, future: Future | None, asked: Found, reason: str = "server_lost") -> None:
-        """`future` is None if nothing was sent: all chunks are at hand, or for this `reason`. `asked`: how many chunks are at hand, how many
-        there are in all, and the weights version in which they are looked up."""
+    def __init__(
+        self, cache: ServerCache, future: Future | None, at_hand: int, chunks: int, reason: str = "server_lost"
+    ) -> None:
+        """A lookup of `chunks` chunks, of which the first `at_hand` are not looked up. `future` is None if nothing was sent: all are at
+        hand, or for this `reason`."""
         self._cache = cache
         self._future = future
-        self._asked = asked
+        self._at_hand = at_hand
+        self._chunks = chunks
         self._reason = reason
-        self._found = asked if asked.chunks == asked.leading else None
+        self._found = Found(chunks, chunks) if at_hand == chunks else None
 
     def query(self) -> Found | None:
         """Looks without waiting. Returns what was found, or None while there is no answer."""
@@ -373,7 +372,7 @@ class PendingLookup:
         else:
             with metrics.timed("lookup"):
                 answer = self._future.outcome()
-        at_hand, chunks = self._asked.chunks, self._asked.leading
+        at_hand, chunks = self._at_hand, self._chunks
         if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
             reason = answer if isinstance(answer, str) else "nonsense"
             metrics.trouble("lookup", reason)

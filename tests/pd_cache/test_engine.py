@@ -16,7 +16,7 @@ import torch
 
 from pd_cache.cache import CacheEngine, CacheEngineBuilder, EngineLookup, PromptCache
 from pd_cache.chunks import CacheMetadata, LayerGroup
-from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
+from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
@@ -381,19 +381,6 @@ def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool
         assert stranger.engine.find(names, at_hand=3) == Found(3, 3, "none")
         loaded = finder.engine.load(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
         assert loaded == Loaded(1, "evicted", TierChunks(pool=1))
-
-
-def test_a_load_says_which_tiers_it_read(pool: Pool, tokens: list[int]) -> None:
-    tiers = CacheConfig(chunk_size=CHUNK, tiers=(LocalTier(capacity=1 << 20), MooncakeTier()))
-    model = uuid.uuid4().hex
-    with host(pool, model=model, cache=tiers) as one, host(pool, model=model, cache=tiers) as other:
-        names, blocks = one.engine.name_chunks(tokens), [*range(3 * CHUNK // BLOCK)]
-        one.compute(tokens, slots := [*range(LONG)])
-        assert one.store(tokens, slots) == 24
-        assert one.engine.load(names, blocks, kv_caches=one.cache).tiers == TierChunks(memory=3)
-        assert other.engine.load(names[:1], blocks[: CHUNK // BLOCK], kv_caches=other.cache).tiers == TierChunks(pool=1)
-        promoted = other.engine.load(names, blocks, kv_caches=other.cache)
-        assert promoted == Loaded(3, "none", TierChunks(memory=1, pool=2))
 
 
 def remove(node: Host, names: list[bytes]) -> None:

@@ -40,7 +40,7 @@ def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_pass
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
         open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
 
