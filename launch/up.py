@@ -20,14 +20,13 @@ from pd_cache.cluster import (
     CacheServerNode,
     ClusterConfig,
     EtcdDiscovery,
-    MasterNode,
     Node,
     Problem,
     Source,
     dump_config,
     parse_config,
 )
-from pd_cache.cluster.machine import PORT_FIELDS, bound_socket, check_machine, local_nodes
+from pd_cache.cluster.machine import bound_socket, check_machine, local_nodes
 from pd_cache.errors import ConfigError
 from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_folder
 
@@ -121,13 +120,10 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
         chosen: list[Node] = []
         for node in config.nodes:
             ports = {}
-            for field in PORT_FIELDS:
-                port = getattr(node, field, None)
-                if field == "versions_port" and isinstance(node, MasterNode):
-                    port = node.versions
+            for key, port in node.ports.items():
                 if node.name in mine and port == 0:
                     # kept until all are chosen, so that no two nodes get the same port
-                    ports[field] = stack.enter_context(bound_socket(node.host, 0)).getsockname()[1]
+                    ports[key] = stack.enter_context(bound_socket(node.host, 0)).getsockname()[1]
             chosen.append(msgspec.structs.replace(node, **ports))
         config = msgspec.structs.replace(config, nodes=tuple(chosen))
     written = (

@@ -95,10 +95,7 @@ def _master_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 def _ports(node: Node) -> Iterator[tuple[str, int]]:
     """Yields the ports at which a node listens, each with its key."""
-    for key in ("port", "metrics_port"):
-        yield key, getattr(node, key, None) or 0
-    if isinstance(node, MasterNode):
-        yield "versions_port", node.versions
+    yield from node.ports.items()
     if isinstance(node, EngineNode) and node.events_port:
         yield "events_port", node.events_port
         yield "events_port", node.events_port + 1

@@ -25,7 +25,6 @@ from pd_cache.cluster.schema import ClusterConfig, EngineNode, EtcdDiscovery, No
 from pd_cache.config import LocalTier
 from transfer.settings import ByteSize, rdma_devices
 
-PORT_FIELDS = ("port", "metrics_port", "versions_port")
 _CAP_IPC_LOCK = 14
 
 
@@ -100,10 +99,10 @@ def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Pro
 
 def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
     for node in nodes:
-        for field, port in ports_of(node):
-            if not is_bindable(node.host, port):
+        for key, port in node.ports.items():
+            if port and not is_bindable(node.host, port):
                 yield Problem(
-                    ("nodes", config.nodes.index(node), field),
+                    ("nodes", config.nodes.index(node), key),
                     f"another process uses this port of {node.host}; choose another port, or 0 for any free one",
                 )
 
@@ -120,13 +119,6 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
     """Returns the nodes that run on this machine."""
     local = {host: is_local(host) for host in {node.host for node in config.nodes}}
     return [node for node in config.nodes if local[node.host]]
-
-
-def ports_of(node: Node) -> Iterator[tuple[str, int]]:
-    """Yields the ports that the file gives a node, each with its key. Leaves out port 0, which is chosen later."""
-    for field in PORT_FIELDS:
-        if port := getattr(node, field, 0):
-            yield field, port
 
 
 def is_bindable(host: str, port: int) -> bool:

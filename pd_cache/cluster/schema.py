@@ -194,6 +194,11 @@ class _Role:
     def role(self) -> str:
         return str(self.__struct_config__.tag)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports that the file gives the node, by key; 0 is one that is chosen later."""
+        return {key: port for key in ("port", "metrics_port") if (port := getattr(self, key, None)) is not None}
+
 
 class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
     name: Name
@@ -221,6 +226,10 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     def versions(self) -> int:
         """The port of the authority of versions; 0 if it is not chosen yet."""
         return (self.port and self.port + 10) if self.versions_port is None else self.versions_port
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {"port": self.port, "metrics_port": self.metrics_port, "versions_port": self.versions}
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):

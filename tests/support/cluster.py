@@ -18,8 +18,7 @@ import yaml
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
 from launch.versions import known_versions
-from pd_cache.cluster import ClusterConfig, MasterNode, ReferenceEngineConfig, read_config
-from pd_cache.cluster.machine import PORT_FIELDS
+from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
@@ -119,12 +118,10 @@ def nodes_of_every_role() -> list[dict[str, Any]]:
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:
     """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
-    nodes = []
-    for node in config.nodes:
-        chosen = {field: free_port() for field in PORT_FIELDS if getattr(node, field, None) == 0}
-        if isinstance(node, MasterNode) and node.versions == 0:
-            chosen["versions_port"] = free_port()  # ten above `port` may be another node's
-        nodes.append(msgspec.structs.replace(node, **chosen))
+    nodes = (
+        msgspec.structs.replace(node, **{key: free_port() for key, port in node.ports.items() if port == 0})
+        for node in config.nodes
+    )
     return msgspec.structs.replace(config, nodes=tuple(nodes))
 
 
