@@ -300,12 +300,7 @@ def listening_finding(nodes: Iterable[Node], root: Path = Path("/")) -> Finding:
         for other in sorted(addresses - written)
         for port in sorted(ports)
     ]
-    return listening_verdict(asyncio.run(reach(targets)), written)
-
-
-def listening_verdict(reached: Iterable[Reach], written: Iterable[str]) -> Finding:
-    """Judges the outcome of connections to the addresses that the file does not name."""
-    taken = sorted({one.target.address.rpartition(":")[0] for one in reached if one.ok})
+    taken = sorted({one.target.address.rpartition(":")[0] for one in asyncio.run(reach(targets)) if one.ok})
     if not taken:
         return ok(_LISTENING, "Mooncake's ports can be reached at no address that the file does not name")
     first, last = _client_ports()
