@@ -12,12 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
-from launch.doctor import DoctorReport, Verdict
 from launch.status import cluster_status
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config
@@ -178,16 +176,6 @@ def test_after_a_reset_a_prompt_is_computed_and_stored_again(
     answers = [complete(url_of(cluster), tokens) for _ in range(2)]
     assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
     assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
-
-
-@pytest.mark.usefixtures("patient")
-def test_the_doctor_finds_nothing_broken(file: str) -> None:
-    done = CliRunner().invoke(main, ["doctor", "-c", file, "--json"])
-    report = msgspec.json.decode(done.stdout, type=DoctorReport)
-    assert [finding for finding in report.findings if finding.verdict is Verdict.BROKEN] == []
-    assert done.exit_code == 0
-    (transfer,) = (finding for finding in report.findings if finding.check == "transfer.segment")
-    assert transfer.verdict is Verdict.OK
 
 
 def test_bad_requests_are_a_4xx_in_the_openai_shape(cluster: LocalCluster) -> None:

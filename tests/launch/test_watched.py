@@ -35,10 +35,6 @@ def watched() -> WatchedNodes:
     return found
 
 
-def test_rows_stand_in_the_order_of_a_requests_way(watched: WatchedNodes) -> None:
-    assert [row.name for row in watched.rows(2.0)] == ["prefill-0", "decode-0", "store-0", "master"]
-
-
 def test_a_node_that_does_not_answer_is_silent_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
     watched.take([answer("decode-0", 3.0, 800.0, queued=7.0), NodeAnswer("decode-0", 4.0, None, "refused")])
     row = watched.rows(5.0)[1]
@@ -49,15 +45,25 @@ def test_a_node_that_does_not_answer_is_silent_says_why_and_shows_no_figures(wat
 
 
 def test_a_node_that_has_not_answered_for_long_is_silent_too(watched: WatchedNodes) -> None:
+    assert [row.name for row in watched.rows(2.0)] == ["prefill-0", "decode-0", "store-0", "master"], "a request's way"
     assert [row.state for row in watched.rows(12.0)] == ["up", "up", "-", "asking"]
     assert [row.state for row in watched.rows(12.1)] == ["silent", "silent", "-", "asking"]
 
 
-def test_a_node_whose_breaker_is_open_is_ill(watched: WatchedNodes) -> None:
-    watched.take([answer("decode-0", 4.0, pool_up=False)])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"pool_up": False}, "calls do not go to the pool"),
+        ({"tiers_off": ("disk",)}, "switched off: disk"),
+        ({"nodes_down": 2}, "leaves 2 of its nodes alone"),
+    ],
+)
+def test_a_node_that_says_that_something_does_not_work_is_ill(
+    watched: WatchedNodes, fields: dict[str, object], why: str
+) -> None:
+    watched.take([answer("decode-0", 4.0, **fields)])
     row = watched.rows(4.0)[1]
-    assert row.state == "ill"
-    assert "do not go to the pool" in row.why
+    assert (row.state, row.why[: len(why)]) == ("ill", why)
 
 
 def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched: WatchedNodes) -> None:
