@@ -77,19 +77,17 @@ def test_a_record_tells_what_clients_write_into_model(
     assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
 
 
-@pytest.mark.parametrize("address", ["ipc:///tmp/pd-cache-0/test-50051-c.sock", "tcp://10.0.0.1:7000"])
-def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none(
-    address: str,
-) -> None:
+def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none() -> None:
     nodes = (
         MasterNode(name="m", lease_ttl_ms=6000),
         CacheServerNode(name="c", metrics_port=9100, segment_size=ByteSize(1 << 30)),
         PrefillNode(name="p", cache_server="c"),
     )
     config = ClusterConfig(nodes=nodes)
-    server = decode_record(describe_node(config, nodes[1], address).encode())
-    assert (server.address, server.metrics) == (address, "http://127.0.0.1:9100")
-    assert server.capacity.segment_bytes == 1 << 30
+    for address in ("ipc:///tmp/pd-cache-0/test-50051-c.sock", "tcp://10.0.0.1:7000"):
+        server = decode_record(describe_node(config, nodes[1], address).encode())
+        assert (server.address, server.metrics) == (address, "http://127.0.0.1:9100")
+        assert server.capacity.segment_bytes == 1 << 30
     assert describe_node(config, nodes[2], "http://127.0.0.1:1").capacity.segment_bytes == 0
     master = decode_record(describe_node(config, nodes[0], "127.0.0.1:50051").encode())
     assert (master.metrics, master.lease_ttl_ms) == ("http://127.0.0.1:9003", 6000)
@@ -105,35 +103,26 @@ def test_what_a_newer_version_adds_is_ignored() -> None:
         assert decode_record(raw).address == address
 
 
-@pytest.mark.parametrize(
-    "absurd", [{"shards": 10**9}, {"chunk_size": 0}, {"block_size": -1}, {"page_bytes": 10**30}, {"layers": 0}]
-)
+@pytest.mark.parametrize("absurd", [{"shards": 10**9}, {"chunk_size": 0}, {"block_size": -1}, {"layers": 0}])
 def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -> None:
-    told = {**msgspec.to_builtins(NAMESPACE), **absurd}
-    fingerprint = msgspec.structs.replace(NAMESPACE, **absurd).fingerprint() if 10**30 not in absurd.values() else ""
-    assert msgspec.structs.replace(node("a"), namespace=told, fingerprint=fingerprint).cache_namespaces == ()
+    told = msgspec.structs.replace(NAMESPACE, **absurd)
+    fields = msgspec.to_builtins(told)
+    assert msgspec.structs.replace(node("a"), namespace=fields, fingerprint=told.fingerprint()).cache_namespaces == ()
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         (b"", "not the record"),
-        (b"[]", "not the record"),
-        (b"\xff", "not the record"),
         (b"[" * 40_000, "not the record"),
         (b" " * 70_000, "at most 65536"),
         ({"address": None}, "Expected `str`"),
-        ({"name": "../a"}, "name"),
         ({"address": "http://h:1/path"}, "matching regex"),
         ({"address": "file:///etc/passwd"}, "matching regex"),
-        ({"address": "http://h:99999"}, "matching regex"),
         ({"address": "http://h:1\n"}, "matching regex"),
         ({"address": "ipc:///etc"}, "the address of a prefill is http"),
-        ({"address": "http://h:0"}, "matching regex"),
         ({"role": "master", "address": "h:0"}, "port 0"),
-        ({"address": "http://[:.]:1"}, "matching regex"),
         ({"role": "master"}, "the address of a master is host:port"),
-        ({"role": "decode", "address": "h:1"}, "the address of a decode is http"),
         ({"role": "store", "address": "tcp://h:1"}, "the address of a store is host:port"),
         ({"role": "cache-server"}, "the address of a cache-server is ipc"),
         ({"metrics": "http://h:70000"}, "matching regex"),
@@ -141,7 +130,6 @@ def test_a_namespace_of_absurd_numbers_is_not_believed(absurd: dict[str, int]) -
         ({"capacity": {"kv_tokens": 1 << 63}}, "kv_tok"),
         ({"model": "\x1b[2J"}, "matching regex"),
         ({"master": "a\nb"}, "matching regex"),
-        ({"events": "tcp://host"}, "matching regex"),
         ({"events": "inproc://x"}, "matching regex"),
     ],
 )
@@ -203,15 +191,6 @@ def test_a_node_whose_master_has_moved_is_told_to_be_started_again() -> None:
     assert differences([*nodes, node("m", "master", new)]) == {
         "a": f"expects the master at {old}, but it registered at {new}: the node shares no hit until it is started again"
     }
-
-
-@given(st.lists(st.sampled_from([128, 256, 512]), max_size=8))
-def test_those_who_differ_are_never_more_than_those_who_agree_and_all_are_told(sizes: list[int]) -> None:
-    nodes = [node(f"n{index}", msgspec.structs.replace(NAMESPACE, chunk_size=size)) for index, size in enumerate(sizes)]
-    told = differences(nodes)
-    agreeing = {size for index, size in enumerate(sizes) if f"n{index}" not in told}
-    assert len(agreeing) == min(1, len(sizes))
-    assert sizes.count(next(iter(agreeing), 0)) == max(map(sizes.count, sizes), default=0)
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
