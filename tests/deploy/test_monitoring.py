@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-import pd_cache
-from launch.status import ClusterStatus, cluster_status
 from launch.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
 from tests.support.needs import needs_tool, tool
@@ -26,8 +24,6 @@ pytestmark = pytest.mark.slow(seconds=60)
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
-
-NODES = nodes_of_every_role()
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
@@ -49,8 +45,6 @@ def filled_in(query: str) -> str:
 class Watched(NamedTuple):
     cluster: LocalCluster
     prometheus: Prometheus
-    status: ClusterStatus
-    """Before anything was lost."""
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +58,15 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         {"kind": "mooncake"},
     ]
     (folder / "disk").mkdir()
-    with started(folder, nodes=NODES, cache={"chunk_size": CHUNK, "tiers": tiers}, **OUTAGES) as cluster:
+    with started(
+        folder, nodes=nodes_of_every_role(), cache={"chunk_size": CHUNK, "tiers": tiers}, **OUTAGES
+    ) as cluster:
         prometheus = Prometheus(folder, configuration(cluster.config))
         try:
             prometheus.start()
             wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], what="6 nodes up")
-            status = cluster_status(cluster.config)
             _use(cluster, prometheus)
-            yield Watched(cluster, prometheus, status)
+            yield Watched(cluster, prometheus)
         finally:
             prometheus.stop()
             for name in cluster.supervisor.pids:  # without their master they would take long to stop
@@ -129,7 +124,9 @@ def test_variables_of_the_dashboard_find_the_cluster(watched: Watched) -> None:
             found = watched.prometheus.get(
                 f"label/{match[2]}/values", **{"match[]": match[1].replace("$job", "pd-cache")}
             )
-            assert found == ["pd-cache"] if variable["name"] == "job" else len(found) == len(NODES)
+            assert (
+                found == ["pd-cache"] if variable["name"] == "job" else len(found) == len(watched.cluster.config.nodes)
+            )
 
 
 @needs_tool("prometheus")
@@ -141,14 +138,6 @@ def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None
     rules = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
-
-
-@needs_tool("prometheus")
-def test_status_asks_a_store_that_takes_questions(watched: Watched) -> None:
-    (store,) = [row for row in watched.status.nodes if row.record.role == "store"]
-    assert (store.state, store.asked, store.well) == ("up", True, True)
-    assert store.up_since is not None
-    assert store.record.version == pd_cache.__version__
 
 
 @needs_tool("promtool")
