@@ -20,9 +20,10 @@ from pd_cache.cluster import ClusterConfig, Node
 from pd_cache.cluster.machine import (
     machine_memory,
     needs,
+    read_text,
     shortage,
+    shown_bytes,
     shown_needs,
-    shown_size,
 )
 from transfer.settings import TransferSettings, rdma_devices
 from transfer.store import SYSTEM_PACKAGES
@@ -233,7 +234,7 @@ def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> 
 def _link_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Finding:
     check = "rdma.link"
     state, physical = _word(port / "state"), _word(port / "phys_state")
-    layer, rate = _read(port / "link_layer"), _read(port / "rate")
+    layer, rate = read_text(port / "link_layer"), read_text(port / "rate")
     found = f"{state or 'state unknown'} ({physical or 'link unknown'}), {layer}, {rate}"
     if state == "ACTIVE":
         return ok(check, found, about)
@@ -248,15 +249,15 @@ def _gid_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Fin
     check = "rdma.gids"
     gids = {}
     for file in sorted((port / "gids").glob("*"), key=lambda file: int(file.name)):
-        gid = _read(file)
+        gid = read_text(file)
         if gid and int(gid.replace(":", ""), 16) & (1 << 64) - 1:
             gids[int(file.name)] = gid
-    if gids and _read(port / "link_layer") != "Ethernet":
+    if gids and read_text(port / "link_layer") != "Ethernet":
         return ok(check, f"{len(gids)} GIDs", about)
     routable = [
         f"{index} ({address})"
         for index, gid in gids.items()
-        if "v2" in _read(port / "gid_attrs" / "types" / str(index)) and (address := _ipv4(gid))
+        if "v2" in read_text(port / "gid_attrs" / "types" / str(index)) and (address := _ipv4(gid))
     ]
     if not routable:
         return problem(
@@ -273,16 +274,9 @@ def _ipv4(gid: str) -> str:
     return str(mapped) if mapped is not None else ""
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeError):
-        return ""
-
-
 def _word(file: Path) -> str:
     """Returns the word of `4: ACTIVE`."""
-    return _read(file).rpartition(":")[2].strip()
+    return read_text(file).rpartition(":")[2].strip()
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -296,12 +290,12 @@ def memory_finding(
     config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
 ) -> Finding:
     """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
-    wanted = needs(config, nodes) if config is not None else []
+    wanted = needs(config, nodes) if config is not None else {}
     check = "memory.free"
     why = "segments and staging memory are made resident at the start; what does not fit is killed"
     memory = machine_memory(root)
-    have = f"{shown_size(memory.free)} free of {shown_size(memory.total)} ({memory.limiter})"
-    missing = sum(need.total for need in wanted if need.node not in running)
+    have = f"{shown_bytes(memory.free)} free of {shown_bytes(memory.total)} ({memory.limiter})"
+    missing = sum(size for name, size in wanted.items() if name not in running)
     if not wanted:
         return ok(check, have)
     if lacking := shortage(wanted, memory):
@@ -310,10 +304,8 @@ def memory_finding(
             repair="lower segment_size of these nodes, transfer.staging_size or the local tier's capacity",
         )  # fmt: skip
     if not missing:
-        return ok(
-            check, f"{have}; all nodes of this host have theirs: {shown_size(sum(need.total for need in wanted))}"
-        )
-    found = f"{have}; nodes that do not run yet need {shown_size(missing)} ({shown_needs(wanted)})"
+        return ok(check, f"{have}; all nodes of this host have theirs: {shown_bytes(sum(wanted.values()))}")
+    found = f"{have}; nodes that do not run yet need {shown_bytes(missing)} ({shown_needs(wanted)})"
     if missing > memory.free:
         return broken(
             check, found, why=why, repair="end what else uses memory (ps aux --sort=-rss), or lower segment_size"

@@ -189,12 +189,7 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
 
 def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
     """Returns what a node says it reaches; None if it says nothing, like vLLM and masters. `access`: key and certificates for proxies."""
-    if (
-        not row.asked
-        or row.silent
-        or row.record.role not in ("prefill", "decode", "proxy")
-        or not row.record.address.startswith("http")
-    ):
+    if not row.answers or row.record.role not in ("prefill", "decode", "proxy"):
         return None
     try:
         needed = access if row.record.role == "proxy" else NOBODY

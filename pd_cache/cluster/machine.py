@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import urllib.parse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from pd_cache.cluster.checks import KeyPath, Problem
 from pd_cache.cluster.reader import Source
 from pd_cache.cluster.schema import ClusterConfig, EngineNode, EtcdDiscovery, Node, ProxyNode, VllmEngineConfig
 from pd_cache.config import LocalTier
-from transfer.settings import ByteSize, rdma_devices
+from transfer.settings import rdma_devices
 
 _CAP_IPC_LOCK = 14
 
@@ -66,8 +66,8 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
 def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -> Iterator[Problem]:
     wanted = needs(config, nodes)
     if lacking := shortage(wanted, machine_memory(root)):
-        largest = max(wanted, key=lambda need: need.total)
-        yield Problem(("nodes", [node.name for node in config.nodes].index(largest.node)), lacking)
+        largest = max(wanted, key=wanted.__getitem__)
+        yield Problem(("nodes", [node.name for node in config.nodes].index(largest)), lacking)
     if config.transfer.protocol == "rdma" and (lacking := locked_shortage(wanted, root)):
         yield Problem(("transfer", "protocol"), f"rdma locks memory: {lacking}; run `ulimit -l unlimited`, or use tcp")
 
@@ -162,29 +162,16 @@ def port_of(address: str) -> int:
 # --- memory: what nodes need, and what the machine and its cgroups allow -----------------------------------------------
 
 
-class Need(NamedTuple):
-    """The bytes that a node of the file holds for as long as it runs, besides its engine."""
-
-    node: str
-    segment: int
-    """The memory that it gives to the pool."""
-    staging: int
-    """Its staging memory and local tiers, which are one registered region."""
-
-    @property
-    def total(self) -> int:
-        return self.segment + self.staging
-
-
-def needs(config: ClusterConfig, nodes: Iterable[Node]) -> list[Need]:
-    """Returns what each of `nodes` needs. Leaves out nodes that need none."""
+def needs(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, int]:
+    """Returns the bytes that each of `nodes` holds for as long as it runs, besides its engine: what it gives to the pool, and its staging
+    memory and local tiers on the CPU. Leaves out nodes that need none."""
     caching = config.caching_nodes()
-    tiers = sum(int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier))
-    found = (
-        Need(node.name, config.segment_size(node), int(config.transfer.staging_size) + tiers if node in caching else 0)
-        for node in nodes
+    tiers = sum(
+        int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier) and tier.device == "cpu"
     )
-    return [need for need in found if need.total]
+    own = int(config.transfer.staging_size) + tiers
+    found = {node.name: config.segment_size(node) + (own if node in caching else 0) for node in nodes}
+    return {name: size for name, size in found.items() if size}
 
 
 class MachineMemory(NamedTuple):
@@ -199,8 +186,9 @@ class MachineMemory(NamedTuple):
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, within the limits of this process's cgroups."""
-    info = meminfo(root)
-    total, free, limiter = info.get("MemTotal", 0), info.get("MemAvailable", 0), "the machine"
+    info = dict(re.findall(r"^(\w+):\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE))
+    total, free = (int(info.get(name, 0)) << 10 for name in ("MemTotal", "MemAvailable"))
+    limiter = "the machine"
     for limit, used in _cgroup_limits(root):
         if limit < total:
             total, limiter = limit, "its cgroup"
@@ -208,36 +196,31 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     return MachineMemory(total, free, limiter)
 
 
-def shortage(wanted: Sequence[Need], memory: MachineMemory) -> str | None:
+def shortage(wanted: Mapping[str, int], memory: MachineMemory) -> str | None:
     """Returns why a machine is too small for its nodes, even if nothing else runs there; None if it is not."""
-    everything = sum(need.total for need in wanted)
+    everything = sum(wanted.values())
     if everything <= memory.total:
         return None
     return (
-        f"the nodes of this host need {shown_size(everything)} ({shown_needs(wanted)}), but it has "
-        f"{shown_size(memory.total)} ({memory.limiter})"
+        f"the nodes of this host need {shown_bytes(everything)} ({shown_needs(wanted)}), but it has "
+        f"{shown_bytes(memory.total)} ({memory.limiter})"
     )
 
 
-def locked_shortage(wanted: Iterable[Need], root: Path = Path("/")) -> str | None:
+def locked_shortage(wanted: Mapping[str, int], root: Path = Path("/")) -> str | None:
     """Returns why RDMA, which locks every byte that it registers, cannot register a node's memory; None if it can."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    largest = max((need.total for need in wanted), default=0)
+    largest = max(wanted.values(), default=0)
     capable = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
     exempt = capable is not None and int(capable[1], 16) >> _CAP_IPC_LOCK & 1
     if exempt or limit == resource.RLIM_INFINITY or limit >= largest:
         return None
-    return f"the limit is {shown_size(limit)}, but the largest process locks {shown_size(largest)}"
+    return f"the limit is {shown_bytes(limit)}, but the largest process locks {shown_bytes(largest)}"
 
 
-def shown_needs(wanted: Iterable[Need]) -> str:
+def shown_needs(wanted: Mapping[str, int]) -> str:
     """Returns what each node needs, for people."""
-    return ", ".join(f"{need.node} {shown_size(need.total)}" for need in wanted)
-
-
-def shown_size(value: int) -> str:
-    """Returns a size as text: as the file spells it for whole GiB, otherwise rounded."""
-    return str(ByteSize(value)) if value and value % (1 << 30) == 0 else shown_bytes(value)
+    return ", ".join(f"{name} {shown_bytes(size)}" for name, size in wanted.items())
 
 
 def shown_bytes(value: float) -> str:
@@ -247,12 +230,6 @@ def shown_bytes(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
-
-
-def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Returns `/proc/meminfo` in bytes."""
-    lines = re.findall(r"^(\w+):\s+(\d+)( kB)?", read_text(root / "proc/meminfo"), re.MULTILINE)
-    return {name: int(number) * (1024 if unit else 1) for name, number, unit in lines}
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -65,7 +65,7 @@ def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_pa
     assert messages(cluster(*nodes[:2], transfer=transfer, cache=cache), tmp_path) == []
     (message,) = messages(cluster(*nodes, transfer=transfer, cache=cache), tmp_path)
     assert message.endswith(
-        "nodes[1]: the nodes of this host need 68GiB (a 24GiB, b 24GiB, c 20GiB), but it has 64GiB (the machine)"
+        "nodes[1]: the nodes of this host need 68.0 GiB (a 24.0 GiB, b 24.0 GiB, c 20.0 GiB), but it has 64.0 GiB (the machine)"
     )
 
 
@@ -76,7 +76,7 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monk
     store = StoreNode(name="s", segment_size=ByteSize(GIB))
     (message,) = messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path)
     assert (
-        "transfer.protocol: 'rdma': rdma locks memory: the limit is 8.0 MiB, but the largest process locks 1GiB"
+        "transfer.protocol: 'rdma': rdma locks memory: the limit is 8.0 MiB, but the largest process locks 1.0 GiB"
         in message
     )
     assert messages(cluster(store), tmp_path) == [], "tcp locks none"
