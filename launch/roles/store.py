@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from launch.discovery import Member
 from launch.supervise import stop_on_signals
 from pd_cache.cluster import ClusterConfig, StoreNode
 from transfer.errors import PoolUnavailableError
+
+if TYPE_CHECKING:
+    from transfer.store import MooncakeStore
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
@@ -18,14 +22,12 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
 
     settings = config.settings_of(node)
     named = f"{settings.host}:{node.port}" if node.port else settings.host
-    mounted: list[MooncakeStore] = []
     with (
         stop_on_signals() as stop,
-        # first, so that a store that waits for its master says so
-        _questions(node, lambda: mounted[0].available if mounted else None, lambda: mounted[0].hostname),
         MooncakeStore(
             settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
         ) as store,
+        _questions(node, store),  # before it is open, so that a store that waits for its master says so
     ):
         deadline = time.monotonic() + config.supervisor.ready_timeout_s
         while not stop.is_set():
@@ -35,18 +37,14 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
                 if time.monotonic() > deadline:
                     raise
             else:
-                mounted.append(store)
                 ready(store.hostname)
                 stop.wait()
                 member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
 
 
 @contextlib.contextmanager
-def _questions(node: StoreNode, available: Callable[[], bool | None], segment: Callable[[], str]) -> Iterator[None]:
-    """Answers `/health` and `/metrics` while the block runs, if the file has a port for them.
-
-    `available` returns whether the pool answers, or None as long as the node gives no memory; `segment` the name of what it gives.
-    """
+def _questions(node: StoreNode, store: MooncakeStore) -> Iterator[None]:
+    """Answers `/health` and `/metrics` while the block runs, if the file has a port for them."""
     if node.metrics_port is None:
         yield
         return
@@ -59,12 +57,6 @@ def _questions(node: StoreNode, available: Callable[[], bool | None], segment: C
     ProcessCollector(registry=registry)
     levels = LevelCollector()
     registry.register(levels)
-
-    def given() -> BackendLevels:
-        up = available()
-        return BackendLevels(0, 0, 0, bool(up), "" if up is None else segment(), int(node.segment_size))
-
-    levels.add(given)
-
-    with exposed(node.host, node.metrics_port, registry, available):
+    levels.add(lambda: BackendLevels(0, 0, 0, store.available, store.hostname, int(node.segment_size)))
+    with exposed(node.host, node.metrics_port, registry, lambda: store.available if store.hostname else None):
         yield
