@@ -93,17 +93,6 @@ def cluster_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def nodes_with_server() -> list[dict[str, Any]]:
-    """The same nodes, whose engines leave their cache to a cache server."""
-    return [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-        {"name": "cache-0", "role": "cache-server", "metrics_port": 0, "segment_size": "64MiB"},
-        {"name": "prefill-0", "role": "prefill", "port": 0, "cache_server": "cache-0"},
-        {"name": "decode-0", "role": "decode", "port": 0, "cache_server": "cache-0"},
-        {"name": "proxy", "role": "proxy", "port": 0},
-    ]
-
-
 def nodes_of_every_role() -> list[dict[str, Any]]:
     """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
     return [
