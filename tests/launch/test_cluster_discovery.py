@@ -124,8 +124,6 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
     prefix = prefix_of("test")
     planted = {
         "text": b'{"name": "text", "role": "decode", "address": "http://10.0.0.1:1", "model": "\xff"}',
-        "schema": b'{"name": "schema", "role": 1}',
-        "absurd": b'{"name": "absurd", "role": "decode", "address": "http://10.0.0.1:99999"}',
         "master-9": b'{"name": "master-9", "role": "master", "address": "ipc:///etc"}',
     }
     with closing(own_etcd.client()) as client:
