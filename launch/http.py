@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pd_cache.cluster import ClusterConfig
 
 _ANSWER_S = 2.0
-LARGEST_ANSWER = 16 << 20
+_LARGEST_ANSWER = 4 << 20
 _END = "-----END CERTIFICATE-----"
 
 
@@ -99,12 +99,9 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY, *, most: int | None = None) -> bytes:
-    """Returns the body of `ask`'s answer. Raises OSError (urllib's HTTPError for a status other than 2xx) or ValueError if there is
-    none, or if it has more than `most` bytes."""
-    answer = ask(url, timeout, access, most=LARGEST_ANSWER if most is None else most + 1)
-    if most is not None and len(answer.body) > most:
-        raise ValueError(f"its answer has more than {most} bytes")
+def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
+    """Returns the body of `ask`'s answer. Raises as `ask`, and urllib's HTTPError, an OSError, for a status other than 2xx."""
+    answer = ask(url, timeout, access)
     if not 200 <= answer.status < 300:
         raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
     return answer.body
@@ -124,17 +121,15 @@ def ask(
     timeout: float = _ANSWER_S,
     access: Access = NOBODY,
     body: bytes | None = None,
-    *,
-    most: int = LARGEST_ANSWER,
 ) -> Answer:
-    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST: its first `most` bytes.
+    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST.
 
     `access`: key and certificates for the node.
 
     `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
     `http_proxy` is ignored: a key goes to the node alone.
 
-    Raises OSError if there is no answer, ValueError if it is not HTTP.
+    Raises OSError if there is no answer, ValueError if it is not HTTP or has more than four MiB.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -159,8 +154,10 @@ def ask(
                 headers["Content-Type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
-            answered = answer.read(most)
+            answered = answer.read(_LARGEST_ANSWER + 1)
             if not late.is_set():
+                if len(answered) > _LARGEST_ANSWER:
+                    raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
                 return Answer(answer.status, answer.reason, answer.headers, answered)
         except (http.client.HTTPException, OSError) as error:
             if not late.is_set() and isinstance(error, OSError):

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 TIMEOUT_S = 2.0
 """How long a node may take."""
 _CHOSEN_BY_UP = "its port is 0 in this file, chosen by `up`"
-_LARGEST = 4 << 20
 _AT_A_TIME = 24
 _LONGEST_PAUSE_S = 15.0
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
@@ -99,7 +98,7 @@ def get_text(url: str, access: Access = NOBODY) -> str:
     """Returns what a node answers. Raises OSError if it does not, ValueError if only `up` knows its port."""
     if urllib.parse.urlsplit(url).port == 0:
         raise ValueError(_CHOSEN_BY_UP)
-    return fetch(url, TIMEOUT_S, access, most=_LARGEST).decode(errors="replace")
+    return fetch(url, TIMEOUT_S, access).decode(errors="replace")
 
 
 class _Schedule(msgspec.Struct):

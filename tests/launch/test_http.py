@@ -99,3 +99,11 @@ def test_a_redirect_is_not_followed() -> None:
 def test_what_does_not_speak_http_is_a_value_error() -> None:
     with answering(whole(b"SSH-2.0-x\r\n")) as (url, _), pytest.raises(ValueError, match="does not speak HTTP"):
         fetch(url, 60)
+
+
+def test_an_answer_that_is_too_large_is_a_value_error() -> None:
+    with (
+        answering(whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20))) as (url, _),
+        pytest.raises(ValueError, match="more than"),
+    ):
+        fetch(url, 60)
