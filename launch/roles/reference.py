@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
-from launch.engines.reference import serve
+from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
 from launch.reachability import PeerChecks
 from launch.supervise import stop_on_signals
 from pd_cache.cache import BlockCache, CacheEngineBuilder
@@ -30,7 +30,8 @@ def run_reference_engine(
     config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
 ) -> None:
     """Serves with the engine that ships with pd-cache, in this process."""
-    assert isinstance(config.engine, ReferenceEngineConfig)  # the file's checks make sure of it
+    engine_config = config.engine
+    assert isinstance(engine_config, ReferenceEngineConfig)  # the file's checks make sure of it
     settings = config.settings_of(node)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -56,24 +57,18 @@ def run_reference_engine(
         member.namespaces = (metadata.namespace(config.cache),)
         return cache
 
+    def open_server() -> ReferenceServer:
+        engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
+        return ReferenceServer(engine, registry, member.about, PeerChecks(config, node.name).answer, tracing)
+
     def announce(address: str) -> None:
         ready(f"http://{address}")
 
     with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
         try:
             serve(
-                config.engine,
-                config.handoff,
-                node.host,
-                node.port,
-                open_cache,
-                announce,
-                registry=registry,
-                on_stop=member.leave,  # first, so that no proxy sends new requests
-                about=member.about,
-                peers=PeerChecks(config, node.name).answer,
-                tracing=tracing,
-            )
+                open_server, node.host, node.port, announce, member.leave
+            )  # it leaves first, so that no proxy sends new requests
         finally:
             CacheEngineBuilder.destroy(node.name)
             for cache in opened:

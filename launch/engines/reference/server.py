@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from launch.engines.reference.engine import CacheFactory, ReferenceEngine
+from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.protocol import (
     AnswerBuilder,
     CompletionRequest,
@@ -32,7 +32,6 @@ from launch.engines.reference.requests import (
 )
 from launch.openai import ApiError, ServerLog, errors, given_id, overloaded
 from launch.supervise import StoppedError, signals_as_exceptions, stop_signals
-from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
@@ -60,7 +59,7 @@ class ReferenceServer:
     ) -> None:
         """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`, and `peers` the
         content of `/peers`, which does not exist without it."""
-        self._engine = engine
+        self.engine = engine
         self._registry = registry
         self._about = about
         self._peers = peers
@@ -78,8 +77,11 @@ class ReferenceServer:
         grace_s: float = 4.0,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s` to finish."""
-        app = web.Application(client_max_size=(1 << 20) + 64 * self._engine.config.max_model_len, middlewares=[errors])
+        """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s` to finish.
+
+        `ready` gets `host:port` once requests are answered. `on_stop` is called before anything ends; it may take a moment.
+        """
+        app = web.Application(client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/survey", self._survey)
@@ -109,13 +111,13 @@ class ReferenceServer:
             if site is not None:
                 await site.stop()
             # Requests end with their last token or, after the grace, an error. Their connections end only then.
-            await asyncio.to_thread(self._engine.close, grace_s)
+            await asyncio.to_thread(self.engine.close, grace_s)
             await runner.cleanup()
 
     # --- what it answers -----------------------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self._engine.healthy:
+        if self.engine.healthy:
             return web.json_response({"status": "ok", **self._about()})
         return web.json_response({"status": "unavailable"}, status=503)
 
@@ -128,12 +130,12 @@ class ReferenceServer:
             "id": self._model,
             "object": "model",
             "owned_by": "pd-cache reference engine: for trying out, testing and measuring",
-            "max_model_len": self._engine.config.max_model_len,
+            "max_model_len": self.engine.config.max_model_len,
         }
         return web.json_response({"object": "list", "data": [entry]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = generate_latest(self._engine.metrics.registry)
+        text = generate_latest(self.engine.metrics.registry)
         if self._registry is not None:
             text += generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -149,13 +151,13 @@ class ReferenceServer:
         """Returns the token ids of a prompt, in the form of vLLM's servers."""
         _, tokens = await self._read(http)
         return web.json_response(
-            {"count": len(tokens), "max_model_len": self._engine.config.max_model_len, "tokens": list(tokens)}
+            {"count": len(tokens), "max_model_len": self.engine.config.max_model_len, "tokens": list(tokens)}
         )
 
     async def _survey(self, http: web.Request) -> web.Response:
         """Returns how many tokens of a prompt this node would find in its tiers and in the pool, and why not more."""
         request, tokens = await self._read(http)
-        found, reason = await asyncio.to_thread(self._engine.survey, tokens, request.cache_salt)
+        found, reason = await asyncio.to_thread(self.engine.survey, tokens, request.cache_salt)
         return web.json_response({"tokens": len(tokens), "found": found, "reason": reason})
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
@@ -193,9 +195,9 @@ class ReferenceServer:
                 arrival=arrival,
                 trace=span.headers,
             )
-            generation = self._engine.submit(asked)
+            generation = self.engine.submit(asked)
         except (ApiError, ValueError):
-            self._engine.metrics.requests.labels("invalid").inc()
+            self.engine.metrics.requests.labels("invalid").inc()
             raise
         try:
             builder = AnswerBuilder(request, self._model, identifier, int(time.time()))
@@ -217,7 +219,7 @@ class ReferenceServer:
             raise ApiError(408, f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
         request = parse_completion(body, self._model)
         prompt = request.prompt
-        return request, encode(prompt, self._engine.model.vocab_size) if isinstance(prompt, str) else prompt
+        return request, encode(prompt, self.engine.model.vocab_size) if isinstance(prompt, str) else prompt
 
     async def _whole(self, builder: AnswerBuilder, generation: Generation) -> web.Response:
         detokenizer = Detokenizer()
@@ -272,43 +274,32 @@ def _told(error: Exception) -> ApiError:
 
 
 def serve(
-    config: ReferenceEngineConfig,
-    handoff: HandoffConfig,
+    open_server: Callable[[], ReferenceServer],
     host: str,
     port: int,
-    cache: CacheFactory | None,
     ready: Callable[[str], None],
-    *,
-    registry: CollectorRegistry | None = None,
-    grace_s: float = 4.0,
     on_stop: Callable[[], None] | None = None,
-    about: Callable[[], Mapping[str, Any]] = dict,
-    peers: Peers | None = None,
-    tracing: Tracing = UNTRACED,
 ) -> None:
-    """Serves the reference engine on `host:port` (0 takes a free port) until asked to stop (`stop_signals`), then returns.
+    """Opens a server and serves on `host:port` (0 takes a free port) until asked to stop (`stop_signals`), then returns.
 
-    For the main thread, which gets the signals. `cache` is called once, after the model is loaded, with what identifies this engine's
-    weights and pages; it returns the cache to use, or None. The caller closes the cache; by then no call of this engine runs in it except
-    those that outlived every deadline. `ready` gets `host:port` once requests are answered. On a signal, running requests have `grace_s`
-    to finish. `registry` holds further metrics for `/metrics`. `on_stop` is called on a signal, before anything ends; it may take a
-    moment. `about` returns further fields for `/health`, `peers` the content of `/peers`. The caller closes `tracing`. Raises OSError if the address cannot be bound.
+    For the main thread, which gets the signals, also while `open_server` runs. The other arguments are those of `ReferenceServer.run`.
+    The caller closes the engine's cache; by then no call of the engine runs in it except those that outlived every deadline. Raises
+    OSError if the address cannot be bound.
     """
 
-    async def until_signal(engine: ReferenceEngine) -> None:
+    async def until_signal(server: ReferenceServer) -> None:
         stop = asyncio.Event()
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        server = ReferenceServer(engine, registry, about, peers, tracing)
-        await server.run(host, port, ready, stop, grace_s=grace_s, on_stop=on_stop)
+        await server.run(host, port, ready, stop, on_stop=on_stop)
 
     with suppress(StoppedError), signals_as_exceptions():
-        engine = ReferenceEngine.open(config, handoff, cache, tracing)
+        server = open_server()
         try:
             _logger.warning(
                 "serving %s with the reference engine, for trying out, testing and measuring, not for production",
-                config.model.name,
+                server.engine.config.model.name,
             )
-            asyncio.run(until_signal(engine))
+            asyncio.run(until_signal(server))
         finally:
-            engine.close()
+            server.engine.close()

@@ -15,9 +15,8 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from launch.engines.reference import ReferenceServer, serve
+from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
 from launch.supervise import stop_signals
-from pd_cache.cluster import HandoffConfig
 from tests.support.waiting import wait_for
 
 from .conftest import prompt_of, request_of, tiny_config
@@ -332,11 +331,14 @@ def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
         finally:
             closed.append(metadata)
 
-    serve(tiny_config(), HandoffConfig(), "127.0.0.1", 0, cache, lambda address: pytest.fail("it must not be ready"))
+    def opened():
+        return ReferenceServer(ReferenceEngine.open(tiny_config(), cache=cache))
+
+    serve(opened, "127.0.0.1", 0, lambda address: pytest.fail("it must not be ready"))
     assert len(closed) == 1
     assert [signal.getsignal(each) for each in stop_signals()] == handlers
 
 
 def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="address"):
-        serve(tiny_config(), HandoffConfig(), *taken.getsockname(), None, lambda address: pytest.fail("not ready"))
+        serve(lambda: ReferenceServer(make_engine()), *taken.getsockname(), lambda address: pytest.fail("not ready"))
