@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import subprocess
-import sys
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
@@ -22,10 +19,10 @@ from bench.lib.targets import clusters_proxy
 from launch.doctor.probe import peer_report
 from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
 from launch.status import NodeStatus, cluster_status
-from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
+from tests.support.proxy import proxy_process
 
 NO_DECODE_NODE = ("up", "degraded: /health answers 503")
 """Before and after the proxy found out that the only one of its file does not run."""
@@ -44,31 +41,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     cert, key = make_certificates(folder)["server"]
     (folder / "keys").write_text(f"# clients\nalice {KEY}\n")
     (folder / "monitors").write_text(f"prometheus {WATCHING}\n")
-    file = folder / "cluster.yaml"
-    proxy = {
-        "direct_tokens": 0,
-        "api_keys_file": str(folder / "keys"),
-        "monitor_keys_file": str(folder / "monitors"),
-        "tls": {"cert_file": cert, "key_file": key},
-    }
-    nodes = [
-        {"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()},
-        {"name": "proxy", "role": "proxy", "port": free_port()},
-        {"name": "decode", "role": "decode", "port": free_port()},
-    ]
-    engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
-    file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": nodes}))
-    with (folder / "log").open("wb") as log:
-        command = [sys.executable, "-m", "launch", "launch", "proxy", "-c", str(file)]
-        process = spawn_child(command, stdout=subprocess.PIPE, stderr=log)
-    assert process.stdout is not None
-    try:
-        ready = process.stdout.readline().split()
-        assert ready, (folder / "log").read_text()
-        yield Guarded(read_config(file)[0], ready[-1].decode(), folder)
-    finally:
-        assert not end([process], 20)
-        process.stdout.close()
+    files = {"api_keys_file": str(folder / "keys"), "monitor_keys_file": str(folder / "monitors")}
+    decode = {"name": "decode", "role": "decode", "port": free_port()}
+    tls = {"cert_file": cert, "key_file": key}
+    with proxy_process(folder, decode, port=free_port(), direct_tokens=0, tls=tls, **files) as (url, _):
+        yield Guarded(read_config(folder / "cluster.yaml")[0], url, folder)
 
 
 def proxy_row(guarded: Guarded) -> NodeStatus:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 
 import msgspec
 import zmq
@@ -17,16 +16,18 @@ _BEAT_MS = 50
 class EventPublisher:
     """Publishes batches, on two sockets that it binds."""
 
-    def __init__(self, endpoints: EventEndpoints, keep_batches: int = 10_000) -> None:
+    def __init__(self, endpoints: EventEndpoints, *, most_replayed: int | None = None) -> None:
+        """With `most_replayed`, replays end after so many batches without a word, as vLLM's do if its socket's queue is full."""
         self._context = zmq.Context()
         self._stream = self._context.socket(zmq.PUB)
         self._stream.setsockopt(zmq.SNDHWM, 16_384)
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.SNDHWM, keep_batches + 16)
+        self._router.setsockopt(zmq.SNDHWM, 16_384)
         self._stream.bind(endpoints.stream)
         self._router.bind(endpoints.replay)
         self._lock = threading.Lock()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=keep_batches)
+        self._most_replayed = most_replayed
+        self._kept: list[tuple[bytes, bytes]] = []
         self._next, self._last_ts = 0, 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -63,7 +64,7 @@ class EventPublisher:
                 continue
             subscriber, _, first = self._router.recv_multipart()
             with self._lock:
-                kept = list(self._kept)
-            for number, raw in (*kept, ((-1).to_bytes(8, "big", signed=True), b"")):
-                if number >= first:
-                    self._router.send_multipart([subscriber, b"", b"", number, raw])
+                kept = [one for one in self._kept if one[0] >= first][: self._most_replayed]
+            end = [] if self._most_replayed else [((-1).to_bytes(8, "big", signed=True), b"")]
+            for number, raw in kept + end:
+                self._router.send_multipart([subscriber, b"", b"", number, raw])

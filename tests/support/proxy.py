@@ -6,21 +6,27 @@ import asyncio
 import functools
 import json
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import aiohttp
+import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy.direct import DirectRule
+from launch.supervise import end, spawn_child
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
+from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
 
 NAMESPACE = Namespace(
@@ -48,9 +54,9 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
-    """Waits for a condition; AssertionError after `seconds`, or a minute if that is longer."""
-    deadline = time.monotonic() + max(seconds, PATIENCE_S)
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
         await asyncio.sleep(0.005)
@@ -265,6 +271,34 @@ async def cluster(
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
         await until(lambda: not proxy.requests.running, "no request left in the proxy")
+
+
+@contextmanager
+def proxy_process(
+    folder: Path, *nodes: Mapping[str, object], port: int = 0, **proxy: object
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section `proxy`."""
+    written = [{"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()}, *nodes]
+    written.append({"name": "proxy", "role": "proxy", "port": port})
+    engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": written}))
+    command = [sys.executable, "-m", "launch", "launch", "proxy", "-c", str(file)]
+    with (folder / "log").open("wb") as sink:
+        process = spawn_child(command, stdout=subprocess.PIPE, stderr=sink)
+    assert process.stdout is not None
+    with closing(process.stdout):
+        try:
+            ready = process.stdout.readline().split()
+            assert ready, (folder / "log").read_text()
+            yield ready[-1].decode(), process
+        finally:
+            assert not end([process], 20)
+
+
+def decode_at(url: str) -> dict[str, object]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return {"name": "decode", "role": "decode", "host": host, "port": int(port)}
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:

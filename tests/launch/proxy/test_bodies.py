@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.openai import ApiError
 from launch.proxy.bodies import BodyMemory, BodyShare, Completion, HandedOver, read_handoff
-from launch.supervise import end, spawn_child
-from tests.support.pool import free_port
-from tests.support.proxy import Node, answers, cluster, error_of, hangs, scenario, until
+from tests.support.proxy import Node, answers, cluster, decode_at, error_of, hangs, proxy_process, scenario, until
 from transfer.settings import ByteSize
 
 MIB = 1 << 20
@@ -65,14 +59,6 @@ def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object],
     expected = fields if params is None else {**fields, "kv_transfer_params": params}
     assert json.loads(completion.for_decode(handoff)) == expected
     assert not HandedOver()
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"null", b"<html>", b'{"a": 1', b'"' + b"x" * 100, b'{"a":' + b"[" * 100_000]
-)
-def test_a_prefill_answer_that_is_no_object_is_refused(answer: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        read_handoff(answer)
 
 
 def fields(count: int) -> bytes:
@@ -152,32 +138,6 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
             assert response.status == 200
 
 
-@contextmanager
-def proxy_process(node: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of a proxy with the limits that we ship."""
-    host, _, port = node.removeprefix("http://").rpartition(":")
-    nodes = [
-        {"name": "master", "role": "master", "port": free_port()},
-        {"name": "proxy", "role": "proxy", "port": 0},
-        {"name": "decode", "role": "decode", "host": host, "port": int(port)},
-    ]
-    engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
-    file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump({"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes}))
-    with (folder / "log").open("wb") as sink:
-        process = spawn_child(
-            [sys.executable, "-m", "launch", "launch", "proxy", "-c", str(file)], stdout=subprocess.PIPE, stderr=sink
-        )
-    assert process.stdout is not None
-    with closing(process.stdout):
-        try:
-            ready = process.stdout.readline().split()
-            assert ready, (folder / "log").read_text()
-            yield ready[-1].decode(), process.pid
-        finally:
-            assert not end([process], 20)
-
-
 BODIES: dict[str, Callable[[int], bytes]] = {
     "many keys": lambda size: b'{"prompt": "x", ' + fields(size // 11) + b"}",
     "a long text": lambda size: b'{"prompt": "' + b"x" * size + b'"}',
@@ -193,7 +153,7 @@ def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_giga
         node = Node(answers(200, {}))
         await node.start()
         try:
-            with proxy_process(node.url, tmp_path) as (url, pid):
+            with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
                 async with aiohttp.ClientSession() as session:
 
                     async def status(body: bytes) -> int:
@@ -206,7 +166,7 @@ def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_giga
                         statuses = await asyncio.gather(*(status(body) for _ in range(14)))
                         assert set(statuses) <= ({400, 503} if kind == "many keys" else {200, 503}), (kind, statuses)
                         assert await status(b'{"prompt": "x"}') == 200
-                        memory = Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]
+                        memory = Path(f"/proc/{process.pid}/status").read_text().split("VmHWM:")[1].split()[0]
                         assert int(memory) < 1 << 20, f"{kind}: {memory} KiB at most"
         finally:
             await node.stop()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,7 +17,6 @@ from aiohttp import web
 
 from launch.discovery import View
 from pd_cache.cluster import NodeRecord
-from tests.support.pool import ROOT
 from tests.support.proxy import (
     EVENTS,
     Behaviour,
@@ -26,10 +25,12 @@ from tests.support.proxy import (
     answers,
     begin,
     cluster,
+    decode_at,
     decodes,
     disconnects,
     error_of,
     hangs,
+    proxy_process,
     says,
     scenario,
     streams_then,
@@ -215,43 +216,28 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
         await draining
 
 
-RUN = """
-import sys
-from launch.roles.proxy import run_proxy
-from pd_cache.cluster import ClusterConfig, DecodeNode, ProxyNode
-url = sys.argv[1].removeprefix("http://").split(":")
-node = ProxyNode(name="p", port=int(sys.argv[2]))
-nodes = (DecodeNode(name="d", host=url[0], port=int(url[1])), node)
-run_proxy(ClusterConfig(nodes=nodes), node, lambda url: print("ready", url, flush=True),
-          on_stop=lambda: print("leaves", flush=True))
-print("drained", flush=True)
-"""
+def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path: Path) -> None:
+    @scenario
+    async def run() -> None:
+        node, go = Node(decodes), asyncio.Event()
+        await node.start()
+        node.default = pauses(go)
+        try:
+            with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+                ):
+                    await response.content.readexactly(len(EVENTS[0]))
+                    process.send_signal(signal.SIGTERM)
+                    with contextlib.suppress(aiohttp.ClientConnectorError):
+                        while True:
+                            async with session.get(url + "/health", headers={"Connection": "close"}):
+                                await asyncio.sleep(0.01)
+                    go.set()
+                    assert await response.read() == EVENTS[1]
+                assert await asyncio.to_thread(process.wait, 60) == 0
+        finally:
+            await node.stop()
 
-
-@scenario
-async def test_run_proxy_serves_until_it_is_told_to_stop_and_ends_what_it_began() -> None:
-    node, go = Node(decodes), asyncio.Event()
-    await node.start()
-    node.default = pauses(go)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUN, node.url, "0", stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout is not None
-    try:
-        url = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()[1]
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
-        ):
-            await response.content.readexactly(len(EVENTS[0]))
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.stdout.readline(), 60) == b"leaves\n", "while it still serves"
-            go.set()
-            assert await response.read() == EVENTS[1]
-        assert await asyncio.wait_for(process.wait(), 60) == 0
-        assert await process.stdout.read() == b"drained\n"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await node.stop()
+    run()

@@ -16,7 +16,6 @@ from pd_cache.events import (
     Step,
     StoredEvent,
     read_batch,
-    short_hash,
 )
 from pd_cache.events.subscriber import StreamOrder
 
@@ -75,11 +74,6 @@ def test_an_event_that_cannot_be_read_is_skipped_unless_it_may_say_that_blocks_a
 def test_what_is_no_batch_is_refused(raw: bytes) -> None:
     with pytest.raises(UndecodableError):
         read_batch(raw)
-
-
-def test_the_two_forms_of_a_vllm_block_hash_are_one_block() -> None:
-    digest = bytes(range(32))
-    assert short_hash(digest) == short_hash(int.from_bytes(digest, "big") & (1 << 64) - 1)
 
 
 def test_a_gap_is_healed_by_a_replay_and_no_batch_comes_twice() -> None:

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
 
 from pd_cache.events import (
     ClearedEvent,
@@ -99,39 +97,14 @@ def test_of_a_publisher_that_begins_anew_only_what_it_says_now_is_believed(
         heard.wait_for()
 
 
-class Forgetful:
-    """A publisher whose answers to replays end after 40 batches without a word, as vLLM's do if its socket's queue is full."""
-
-    def __init__(self, endpoints: EventEndpoints, batches: int) -> None:
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(endpoints.replay)
-        self._batches = [msgspec.msgpack.encode((float(number), [StoredEvent([number])])) for number in range(batches)]
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            identity, _, first, *_ = self._router.recv_multipart()
-            if identity == b"end":
-                return
-            start = int.from_bytes(first, "big")
-            for number, raw in list(enumerate(self._batches))[start : start + 40]:
-                self._router.send_multipart([identity, b"", b"", number.to_bytes(8, "big"), raw])
-
-    def close(self) -> None:
-        with self._context.socket(zmq.DEALER) as end:
-            end.setsockopt(zmq.IDENTITY, b"end")
-            end.connect(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
-            end.send_multipart([b"", b""])
-            self._thread.join()
-        self._router.close(0)
-        self._context.destroy(linger=0)
-
-
 def test_a_replay_without_an_end_is_continued_at_once(endpoints: EventEndpoints) -> None:
     heard = Contents()
-    with closing(Forgetful(endpoints, 300)), closing(EventSubscriber(check_s=600, quiet_s=0.05)) as subscriber:
+    with (
+        closing(EventPublisher(endpoints, most_replayed=40)) as publisher,
+        closing(EventSubscriber(check_s=600, quiet_s=0.05)) as subscriber,
+    ):
+        for number in range(300):
+            publisher.publish([StoredEvent([number])])
         subscriber.follow({"it": (endpoints, heard.apply)})
         heard.wait_for(*range(300))
     assert heard.forgotten == 0

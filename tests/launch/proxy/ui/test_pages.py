@@ -123,24 +123,19 @@ async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
         {"segment_name": "h:1", "size_bytes": 100, "te_endpoint": "", "allocator_used_bytes": 40},
         {"segment_name": "h:2\n<b>", "size_bytes": 100, "te_endpoint": ""},
     ]
-    # `other` ends last: a server that is closed while it is asked may leave a connection open
-    async with cluster(prefill=0) as other, cluster(prefill=0) as c:
-        master = other.decode[0]
+    async with cluster(prefill=0, decode=2) as c:
+        node, master = c.decode
 
         async def behaviour(request: Any) -> Any:
             segments = request.path == "/get_segments_detail"
             return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(request)
 
-        master.default = behaviour
-        c.decode[0].default = says(b'pd_cache_segment_bytes{segment="h:1"} 100\n')
-        c.proxy._ui.update(
-            View(
-                (
-                    NodeRecord(name="decode-0", role="decode", address=c.decode[0].url),
-                    NodeRecord(name="master", role="master", address="h:1", metrics=master.url),
-                )
-            )
+        master.default, node.default = behaviour, says(b'pd_cache_segment_bytes{segment="h:1"} 100\n')
+        records = (
+            NodeRecord(name="decode-0", role="decode", address=node.url),
+            NodeRecord(name="master", role="master", address="h:1", metrics=master.url),
         )
+        c.proxy._ui.update(View(records))
         async with follow(c) as response:
             event = await Follower(response).until(lambda event: any(segment["owner"] for segment in event["segments"]))
     assert event["segments"] == [
