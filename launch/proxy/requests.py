@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
@@ -173,7 +174,7 @@ class Requests:
         self._recent = recent
         self._tracing = tracing
         self._sparse = SparseLog()
-        self._large = asyncio.Semaphore(1)
+        self._large = ThreadPoolExecutor(1, "proxy-large")  # one thread, because each keeps memory for the next body
         self._judging = 0
         """How many prompts are being tokenized or looked up."""
         self._tokenize_after = 0.0
@@ -193,6 +194,7 @@ class Requests:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
             task.cancel()
+        self._large.shutdown(wait=False, cancel_futures=True)
 
     # --- from its key to its end -----------------------------------------------------------------------------------
 
@@ -337,11 +339,10 @@ class Requests:
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
-        """Returns what the function returns. For a large body, it runs on another thread, one at a time, so that other requests go on."""
+        """Returns what the function returns. For a large body, it runs on a thread for these, so that other requests go on."""
         if nbytes < _LARGE:
             return function()
-        async with self._large:
-            return await asyncio.to_thread(function)
+        return await asyncio.get_running_loop().run_in_executor(self._large, function)
 
     async def _judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt

@@ -188,7 +188,7 @@ class _Feed:
             self.dealer = self._connected(zmq.DEALER, self.endpoints.replay)
         self.asked = None
         self.apply(self.order.replay_ended(whole))
-        self.due = due if whole else 0.0
+        self.due = due
 
     def apply(self, steps: Sequence[Step]) -> None:
         if steps:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pd_cache.events import (
@@ -108,6 +109,18 @@ def test_a_replay_without_an_end_is_continued_at_once(endpoints: EventEndpoints)
         subscriber.follow({"it": (endpoints, heard.apply)})
         heard.wait_for(*range(300))
     assert heard.forgotten == 0
+
+
+def test_a_gap_is_asked_for_at_once(endpoints: EventEndpoints) -> None:
+    heard = Contents()
+    with closing(EventPublisher(endpoints)) as publisher, closing(EventSubscriber(check_s=600)) as subscriber:
+        subscriber.follow({"it": (endpoints, heard.apply)})
+        publisher.publish([StoredEvent([1])])
+        heard.wait_for(1)
+        frames = [b"", (7).to_bytes(8, "big"), msgspec.msgpack.encode((9.0, [StoredEvent([7])]))]
+        # more than once, because a subscription takes a moment
+        wait_for(lambda: publisher.send(frames) or heard.blocks == {7}, what="it goes on behind the gap")
+    assert heard.forgotten == 1, "the publisher does not have the batches between them"
 
 
 def test_another_address_or_receiver_begins_with_nothing(subscriber: EventSubscriber, tmp_path: Path) -> None:
