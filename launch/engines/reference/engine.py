@@ -143,7 +143,6 @@ class ReferenceEngine:
         """Blocks that only calls of the cache hold: stores, and loads left behind."""
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
-        self._by_generation: dict[Generation, _Active] = {}
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
         self._storers = CallThreads("pd-cache-store", stores, limit=stores + config.max_running)
@@ -196,7 +195,7 @@ class ReferenceEngine:
                 request, now + self._request_timeout_s, lambda one: self._post(lambda: self._cancel(one))
             )
             self._outstanding.add(generation)
-            self._inbox.append(lambda: self._add(generation))
+            self._inbox.append(lambda: self._waiting.append(_Active(generation)))
             self._changed.notify_all()
         return generation
 
@@ -286,7 +285,7 @@ class ReferenceEngine:
         try:
             self._handle_inbox()
             message = "the engine has failed" if failed else "the engine is closing"
-            for active in list(self._by_generation.values()):
+            for active in self._active():
                 self._fail(active, GenerationError("failed" if failed else "closed", message))
         except Exception:  # the requests below are ended all the same
             _logger.exception("ending the engine's requests in order failed")
@@ -296,15 +295,14 @@ class ReferenceEngine:
         for generation in left:
             generation.fail(GenerationError("failed", "the engine has failed"))
 
-    def _add(self, generation: Generation) -> None:
-        active = _Active(generation)
-        self._by_generation[generation] = active
-        self._waiting.append(active)
+    def _active(self) -> list[_Active]:
+        """Returns all requests that have not ended."""
+        return [*self._waiting, *self._running]
 
     def _cancel(self, generation: Generation) -> None:
-        active = self._by_generation.get(generation)
-        if active is not None:
-            self._fail(active, GenerationError("aborted", "the request was cancelled"))
+        for active in self._active():
+            if active.generation is generation:
+                self._fail(active, GenerationError("aborted", "the request was cancelled"))
 
     def _tick(self) -> None:
         """Lets every request that can make a step make one."""
@@ -327,14 +325,14 @@ class ReferenceEngine:
 
     def _next_deadline(self) -> float | None:
         """The `time.monotonic()` at which a tick is due even if nothing happens; None if there is none."""
-        deadlines = [active.generation.deadline for active in self._by_generation.values()]
+        deadlines = [active.generation.deadline for active in self._active()]
         deadlines += [active.load.deadline for active in self._running if active.load is not None]
         return min(deadlines, default=None)
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        for active in [a for a in self._by_generation.values() if a.generation.deadline <= now]:
+        for active in [a for a in self._active() if a.generation.deadline <= now]:
             self._fail(active, GenerationError("timeout", f"not finished in time (it was {active.phase.value})"))
         for active in [a for a in self._running if a.load is not None and a.load.deadline <= now]:
             self._leave_load(active)
@@ -544,7 +542,6 @@ class ReferenceEngine:
         else:
             self._running.remove(active)
         self._give_back(active)
-        del self._by_generation[active.generation]
         self.metrics.requests.labels(outcome).inc()
         self.metrics.output_length.observe(active.produced)
 
