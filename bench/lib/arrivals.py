@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.lib.reuse import Infinite
+from bench.lib.reuse import SimulatedLru
 from bench.lib.trace import BLOCK_TOKENS, Request
 
 _SPECIAL = 8
@@ -79,7 +79,7 @@ def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float
 
 def ideal_hit_rate(arrivals: Iterable[Arrival]) -> float:
     """Returns what a pool that never forgets, and has everything immediately, would find: tokens of whole parts that came before."""
-    pool, found, total = Infinite[Part](), 0, 0
+    pool, found, total = SimulatedLru[Part](), 0, 0
     for arrival in arrivals:
         found += sum(part.tokens for part in arrival.prompt[: pool.use(arrival.prompt)])
         total += arrival.prompt_tokens

@@ -7,6 +7,7 @@ pool, its tokens are in the denominator only, and so are those behind a hole.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -17,32 +18,20 @@ from launch.proxy.prefixes import leading
 B = TypeVar("B", bound=Hashable)
 
 
-class Infinite(Generic[B]):
-    """Never forgets: the trace's ideal."""
-
-    def __init__(self) -> None:
-        self._blocks: set[B] = set()
-
-    def use(self, blocks: Sequence[B]) -> int:
-        found = leading(blocks, self._blocks)
-        self._blocks.update(blocks[found:])
-        return found
-
-
-class SimulatedLru:
+class SimulatedLru(Generic[B]):
     """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without those before."""
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` in blocks."""
+    def __init__(self, capacity: int = sys.maxsize) -> None:
+        """`capacity` in blocks; by default it never forgets, which is a trace's ideal."""
         self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self.gone: list[int] = []
+        self._blocks: OrderedDict[B, None] = OrderedDict()
+        self.gone: list[B] = []
         """What the last use displaced."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
-    def use(self, blocks: Sequence[int]) -> int:
+    def use(self, blocks: Sequence[B]) -> int:
         found = leading(blocks, self._blocks)
         for block in reversed(blocks):
             self._blocks[block] = None
@@ -51,7 +40,7 @@ class SimulatedLru:
         return found
 
 
-def hit_rate(requests: Iterable[Request], cache: Infinite[int] | SimulatedLru) -> float:
+def hit_rate(requests: Iterable[Request], cache: SimulatedLru[int]) -> float:
     """The hit rate of a trace, from 0 to 1."""
     hit = total = 0
     for request in requests:

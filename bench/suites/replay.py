@@ -28,7 +28,7 @@ import msgspec
 from bench.lib.about import about
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, LinePlot, Report, Table, at_most, finish, option, progress, report_options
-from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
+from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
 from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
 from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
@@ -197,7 +197,7 @@ class Leader:
         self._shares = {
             node: [requests[index] for index in share] for node, share in zip(machines.nodes, shares, strict=True)
         }
-        self.ideal = hit_rate(requests, Infinite())
+        self.ideal = hit_rate(requests, SimulatedLru())
         self.distinct = sorted({block for request in requests for block in request.whole_blocks})
 
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:

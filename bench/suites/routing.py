@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import click
 
 from bench.lib.report import at_least, at_most, finish, option, output_options, progress
-from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
+from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
@@ -71,7 +71,7 @@ class PolicyOutcome(NamedTuple):
 
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
-        self.cache = SimulatedLru(cache_tokens // BLOCK_TOKENS)
+        self.cache = SimulatedLru[int](cache_tokens // BLOCK_TOKENS)
         self.queue: deque[tuple[float, Request, ExitStack]] = deque()
         """When each came, and what to close when the node has computed its prompt, to report that to the router."""
         self.wake = Happening()
@@ -251,7 +251,7 @@ def main(
             ]
     results: dict[str, Any] = {
         "requests": {name: len(requests) for name, requests in workloads.items()},
-        "ideal_hit_rate": {name: hit_rate(requests, Infinite()) for name, requests in workloads.items()},
+        "ideal_hit_rate": {name: hit_rate(requests, SimulatedLru()) for name, requests in workloads.items()},
         "results": rows,
     }
     finish(results, checks, **output)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
 from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
-from bench.lib.reuse import Infinite, hit_rate
+from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.stats import Histogram
 from tests.support.proxy import Behaviour, Node, answers, hangs, stream
 from tests.support.traces import conversations
@@ -134,7 +134,7 @@ def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_befo
     assert len({tuple(prompt[60:]) for prompt in prompts}) == 40
     assert ideal_hit_rate(arrivals) == pytest.approx(0.6 * 37 / 40)
     requests = conversations(3, 3)
-    assert ideal_hit_rate(from_trace(requests, [0.0] * 9, 16, 10_000)) == hit_rate(requests, Infinite())
+    assert ideal_hit_rate(from_trace(requests, [0.0] * 9, 16, 10_000)) == hit_rate(requests, SimulatedLru())
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.reuse import Infinite, SimulatedLru, hit_rate
+from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.trace import BLOCK_TOKENS, Request, TraceError, deal, read_trace
 from tests.support.traces import conversations, write_trace
 
@@ -70,9 +70,9 @@ def test_each_conversation_goes_to_one_client_in_order_and_clients_have_equal_wo
 
 
 def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks() -> None:
-    assert hit_rate(conversations(5, 4), Infinite()) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
+    assert hit_rate(conversations(5, 4), SimulatedLru()) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
     twice = [Request(time, BLOCK_TOKENS + 100, [1, 2]) for time in (0, 1)]
-    assert hit_rate(twice, Infinite()) == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
+    assert hit_rate(twice, SimulatedLru()) == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
 
 
 def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first() -> None:
@@ -91,4 +91,4 @@ def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed: int, 
         blocks += [10_000 + 10 * number + own for own in range(rng.randint(0, 2))]
         requests.append(Request(number, len(blocks) * BLOCK_TOKENS - rng.choice((0, 100)), blocks))
     some, more, all_of_them = (hit_rate(requests, SimulatedLru(room)) for room in (capacity, capacity + 1, 60_000))
-    assert some <= more <= all_of_them == hit_rate(requests, Infinite())
+    assert some <= more <= all_of_them == hit_rate(requests, SimulatedLru())
