@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tests.soak.cluster import REQUEST_S
@@ -68,7 +68,8 @@ class Books:
         """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
         self._calls: list[Call] = []
         self._open: dict[str, dict[str, Any]] = {}
-        self._answers: list[tuple[str, dict[str, Any]]] = []
+        self._answers: dict[tuple[str, str], dict[str, Any]] = {}
+        """The last answer of each engine to each command."""
 
     def add(self, kind: str, what: str) -> None:
         """Notes a trouble."""
@@ -90,15 +91,12 @@ class Books:
                     self.resets.setdefault(event["number"], event["end"])
                 if event["complaint"]:
                     self.add("raised", f"{node} reset {event['number']}: {event['complaint']}")
-            self._answers.append((node, event))
+            self._answers[node, kind] = event
 
-    def answer(self, node: str, kind: str, fits: Callable[[dict[str, Any]], bool] = lambda answer: True) -> dict[str, Any] | None:  # fmt: skip
-        """Takes out and returns the engine's answer to a command; None if there is none that fits. Others of that kind are dropped."""
-        found = None
-        for entry in [entry for entry in self._answers if entry[0] == node and entry[1]["e"] == kind]:
-            self._answers.remove(entry)
-            found = entry[1] if fits(entry[1]) else found
-        return found
+    def answer(self, node: str, kind: str, number: int | None = None) -> dict[str, Any] | None:
+        """Takes out and returns the engine's answer to a command, about the weights of this number; None if there is none yet."""
+        answer = self._answers.pop((node, kind), None)
+        return answer if answer is None or answer.get("number") == number else None
 
     def forget(self, node: str) -> None:
         """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes."""

@@ -179,7 +179,7 @@ class Weights:
     def _ask(self, name: str, command: str, number: int) -> dict[str, Any]:
         """Returns an engine's answer, for which it asks each process of the engine once."""
         engine, starts = self._cluster[name], -1
-        while not (answer := self._books.answer(name, command, lambda answer: bool(answer["number"] == number))):
+        while (answer := self._books.answer(name, command, number)) is None:
             if engine.starts != starts and engine.pid is not None:
                 starts = engine.starts
                 engine.tell(do=command, number=number)
