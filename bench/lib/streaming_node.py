@@ -1,13 +1,13 @@
 """A node that computes nothing: it streams as many tokens as asked for, at a steady pace. What the proxy is measured against.
 
-python -m bench.lib.streaming_node       prints `ready PORT` and serves until its stdin is closed
+python -m bench.lib.streaming_node       prints `ready PORT` and serves until SIGTERM
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import socket
 import time
 
 from aiohttp import web
@@ -35,19 +35,15 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _serve() -> None:
+def main() -> None:
+    """Serves until it is told to stop."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_get("/health", _health)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        print("ready", runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-    finally:
-        await runner.cleanup()
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        print("ready", listener.getsockname()[1], flush=True)
+        web.run_app(app, sock=listener, backlog=1024, print=None, access_log=None)
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    main()

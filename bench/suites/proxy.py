@@ -51,10 +51,7 @@ class Timing(NamedTuple):
 @contextmanager
 def _process(*command: str) -> Iterator[str]:
     """Yields a child that prints `ready ...` when it can be used; answers the last word of that line."""
-    process = spawn_child(
-        (sys.executable, "-P", *command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdin is not None
+    process = spawn_child((sys.executable, "-P", *command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     try:
         line = process.stdout.readline().decode()
@@ -62,7 +59,6 @@ def _process(*command: str) -> Iterator[str]:
             raise RuntimeError(f"{command} did not get ready: {line!r}")
         yield line.split()[-1]
     finally:
-        process.stdin.close()
         end([process], _READY_S)
         process.stdout.close()
 
