@@ -80,15 +80,13 @@ class Table(NamedTuple):
 
 
 class LinePlot(NamedTuple):
-    """Lines through points, on the page; not shown in terminals."""
+    """Lines through points, on the page; not shown in terminals. x is above zero, on a logarithmic scale."""
 
     title: str
     x_label: str
     y_label: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     caption: str = ""
-    log_x: bool = True
-    """x above zero, on a logarithmic scale."""
     y_most: float | None = None
     """Where the plot ends at the top; by default above the largest y."""
 
@@ -109,12 +107,11 @@ class LinePlot(NamedTuple):
     def _draw(self, axes: Axes) -> None:
         for name, points in self.lines.items():
             axes.plot(*zip(*points, strict=True), label=name, marker=".")
-        if self.log_x:
-            axes.set_xscale("log")
-            axes.minorticks_off()
-            axes.xaxis.set_major_formatter("{x:,.10g}")
-            if len(xs := sorted({x for points in self.lines.values() for x, _ in points})) <= _TICKS:
-                axes.set_xticks(xs)
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+        if len(xs := sorted({x for points in self.lines.values() for x, _ in points})) <= _TICKS:
+            axes.set_xticks(xs)
         axes.set_ylim(0, self.y_most)
         axes.set(title=self.title, xlabel=self.x_label, ylabel=self.y_label)
         axes.grid(alpha=0.3)
@@ -185,7 +182,7 @@ def finish(
     else:
         _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), tables)
         if html is not None:
-            click.echo(f"{html} has the plots")
+            click.echo(f"written: {html}")
     if strict and not ok:
         sys.exit(1)
 

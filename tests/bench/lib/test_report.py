@@ -19,7 +19,7 @@ from transfer.settings import TransferSettings
 NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 PLOTS = (
     LinePlot(NASTY, NASTY, NASTY, {NASTY: [(10.0, 1.0), (1000.0, 2.0)]}, NASTY),
-    LinePlot("one point", "x", "y", {"a": [(1.0, 0.0)]}, log_x=False, y_most=1.0),
+    LinePlot("one point", "x", "y", {"a": [(1.0, 0.0)]}, y_most=1.0),
 )
 
 
