@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
@@ -16,19 +16,32 @@ from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import ENGINE
 
 
-class _Answers(http.server.BaseHTTPRequestHandler):
-    asked = itertools.count()
+@contextmanager
+def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
+    """The port of a server that answers each path with a page, or with 404 where there is none."""
 
-    def do_GET(self) -> None:
-        number = next(self.asked)
-        body = f'pd_cache_bytes_total{{op="retrieve"}} {number * 1_000_000}\n'.encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    class Pages(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page(self.path)
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"")
 
-    def log_message(self, format: str, *args: object) -> None:
-        return
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +61,10 @@ def alone() -> Iterator[Callable[[list[int]], list[int]]]:
 
 @pytest.fixture
 def well() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    """Answers with metrics of a node that loads."""
+    asked = itertools.count()
+    with serving(lambda _: f'pd_cache_bytes_total{{op="retrieve"}} {next(asked) * 1_000_000}\n'.encode()) as port:
+        yield port
 
 
 @pytest.fixture

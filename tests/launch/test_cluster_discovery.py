@@ -26,7 +26,7 @@ from launch.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError
-from tests.support.cluster import CHUNK, Answer, cluster_file, complete, started
+from tests.support.cluster import CHUNK, Answer, cluster_file, complete, health_at, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
@@ -72,12 +72,7 @@ def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node
 
 
 def health(cluster: LocalCluster) -> dict[str, Any]:
-    try:
-        with urllib.request.urlopen(f"{cluster.urls['proxy']}/health", timeout=60) as answer:
-            return dict(json.load(answer))
-    except urllib.error.HTTPError as error:
-        with error:
-            return dict(json.load(error))
+    return health_at(cluster.urls["proxy"])
 
 
 def elsewhere(command: str, etcd: Etcd, folder: Path) -> Any:

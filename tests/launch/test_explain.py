@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from click.testing import CliRunner, Result
 from launch.cli import example_file, main
 from pd_cache.cluster.machine import port_of
 from pd_cache.reasons import RequestReport
+from tests.launch.conftest import serving
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
 from tests.support.pool import Pool
@@ -41,44 +39,21 @@ def as_json(*arguments: str, code: int = 0) -> Any:
 # --- nodes that do not say themselves what they would find -----------------------------------------------------------
 
 
-@contextmanager
-def serving(pages: dict[str, object]) -> Iterator[int]:
-    """The port of a server that answers with these objects, by path, and otherwise with 404."""
-
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = pages.get(self.path)
-            self.send_response(404 if body is None else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+def telling(pages: dict[str, object]) -> AbstractContextManager[int]:
+    """The port of a node that answers with these objects, by path."""
+    return serving(lambda path: json.dumps(pages[path]).encode() if path in pages else None)
 
 
 def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path: Path) -> None:
     """vLLM's streams have none."""
     reports = {name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")}
     with ExitStack() as stack:
-        ports = [stack.enter_context(serving({"/requests/abc": {"reports": [one]}})) for one in reports.values()]
+        ports = [stack.enter_context(telling({"/requests/abc": {"reports": [one]}})) for one in reports.values()]
         hops = [
             {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
             {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
         ]
-        proxy = stack.enter_context(serving({"/requests/abc": {"client": "", "hops": hops}}))
+        proxy = stack.enter_context(telling({"/requests/abc": {"client": "", "hops": hops}}))
         nodes = [
             {"name": "master", "role": "master", "port": 1},
             {"name": "prefill-0", "role": "prefill", "port": ports[0]},
@@ -104,7 +79,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
         namespaces = [storer.engine.database.namespace, stranger.engine.database.namespace, None]
         ports = [
             stack.enter_context(
-                serving({"/health": {} if one is None else one.described(), "/tokenize": {"tokens": tokens}})
+                telling({"/health": {} if one is None else one.described(), "/tokenize": {"tokens": tokens}})
             )
             for one in namespaces
         ]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import CHUNK, OUTAGES, Answer, cluster_file, complete
+from tests.support.cluster import CHUNK, OUTAGES, Answer, cluster_file, complete, health_at
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not
 from tests.support.leaks import no_leaks
@@ -82,17 +82,9 @@ class Hosts:
     def url(self) -> str:
         return self.nodes["proxy"].address
 
-    def health(self) -> dict[str, Any]:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            with error:
-                return dict(json.load(error))
-
     def well(self) -> bool:
         """Whether the proxy knows all prefill and decode nodes, and would send requests to each."""
-        told = self.health()
+        told = health_at(self.url)
         nodes = {**told["prefill"], **told["decode"]}
         return nodes == {f"http://{self.hosts[name].address}:8100": True for name in EVERYBODY}
 

@@ -145,6 +145,16 @@ def complete(url: str, prompt: Any, timeout: float = 120.0, raw: bytes | None = 
             return Answer(error.code, json.loads(error.read()), dict(error.headers))
 
 
+def health_at(url: str) -> dict[str, Any]:
+    """What a proxy says of its nodes, whether or not it can serve."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        with error:
+            return dict(json.load(error))
+
+
 def kill(cluster: LocalCluster, name: str) -> None:
     """SIGKILL a node of the cluster; nothing restarts it."""
     os.killpg(cluster.supervisor.pids[name], signal.SIGKILL)
