@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from launch.reachability import PeerChecks, PeerReport
 from launch.supervise import StoppedError
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config, load_config
-from tests.support.cluster import nodes_of_every_role, started
+from tests.support.cluster import broken, examined, nodes_of_every_role, started
 from tests.support.pool import Pool
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
@@ -43,10 +41,6 @@ def doctor(*arguments: str) -> tuple[int, DoctorReport]:
 def of(report: DoctorReport, check: str) -> dict[str, Finding]:
     """The findings of one check, by what they are about."""
     return {finding.about: finding for finding in report.findings if finding.check == check}
-
-
-def broken(report: DoctorReport) -> set[tuple[str, str]]:
-    return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
 
 
 def keys_of_doctors(pool: Pool) -> list[str]:
@@ -112,14 +106,7 @@ def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_pro
 ) -> None:
     pool = make_pool(client_ttl_s=60, segment="64MiB").start("master", "store-0", "store-1")
     pool.nodes["store-0"].send(signal.SIGSTOP)
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(pool.file)],
-        capture_output=True,
-        check=False,
-        timeout=180,
-    )
-    report = msgspec.json.decode(done.stdout, type=DoctorReport)
-    assert done.returncode == 1
+    report = examined(pool.file)
     assert broken(report) == {("transfer.segment", pool.segment(0))}
     assert "every byte right" in of(report, "transfer.segment")[pool.segment(1)].found
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch.doctor.probe import listening_finding, wide_ports
-from launch.doctor.report import Verdict
-from tests.support.cluster import cluster_file
+from launch.doctor.report import Finding, Verdict
+from tests.support.cluster import cluster_file, examined
 from tests.support.hosts import Network, why_not
-from tests.support.pool import ROOT, Node
+from tests.support.pool import Node
 
 TCP6 = """\
   sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when
@@ -51,18 +49,18 @@ def test_a_real_client_is_found_at_the_address_that_the_file_does_not_name(tmp_p
         for role, name in (("master", "master"), ("store", "store-0")):
             started.append(Node(role, name, file, host=host))
 
-        def examined() -> dict[str, dict[str, str]]:
-            command = host.inside(sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file))
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
-            return {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        def findings() -> dict[str, Finding]:
+            return {one.check: one for one in examined(file, *host.inside()).findings}
 
-        findings = examined()
-        assert findings["network.listening"]["verdict"] == "warning"
-        assert "198.51.100.7" in findings["network.listening"]["found"]
-        assert f"{{ 127.0.0.0/8, {host.address} }} drop" in findings["network.listening"]["repair"]
-        assert findings["transfer.segment"]["verdict"] != "broken", "the client minds no connection that says nothing"
+        found = findings()
+        assert found["network.listening"].verdict is Verdict.WARNING
+        assert "198.51.100.7" in found["network.listening"].found
+        assert f"{{ 127.0.0.0/8, {host.address} }} drop" in found["network.listening"].repair
+        assert found["transfer.segment"].verdict is not Verdict.BROKEN, (
+            "the client minds no connection that says nothing"
+        )
         subprocess.run(host.inside("ip", "addr", "del", "198.51.100.7/32", "dev", "eth0"), check=True)
-        assert examined()["network.listening"]["verdict"] == "ok"
+        assert findings()["network.listening"].verdict is Verdict.OK
     finally:
         for node in reversed(started):
             node.stop()

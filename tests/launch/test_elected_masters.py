@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +13,9 @@ import pytest
 
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config
-from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, started
+from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, kill, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
-from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
 pytestmark = [
@@ -69,9 +66,7 @@ def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callabl
         file = tmp_path / "running.yaml"
         file.write_text(dump_config(cluster.config))
         # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
-        command = [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)]
-        examined = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180)
-        assert [one for one in json.loads(examined.stdout)["findings"] if one["verdict"] == "broken"] == []
+        assert broken(examined(file)) == set()
         first = ask()
         wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")
         # what the leader wrote to its log reaches the standby within its polling interval of a second

@@ -6,10 +6,8 @@ One cluster serves all scenarios, one after the other: that each begins with a c
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import CHUNK, OUTAGES, Answer, cluster_file, complete, health_at
+from launch.doctor import DoctorReport
+from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, cluster_file, complete, examined, health_at
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not
 from tests.support.leaks import no_leaks
@@ -216,23 +215,11 @@ def test_the_link_of_the_host_with_the_memory_is_cut_in_the_middle_of_a_load(hos
         victim.limit("1gbit")
 
 
-def examine(hosts: Hosts, folder: Path) -> dict[str, Any]:
+def examine(hosts: Hosts, folder: Path) -> DoctorReport:
     """What `pd-cache doctor` says from outside of all hosts, which reaches each."""
     file = folder / "doctor.yaml"
     file.write_text(hosts.file.read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)],
-        capture_output=True,
-        check=False,
-        timeout=180,
-    )
-    assert done.returncode in (0, 1), done.stderr.decode()[-2000:]
-    assert done.stdout, done.stderr.decode()[-2000:]
-    return dict(json.loads(done.stdout))
-
-
-def broken(report: dict[str, Any]) -> set[tuple[str, str]]:
-    return {(one["check"], one["about"]) for one in report["findings"] if one["verdict"] == "broken"}
+    return examined(file)
 
 
 def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_reach(
@@ -240,11 +227,11 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
 ) -> None:
     whole = examine(hosts, tmp_path)
     assert broken(whole) == set()
-    (segment,) = (one["about"] for one in whole["findings"] if one["check"] == "transfer.segment")
+    (segment,) = (one.about for one in whole.findings if one.check == "transfer.segment")
 
     reader, memory = hosts.hosts["decode-0"], hosts.hosts["prefill-1"]
     both = {("network.from_nodes", "decode-0"), ("network.from_nodes", "prefill-1")}
-    reports: list[dict[str, Any]] = []
+    reports: list[DoctorReport] = []
     reader.block(memory)
     try:
         # nodes keep for a second what they found
@@ -252,9 +239,9 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
     finally:
         reader.unblock(memory)
     report = reports[-1]
-    (told,) = (one for one in report["findings"] if (one["check"], one["about"]) == ("network.from_nodes", "decode-0"))
-    assert f"service of prefill-1 at {memory.address}:8100" in told["found"]
-    assert f"segment {segment} at {memory.address}:" in told["found"]
+    (told,) = (one for one in report.findings if (one.check, one.about) == ("network.from_nodes", "decode-0"))
+    assert f"service of prefill-1 at {memory.address}:8100" in told.found
+    assert f"segment {segment} at {memory.address}:" in told.found
 
     hosts.hosts["decode-1"].cut()
     try:
@@ -262,7 +249,7 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
     finally:
         hosts.hosts["decode-1"].mend()
     assert ("network.from_here", "decode-1") in broken(report) or ("cluster.node", "decode-1") not in {
-        (one["check"], one["about"]) for one in report["findings"]
+        (one.check, one.about) for one in report.findings
     }, "it does not answer, or its lease is over"
     assert not {about for check, about in broken(report) if check == "network.from_nodes"}, "the dead are reported once"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,11 +17,12 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from launch.doctor import DoctorReport, Verdict
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
 from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from tests.support.pool import free_port
+from tests.support.pool import ROOT, free_port
 from tests.support.waiting import wait_for
 
 ENGINE: dict[str, Any] = {
@@ -153,6 +156,21 @@ def health_at(url: str) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         with error:
             return dict(json.load(error))
+
+
+def examined(file: Path, *inside: str) -> DoctorReport:
+    """What `pd-cache doctor` says in a process of its own. `inside`: the command that runs it on a host of `tests.support.hosts`."""
+    command = [*inside, sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)
+    assert done.stdout, done.stderr.decode()[-2000:]
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
+    assert done.returncode == (1 if report.broken else 0)
+    return report
+
+
+def broken(report: DoctorReport) -> set[tuple[str, str]]:
+    """What is broken: the check, and what it is about."""
+    return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
 
 
 def kill(cluster: LocalCluster, name: str) -> None:
