@@ -6,17 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.engines import Host, host
+from tests.support.engines import FAST, Host, host
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
-FAST = {
-    "breaker": {"failures": 2, "probe_interval_ms": 200},
-    "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
-}
 
 
 def storing(node: Host) -> Callable[[], bool]:

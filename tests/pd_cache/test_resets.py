@@ -13,7 +13,7 @@ import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
 from pd_cache.mover import ChunkRun
-from tests.support.engines import BLOCK, CHUNK, Host, host
+from tests.support.engines import BLOCK, CHUNK, FAST, Host, host
 from tests.support.pool import Pool
 from tests.support.server import Engine, served
 from tests.support.waiting import wait_for
@@ -88,11 +88,7 @@ def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_
     make_pool: Callable[..., Pool], tmp_path: Path, model: str
 ) -> None:
     pool = make_pool().start()
-    fast = {
-        "breaker": {"failures": 2, "probe_interval_ms": 200},
-        "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
-    }
-    with host(pool, model=model, cache=tiered(tmp_path), **fast) as node:
+    with host(pool, model=model, cache=tiered(tmp_path), **FAST) as node:
         stored(node)
         pool.kill("master")
         wait_for(lambda: node.lookup(TOKENS) == 0, what="the last answer having lapsed")

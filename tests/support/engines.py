@@ -18,6 +18,11 @@ from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
+FAST = {
+    "breaker": {"failures": 2, "probe_interval_ms": 200},
+    "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
+}
+"""What notices soon that a pool has gone or is back."""
 
 
 class Host:
