@@ -68,8 +68,6 @@ class ServerConnection:
         self.client = uuid.uuid4().hex
         self.hello = Hello(self.client, kind, identity or NOBODY)
         self.fence = Fence()
-        self.lost = 0
-        """How often the server was lost."""
         self.welcome: Welcome | None = None
         """The server's latest welcome; None before its first answer."""
         self.ready = False
@@ -188,7 +186,6 @@ class ServerConnection:
         self.link.detach()
         self.link.fail_all(reason)
         if was_ready:
-            self.lost += 1
             log.warning("cache server %s: lost; requests are computed until it is back", self.url)
 
     def _greet(self) -> None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged, TierKind
+from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged
 from transfer.errors import Status
 
 
@@ -45,8 +45,6 @@ class StorageBackend(ABC):
     """The memory that `stage` lends from and that payloads are read into."""
     batch_size: int
     """How many payloads a caller should best hand over together."""
-    tier: TierKind = "pool"
-    """Which kind of tier it is. Each outcome of a read says from which kind it came."""
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
 

@@ -201,7 +201,6 @@ class HybridBackend(StorageBackend):
                         fetched.release()
                         break
                     if fetched.payload is not None:
-                        fetched.tier = tier.backend.tier
                         fetched.when_checked(functools.partial(self._checked, level, key))
                     done += 1
                     yield fetched

@@ -87,7 +87,6 @@ class PipelinedBackend(StorageBackend):
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size
         self.memory = inner.memory
-        self.tier = inner.tier
         self.settles_at_once = inner.settles_at_once
         self._depth = depth
         self._pumps: set[_Pump] = set()
