@@ -50,7 +50,7 @@ def reset_models(
     for weights, name in chosen.items():
         label = version or secrets.token_hex(8)
         try:
-            processes = tell_all(authorities, weights, label)
+            processes = _with_unheard(tell_all(authorities, weights, label), status, weights)
         except UnavailableError as error:
             raise PdCacheError(
                 f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
@@ -65,6 +65,13 @@ def _names(status: ClusterStatus) -> dict[str, str]:
     """Returns the models that nodes serve: what identifies the weights, and what the nodes call it."""
     spaces = [(row.record, row.record.cache_namespaces[0]) for row in status.nodes if row.record.cache_namespaces]
     return {space.model: record.model or space.model for record, space in spaces}
+
+
+def _with_unheard(processes: Told, status: ClusterStatus, weights: str) -> Told:
+    """Adds the engines of which no authority has heard, as after its start."""
+    nodes = [row.record for row in status.nodes if row.record.role in ("prefill", "decode")]
+    serving = {record.name for record in nodes if any(space.model == weights for space in record.cache_namespaces)}
+    return processes._replace(untold=sorted({*processes.untold, *serving.difference(processes.told)}))
 
 
 def _remove(config: ClusterConfig, status: ClusterStatus, weights: str, label: str) -> int:

@@ -15,8 +15,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import Response, serving
-from launch.versions import KNOWN_S, Authority, MemoryValues, answering, known_versions, tell_all
-from pd_cache.cluster import EtcdDiscovery
+from launch.reset import ResetModel, reset_models
+from launch.status import ClusterStatus, NodeStatus
+from launch.versions import KNOWN_S, Authority, MemoryValues, Told, answering, known_versions, tell_all
+from pd_cache.chunks import CacheMetadata
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord
+from pd_cache.config import CacheConfig
+from pd_cache.layout import KVLayout
 from pd_cache.versions import (
     BEGINNING,
     CHANGE_S,
@@ -32,6 +37,7 @@ from pd_cache.versions import (
     begin_version,
 )
 from tests.support.etcd import Etcd
+from tests.support.kv import make_cache
 from tests.support.waiting import wait_for
 
 MODEL = "llama"
@@ -653,6 +659,26 @@ def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
         pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"),
     ):
         begin_version(channel, Question(model=odd), "v3", 0.5, for_all=True)
+
+
+def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard(
+    service: str, opened: Callable[..., WeightsVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves the model, but could not ask since the authority was started."""
+    space = CacheMetadata.of(MODEL, KVLayout.from_tensors(make_cache())).namespace(CacheConfig(chunk_size=8))
+    engine = functools.partial(NodeRecord, role="decode", address="http://h:1", **space.described())
+    records = [engine(name=name) for name in ("near", "far")]
+    records += [
+        NodeRecord(name="m", role="master", address="h:2", versions=service),
+        engine(name="other", namespace=None),
+    ]
+    status = ClusterStatus("file", True, [NodeStatus(record=record) for record in records])
+    monkeypatch.setattr("launch.reset.cluster_status", lambda _: status)
+    near = opened(service, name="near")
+    assert near.current() == FIRST
+    done: list[ResetModel] = []
+    reset_models(ClusterConfig(nodes=(MasterNode(name="m"),)), None, "w1", remove=False, told=done.append)
+    assert [(one.label, one.processes) for one in done] == [("w1", Told(["near"], ["far"]))]
 
 
 def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
