@@ -34,7 +34,7 @@ from pd_cache.vllm.requests import (
     request_span,
 )
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
-from pd_cache.vllm.stores import StoreJob, Stores
+from pd_cache.vllm.stores import Stores
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -245,9 +245,11 @@ class SchedulerSide:
 
     def take_report(self, report: StepReport) -> None:
         """Takes in what the workers have done since the last report."""
-        for job, (ranks, outcomes) in report.jobs.items():
-            if (stored := self.stores.advance(job, ranks, outcomes)) is not None:
-                self._note_stored(stored)
+        for number, (ranks, outcomes) in report.jobs.items():
+            job = self.stores.advance(number, ranks, outcomes)
+            if job is not None and job.chunks.group == 0 and self._lookup is not None:
+                ended = zip(job.chunks.names, job.outcomes, strict=True)
+                self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
         for request_id, loaded in report.loads.items():
             if (tracked := self._requests.get(request_id)) is None:
                 continue
@@ -434,10 +436,3 @@ class SchedulerSide:
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._plan.stores and self._chunks.database is not None
         return known and not self._lost and tracked.id not in self._outdated and self._chunks.nameable(tracked)
-
-    def _note_stored(self, job: StoreJob) -> None:
-        """Notes that the pool has more chunks of a prompt."""
-        if job.group == 0 and self._lookup is not None:
-            self._lookup.stored(
-                [name for name, outcome in zip(job.names, job.outcomes, strict=True) if outcome is not StoreOutcome.NOT]
-            )

@@ -7,14 +7,14 @@ computed the block has finished, or was aborted or preempted meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import NO_SPAN, ChunkPlan, PromptChunks, TrackedRequest, request_span
+from pd_cache.vllm.requests import ChunkPlan, PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
@@ -27,19 +27,12 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 class StoreJob:
     """A store under way."""
 
-    request_id: str
-    first: int
-    """Number of its first chunk in the request."""
-    group: int
-    """The layer group, by its place in `kept_layers`."""
-    names: list[bytes]
-    blocks: list[int]
-    """The blocks of those chunks. A block at the start is -1 if no load will need it."""
-    outcomes: list[StoreOutcome] = field(default_factory=list)
+    chunks: GroupChunks
+    outcomes: list[StoreOutcome]
     """Of each chunk, over all ranks that are done."""
-    remaining: int = 0
+    remaining: int
     """How many ranks still work on it."""
-    span: TraceSpan = NO_SPAN
+    span: TraceSpan
 
 
 class Stores:
@@ -97,8 +90,8 @@ class Stores:
             last = min(last, len(self._chunks.names(tracked, complete)) - group.ahead)
             tracked.planned[place] = last
             for run in self._wanted(tracked, place, first, last):
-                if (job := self._job_of(tracked, place, run)) is not None:
-                    ops.append(self._begin(job, request))
+                if (chunks := self._chunks_of(tracked, place, run)) is not None:
+                    ops.append(self._begin(chunks, request))
         return ops
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
@@ -114,7 +107,7 @@ class Stores:
             chunk = tokens // self._chunk - 1
             before = [-1] * (self._chunk // self._layers[place].block_size - 1)
             names = self._chunks.names(tracked, chunk + 1)[chunk:]
-            ops.append(self._begin(StoreJob(request.request_id, chunk, place, names, [*before, block]), request))
+            ops.append(self._begin(GroupChunks(place, names, [*before, block]), request))
         return ops
 
     def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> StoreJob | None:
@@ -128,10 +121,10 @@ class Stores:
         del self._jobs[number]
         job.span.note(stored=job.outcomes.count(StoreOutcome.NEW), missing=job.outcomes.count(StoreOutcome.NOT))
         job.span.end()
-        self._chunks_under_way -= len(job.names)
+        self._chunks_under_way -= len(job.outcomes)
         pool = self._manager.block_pool
         # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
-        pool.free_blocks(pool.blocks[block] for block in reversed(job.blocks) if block >= 0)
+        pool.free_blocks(pool.blocks[block] for block in reversed(job.chunks.blocks) if block >= 0)
         return job
 
     @property
@@ -143,7 +136,7 @@ class Stores:
     def frees_blocks(self) -> bool:
         """Whether the end of a store will free blocks to which only the store has a reference."""
         pool = self._manager.block_pool
-        held = (block for job in self._jobs.values() for block in job.blocks if block >= 0)
+        held = (block for job in self._jobs.values() for block in job.chunks.blocks if block >= 0)
         return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
     def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
@@ -161,8 +154,8 @@ class Stores:
             runs = [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
         return [run for run in runs if run]
 
-    def _job_of(self, tracked: TrackedRequest, place: int, run: range) -> StoreJob | None:
-        """Returns the job of a run of chunks, of those for which the queue has room and vLLM still has the blocks; None if there are none."""
+    def _chunks_of(self, tracked: TrackedRequest, place: int, run: range) -> GroupChunks | None:
+        """Returns those of a run of chunks for which the queue has room and vLLM still has the blocks; None if there are none."""
         request, group = tracked.request, self._layers[place]
         per_chunk = self._chunk // group.block_size
         ids = self._manager.get_block_ids(request.request_id)[group.number]
@@ -181,7 +174,7 @@ class Stores:
         if count <= 0:
             return None
         names = self._chunks.names_of(tracked, group, first, first + count)
-        return StoreJob(request.request_id, first, place, names, blocks[: count * per_chunk])
+        return GroupChunks(place, names, blocks[: count * per_chunk])
 
     def _room(self, chunks: int) -> int:
         """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""
@@ -190,13 +183,12 @@ class Stores:
             self._metrics.trouble("store", "queue_full", chunks - room)
         return room
 
-    def _begin(self, job: StoreJob, request: Request) -> StoreOp:
-        pool = self._manager.block_pool
-        pool.touch([pool.blocks[block] for block in job.blocks if block >= 0])
+    def _begin(self, chunks: GroupChunks, request: Request) -> StoreOp:
+        pool, count = self._manager.block_pool, len(chunks.names)
+        pool.touch([pool.blocks[block] for block in chunks.blocks if block >= 0])
         number = self._next_job
         self._next_job += 1
-        self._chunks_under_way += len(job.names)
-        self._jobs[number] = job
-        job.remaining, job.outcomes = self._plan.ranks, [StoreOutcome.BEFORE] * len(job.names)
-        job.span = request_span(self._tracing, "pd_cache.store", request, asked=len(job.names))
-        return StoreOp(number, GroupChunks(job.group, job.names, job.blocks), self._outdated.epoch)
+        self._chunks_under_way += count
+        span = request_span(self._tracing, "pd_cache.store", request, asked=count)
+        self._jobs[number] = StoreJob(chunks, [StoreOutcome.BEFORE] * count, self._plan.ranks, span)
+        return StoreOp(number, chunks, self._outdated.epoch)
