@@ -184,7 +184,7 @@ class PromptOutcome:
         self._keeps_part = False
         self._restored: Loaded | None = None
         self.over = False
-        """Whether vLLM has begun to compute the request: what is found and loaded after that, it has been preempted for."""
+        """Whether vLLM has begun to compute the request. What is found or loaded later, after a preemption, does not count."""
 
     def asked(self, at_hand: int) -> None:
         """Notes that vLLM asked what can be loaded. `at_hand`: tokens that vLLM's own cache has."""
