@@ -46,7 +46,7 @@ def stored(server: Server, prompt: list[int]) -> list[int]:
 
 
 def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What a plain vLLM of the first weights answers with these."""
+    """What the plain vLLM answers with these weights, which it keeps."""
     server.reload_weights(weights)
     server.forget_prefixes()
     return [server.complete(prompt).tokens for prompt in prompts]
