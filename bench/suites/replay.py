@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from bench.lib.about import about
 from bench.lib.pool import local_pool
@@ -361,8 +362,14 @@ def main(
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    if where.file is not None and capacities:
-        raise click.UsageError("--capacity is for pools of this machine; with -c the pool is the cluster's")
+    here = ("capacities", "evict", "lease_ms")
+    context = click.get_current_context()
+    if where.file is not None and any(
+        context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in here
+    ):
+        raise click.UsageError(
+            "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
+        )
     if where.connect and where.file is None:
         raise click.UsageError(
             "--connect: say which pool, that of a cluster's file (-c): those of this machine alone are on its loopback"
