@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pd_cache.objects.cache import ObjectCache, ObjectOutcome
     from pd_cache.paged import Slots
     from pd_cache.reasons import StoreOutcome
-    from pd_cache.server.adapters import LoadStoreOp, RpcLookupServer, SchedulerAdapter, WorkerAdapter
-    from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
+    from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
+    from pd_cache.server.client import ServerCache, ServerLookupClient
     from pd_cache.server.protocol import EngineIdentity
     from transfer import PoolUnavailableError, TransferSettings
 
@@ -53,8 +53,6 @@ __all__ = [
     "PdCacheError",
     "PoolUnavailableError",
     "PromptCache",
-    "RpcLookupClient",
-    "RpcLookupServer",
     "SchedulerAdapter",
     "ServerCache",
     "ServerLookupClient",
@@ -76,8 +74,8 @@ _MODULES = {
     "pd_cache.objects.cache": ("ObjectCache", "ObjectOutcome"),
     "pd_cache.paged": ("Slots",),
     "pd_cache.reasons": ("StoreOutcome",),
-    "pd_cache.server.adapters": ("LoadStoreOp", "RpcLookupServer", "SchedulerAdapter", "WorkerAdapter"),
-    "pd_cache.server.client": ("RpcLookupClient", "ServerCache", "ServerLookupClient"),
+    "pd_cache.server.adapters": ("LoadStoreOp", "SchedulerAdapter", "WorkerAdapter"),
+    "pd_cache.server.client": ("ServerCache", "ServerLookupClient"),
     "pd_cache.server.protocol": ("EngineIdentity",),
     "transfer": ("PoolUnavailableError", "TransferSettings"),
 }

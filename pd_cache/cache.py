@@ -212,16 +212,9 @@ class CacheEngine:
     # --- the three operations ------------------------------------------------------------------------------------
 
     def find(
-        self,
-        names: Sequence[bytes],
-        *,
-        at_hand: int = 0,
-        session: str = "",
-        epoch: str | None = None,
-        timeout: float | None = None,
+        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
-        """`epoch`: another weights version to look in than the engine's own."""
-        return self.prefix.find(names, at_hand=at_hand, epoch=epoch, timeout=timeout)
+        return self.prefix.find(names, at_hand=at_hand, timeout=timeout)
 
     def reset(self, version: str | None = None) -> str | None:
         """Says that this engine has other weights now; see `LookupClient.reset`."""

@@ -184,7 +184,7 @@ class PoolLookup(PrefixLookup):
         metrics: CacheMetrics,
         history: ChunkHistory | None = None,
     ) -> None:
-        """`exists(keys, timeout=…)` returns the statuses of keys. `version`: the weights version to look in, if no other is asked for."""
+        """`exists(keys, timeout=…)` returns the statuses of keys. `version`: the weights version to look in."""
         super().__init__(groups, metrics, history)
         self._exists = exists
         self._version = version
@@ -207,7 +207,6 @@ class PoolLookup(PrefixLookup):
         *,
         at_hand: int = 0,
         session: str = "",
-        epoch: str | None = None,
         timeout: float | None = None,
     ) -> Found:
         """Returns how many of the first chunks a load would find. The first `at_hand` count as found; sessions protect nothing here.
@@ -221,8 +220,7 @@ class PoolLookup(PrefixLookup):
         if self.closed:
             return Found(at_hand, at_hand, "not_asked")
         end = None if timeout is None else time.monotonic() + timeout
-        if epoch is None:
-            epoch = self._version.current(timeout)
+        epoch = self._version.current(timeout)
         # while the version is unknown, one key that no chunk has is asked for: a pool that is down, often with the authority of versions,
         # is noticed all the same
         keys = self.groups.keys(names[at_hand:], UNKNOWN if epoch is None else epoch)

@@ -1,47 +1,31 @@
-"""What serving engines call: the API of LMCache's multi-process adapters in vLLM, and lookups about the engine of another process.
+"""What serving engines call: the API of LMCache's multi-process adapters in vLLM.
 
 `SchedulerAdapter` and `WorkerAdapter` are thin over a `ServerCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
 call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted and reported; a
 failed retrieve reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server
 no longer touches it.
-
-`RpcLookupServer` answers lookups about the engine of its own process, for a scheduler in another one. The client names the chunks, so that
-a lookup is a small message even for a long prompt.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from pd_cache.cache import CacheEngine, EngineLookup
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
-from pd_cache.server.link import Context, Incoming, ServerLink
+from pd_cache.server.link import Context
 from pd_cache.server.protocol import (
-    Answer,
     EngineIdentity,
-    Hello,
-    Lookup,
-    RefusalError,
-    Welcome,
-    failed,
-    split_names,
 )
 
 _REMEMBERED = 65_536
 """How many finished requests are remembered so that they are not reported again, and how many failed stores that were not asked for yet."""
-_THREADS = 4
-_IN_FLIGHT = 64
-_CLOSE_S = 5.0
 
 
 class SchedulerAdapter:
@@ -342,65 +326,3 @@ class WorkerAdapter:
             return False
         self._bad_blocks.update(one.blocks[one.pending.loaded.chunks * self._blocks_per_chunk :])
         return True
-
-
-class RpcLookupServer:
-    """Answers lookups about one engine, from construction until `close`. The caller keeps ownership of the engine."""
-
-    def __init__(self, engine: CacheEngine | EngineLookup, url: str, *, metrics: CacheMetrics | None = None) -> None:
-        """Listens at `url`; a tcp:// port of 0 takes a free one. Raises CacheServerError if that is impossible."""
-        self._engine = engine
-        self._link = ServerLink(url, self._handle, metrics or CacheMetrics(), "lookup")
-        self._places = threading.BoundedSemaphore(_IN_FLIGHT)
-        self._threads = ThreadPoolExecutor(_THREADS, "pd-cache-rpc-lookup")
-        self._closed = False
-        self._link.start()
-
-    @property
-    def url(self) -> str:
-        """The URL at which it listens."""
-        return self._link.url
-
-    def close(self) -> None:
-        """Answers what was received, then stops listening. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._link.stop(_CLOSE_S)
-        self._threads.shutdown()
-        self._link.close()
-
-    def _handle(self, incoming: Incoming) -> Answer | None:
-        request = incoming.request
-        if isinstance(request, Hello):
-            return self._hello(request)
-        if not isinstance(request, Lookup):
-            raise RefusalError("invalid", f"this server answers lookups, not {type(request).__name__}")
-        if not self._places.acquire(blocking=False):
-            raise RefusalError("busy", f"the server runs at most {_IN_FLIGHT} lookups at a time")
-        self._threads.submit(self._answer, incoming, request)
-        return None
-
-    def _hello(self, hello: Hello) -> Answer:
-        namespace = self._engine.database.namespace
-        if hello.engine.namespace != namespace.fingerprint():
-            raise RefusalError("mismatch", f"the engine serves {namespace}, the client was made for another namespace")
-        return Welcome(
-            chunk_size=namespace.chunk_size,
-            hash_mode=namespace.hash_mode,
-            hash_seed=namespace.hash_seed,
-            may_choose=False,
-            may_size=False,
-            socket="",
-        )
-
-    def _answer(self, incoming: Incoming, request: Lookup) -> None:
-        answer: Answer
-        try:
-            names = split_names(request.names)
-            answer = self._engine.find(names, at_hand=request.at_hand, epoch=request.epoch)
-        except Exception as error:  # noqa: BLE001 - the client receives and counts the error
-            answer = failed(error)
-        finally:
-            self._places.release()
-        self._link.answer(incoming, answer)

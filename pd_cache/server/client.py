@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from pd_cache.chunks import (
@@ -518,22 +517,14 @@ class ServerLookupClient(LookupClient):
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self._asks = self._cache = ServerCache(
             url,
-            self._identity(config, metadata, further),
+            EngineIdentity.of(metadata, config.cache, further),
             kind="scheduler",
             context=context,
             lookup_timeout_s=timeout_s,
             metrics=self.metrics,
-            version=self._own_version(config, metadata),
+            # otherwise the server says whom to ask for it
+            version=WeightsVersion.of(config, metadata.model) if config.versions else None,
         )
-
-    def _identity(
-        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
-    ) -> EngineIdentity:
-        return EngineIdentity.of(metadata, config.cache, further)
-
-    def _own_version(self, config: NodeSettings, metadata: CacheMetadata) -> WeightsVersion | None:
-        """Returns the version of the engine's weights; None if the server has to say whom to ask for it."""
-        return WeightsVersion.of(config, metadata.model) if config.versions else None
 
     def wait_connected(self, timeout: float) -> None:
         """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does not take this engine."""
@@ -544,33 +535,3 @@ class ServerLookupClient(LookupClient):
 
     def close(self) -> None:
         self._cache.close()
-
-
-class RpcLookupClient(ServerLookupClient):
-    """Asks an `RpcLookupServer`, which knows one engine. Waits twice as long for an answer as the engine may wait for its pool."""
-
-    def __init__(
-        self,
-        config: NodeSettings,
-        metadata: CacheMetadata,
-        url: str,
-        *,
-        context: Context[Any] | None = None,
-        metrics: CacheMetrics | None = None,
-    ) -> None:
-        """Begins to connect; lookups find nothing until the server answers. Raises ValueError for a bad address."""
-        seconds = 2 * config.transfer.timeouts.exist_ms / 1000
-        super().__init__(config, metadata, url, seconds, context=context, metrics=metrics)
-
-    def _identity(
-        self, config: NodeSettings, metadata: CacheMetadata, further: Sequence[CacheMetadata]
-    ) -> EngineIdentity:
-        fingerprint = metadata.namespace(config.cache).fingerprint()
-        return msgspec.structs.replace(EngineIdentity.of(metadata, config.cache), namespace=fingerprint)
-
-    def _own_version(self, config: NodeSettings, metadata: CacheMetadata) -> WeightsVersion:
-        return WeightsVersion.of(config, metadata.model)
-
-    @property
-    def available(self) -> bool:
-        return True  # the worker lives as long as its scheduler, and knows the pool's state itself

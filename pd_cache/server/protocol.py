@@ -92,8 +92,6 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
     hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
-    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Fingerprint of the namespace that an `RpcLookupServer` must serve; empty for any."""
     layers: LayerGroup | None = None
     """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
     further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()

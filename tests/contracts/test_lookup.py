@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 
 from pd_cache.config import CacheConfig
-from pd_cache.errors import ServerRefusedError
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
-from pd_cache.server.adapters import RpcLookupServer
-from pd_cache.server.client import RpcLookupClient, ServerCache, ServerLookupClient
+from pd_cache.server.client import ServerCache, ServerLookupClient
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.backends import count
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
 from tests.support.server import LATE_S, served
-from tests.support.waiting import wait_for
 
-CLIENTS = ("bypass", "mooncake", "rpc", "server")
+CLIENTS = ("bypass", "mooncake", "server")
 
 
 @contextmanager
@@ -45,11 +42,6 @@ def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> Loo
         direct = MooncakeLookupClient(config, metadata, pool.address)
         direct.store.wait_open(60)
         return direct
-    if kind == "rpc":
-        answering = stack.enter_context(contextlib.closing(RpcLookupServer(node.engine, "tcp://127.0.0.1:*")))
-        rpc = RpcLookupClient(config, metadata, answering.url)
-        rpc.wait_connected(60)
-        return rpc
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = stack.enter_context(served(pool, folder, cache=config.cache))
     worker = ServerCache(server.url, EngineIdentity.of(metadata, config.cache))
@@ -153,37 +145,6 @@ def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(clients: Any
 def test_a_client_for_another_namespace_than_its_engine_is_refused(pool: Pool) -> None:
     with host(pool) as node, host(pool) as other, pytest.raises(ValueError, match="the client was made for"):
         BypassLookupClient(node.engine.settings, other.engine.metadata, node.engine)
-
-
-def test_a_client_whose_server_serves_another_namespace_is_told_so(pool: Pool) -> None:
-    with host(pool) as node, host(pool) as other:
-        server = RpcLookupServer(node.engine, "tcp://127.0.0.1:*")
-        client = RpcLookupClient(other.engine.settings, other.engine.metadata, server.url)
-        try:
-            with pytest.raises(ServerRefusedError, match="the client was made for another namespace"):
-                client.wait_connected(60)
-            assert client.lookup([1] * 16) == 0
-        finally:
-            client.close()
-            server.close()
-
-
-def test_a_server_that_starts_again_is_found_again(pool: Pool, tmp_path: Path) -> None:
-    tokens, url = list(range(300, 316)), f"ipc://{tmp_path}/lookup.sock"
-    with host(pool) as node:
-        node.store(tokens, list(range(16)))
-        server = RpcLookupServer(node.engine, url)
-        client = RpcLookupClient(node.engine.settings, node.engine.metadata, url)
-        try:
-            client.wait_connected(60)
-            assert client.lookup(tokens) == 16
-            server.close()
-            assert client.lookup(tokens) == 0
-            server = RpcLookupServer(node.engine, url)
-            wait_for(lambda: client.lookup(tokens) == 16, 5, "the server being found again")
-        finally:
-            client.close()
-            server.close()
 
 
 def test_after_close_a_lookup_answers_with_what_is_at_hand(clients: Any, node: Host) -> None:

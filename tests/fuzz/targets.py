@@ -120,7 +120,6 @@ _REQUESTS: tuple[protocol.Message, ...] = (
             block_size=16,
             world_size=2,
             rank=1,
-            namespace="f" * 16,
             hash_mode="blocks",
             hash_seed="sha256:0:",
             shards_per_rank=2,
