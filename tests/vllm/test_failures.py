@@ -209,11 +209,11 @@ def test_loading_before_the_forward_pass(
 
 
 def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
-    """28 blocks of 32 tokens for eight requests of 200 and 50 more: most are preempted, some while they are stored."""
+    """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
     prompts = [new_prompt(200) for _ in range(8)]
     for _ in range(2):
-        answers = cramped.complete_all(prompts, 50)
-        assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 50) for prompt in prompts]
+        answers = cramped.complete_all(prompts, 120)
+        assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
         all_free(cramped)
     assert cramped.metric("vllm:num_preemptions_total") > 0
     assert cramped.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0
