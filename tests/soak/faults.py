@@ -140,22 +140,39 @@ class Weights:
         self._cluster, self._books = cluster, books
         self.number = 0
         """Of the newest weights: 0 until the first change."""
-        self._thread = threading.Thread()
+        self._lock = threading.Lock()
+        self._running = False
+        self._missed = False
+        """Whether an engine has been started since the change under way began: it may have missed the command."""
 
     def change(self, who: str) -> None:
         """Gives all engines new weights. When they have them, one says so, at the same time as a command, or both engines do. Does nothing
         while a change is under way."""
-        if self._thread.is_alive():
-            return
-        self.number += 1
-        speakers = ENGINES if who == "both" else (who,)
-        self._thread = threading.Thread(target=self._change, args=(self.number, speakers), name="weights", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if not self._running:
+                self.number += 1
+                self._begin(ENGINES if who == "both" else (who,))
 
     def tell(self, engine: str) -> None:
-        """Tells an engine that was started which weights to compute with."""
-        if self.number:
-            self._cluster[engine].tell(do="weights", number=self.number)
+        """Tells an engine that was started which weights to compute with. It has heard of no command, so another one follows."""
+        with self._lock:
+            if self.number:
+                self._cluster[engine].tell(do="weights", number=self.number)
+                self._missed = True
+                if not self._running:
+                    self._begin(())
+
+    def _begin(self, speakers: tuple[str, ...]) -> None:
+        self._running = True
+        threading.Thread(target=self._run, args=(self.number, speakers), name="weights", daemon=True).start()
+
+    def _run(self, number: int, speakers: tuple[str, ...]) -> None:
+        while self._running:
+            self._missed = False
+            self._change(number, speakers)
+            speakers = ()
+            with self._lock:
+                self._running = self._missed
 
     def _change(self, number: int, speakers: tuple[str, ...]) -> None:
         for engine in ENGINES:
