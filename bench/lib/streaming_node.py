@@ -36,7 +36,7 @@ async def _health(request: web.Request) -> web.Response:
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serves until the process gets a signal."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_get("/health", _health)

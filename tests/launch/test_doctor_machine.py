@@ -315,11 +315,12 @@ def test_a_cluster_where_nobody_answers_is_one_finding_and_one_silent_node_is_an
     silent = [node("a", state="no answer: refused"), node("b", state="no answer: refused")]
     assert [one.verdict for one in node_findings(ClusterStatus("static", True, silent))] == [Verdict.BROKEN]
     rows = [silent[0], node("b"), node("c", state="degraded: /health answers 503"), node("s", state="not asked: store")]
-    assert {one.about: one.verdict for one in node_findings(ClusterStatus("static", True, rows))} == {
-        "a": Verdict.BROKEN,
-        "b": Verdict.OK,
-        "c": Verdict.BROKEN,
-    }
+    found = {one.about: (one.verdict, one.repair) for one in node_findings(ClusterStatus("static", True, rows))}
+    assert set(found) == {"a", "b", "c"}
+    assert found["a"][0] is Verdict.BROKEN
+    assert "pd-cache launch" in found["a"][1]
+    assert found["b"] == (Verdict.OK, "")
+    assert found["c"] == (Verdict.BROKEN, "its log, and the other findings about it"), "what answers is not to be ended"
 
 
 def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:

@@ -10,7 +10,7 @@ PATIENCE_S = 60.0
 
 
 class Clock:
-    """Stands still until it is told to move."""
+    """Stands still until a test sets `now`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
