@@ -67,7 +67,9 @@ async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: 
     Raises ClientGone if the client hung up.
     """
     try:
-        return await asyncio.wait_for(_read(request, share, most), limit_s)
+        # not `wait_for`: its task would keep a refused body's memory for one more turn, so that all bodies that come at a time are refused
+        async with asyncio.timeout(limit_s):
+            return await _read(request, share, most)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {limit_s:.3g} s", code="timeout") from None
     except ConnectionError as error:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
 from typing import Any, NamedTuple, NoReturn
@@ -38,7 +37,7 @@ _REMEMBERED_S = 300.0
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 _KEEPALIVE_S = 4.0
 """How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a closing connection."""
-_LARGE_BODY = 1 << 20
+_PIECE = 1 << 18
 _SILENCE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
@@ -105,10 +104,17 @@ async def send(
     session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> aiohttp.ClientResponse:
     """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
-    # aiohttp warns about large bodies that are not files
-    data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+    data: bytes | AsyncIterator[bytes] | None = body
+    if body is not None and len(body) > _PIECE:
+        data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
     with _mapped():
         return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    # aiohttp copies the whole of a BytesIO, and puts the whole of bytes into its buffer
+    for start in range(0, len(body), _PIECE):
+        yield body[start : start + _PIECE]
 
 
 async def read_some(answer: aiohttp.ClientResponse) -> bytes:

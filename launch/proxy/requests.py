@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ from launch.proxy.nodes import (
     send,
 )
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
-from launch.proxy.routing import Attempts, Hop, RetryBudget, Trial
+from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.reasons import RequestReport
@@ -210,6 +211,7 @@ class Requests:
             status = response.status
         except ApiError as error:
             status = error.status
+            _free_frames(error)
             raise
         except ClientGone as error:
             # aiohttp needs something to return; nothing reads it
@@ -425,6 +427,7 @@ class Requests:
 
     def _failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
         """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+        _free_frames(error)
         self._metrics.hop_failures.labels(hop, error.reason).inc()
         now = time.monotonic()
         if (count := self._sparse.admit((node, error.reason))) is not None:
@@ -470,7 +473,7 @@ class Requests:
     async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         pool = self._pools["decode"]
         attempts = Attempts(pool, exchange.trial, model=exchange.model)
-        failures: list[HopError] = []
+        refusals: dict[Reason, Refusal] = {}
         while (node := attempts.next(time.monotonic())) is not None:
             exchange.nodes["decode"] = node
             answer: aiohttp.ClientResponse | None = None
@@ -482,7 +485,8 @@ class Requests:
                         first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
                         self._failed(exchange, "decode", node, attempts, error)
-                        failures.append(error)
+                        if error.refusal is not None:
+                            refusals[error.reason] = error.refusal
                         span.end(f"{error.reason}: {error}")
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
@@ -496,17 +500,16 @@ class Requests:
                     answer.close()
         if attempts.out_of_budget:
             self._metrics.retries_refused.inc()
-        return self._given_up(exchange, attempts, failures)
+        return self._given_up(exchange, attempts, refusals)
 
-    def _given_up(self, exchange: Exchange, attempts: Attempts, failures: list[HopError]) -> web.Response:
-        refusals = {error.reason: error.refusal for error in failures if error.refusal is not None}
+    def _given_up(self, exchange: Exchange, attempts: Attempts, refusals: dict[Reason, Refusal]) -> web.Response:
         if attempts.blamed:
             if "error" in refusals:
                 return passed_on(refusals["error"])
             raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
-        for reason in ("busy", "error"):
-            if reason in refusals:
-                return passed_on(refusals[reason])
+        for refusal in (refusals.get("busy"), refusals.get("error")):
+            if refusal is not None:
+                return passed_on(refusal)
         raise overloaded(
             "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
         )
@@ -587,6 +590,12 @@ class Requests:
 
 def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
     return read_handoff(answer), read_report(answer)
+
+
+def _free_frames(error: Exception) -> None:
+    """Drops what the functions that an error has left still hold: bodies, which would stay until the garbage collector runs."""
+    # without this they stay, as tasks in the frames of `_finish`, `wait_for` and aiohttp hold the error
+    traceback.clear_frames(error.__traceback__)
 
 
 def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:
