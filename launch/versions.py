@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -17,6 +19,7 @@ from launch.health_server import Response, serving
 from launch.http import fetch
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.runtime import own_folder, runtime_folder
 from pd_cache.versions import BEGINNING, OVER_S, Channel, Question, Reply, UnavailableError, Version, begin_version
 
 if TYPE_CHECKING:
@@ -33,24 +36,52 @@ _COMMAND_S = 10.0
 _CONNECTIONS = 2048
 
 
-class MemoryValues:
-    """Where the current versions lie: in this process. For elected masters they lie in etcd (`EtcdValues`). Thread-safe."""
+class FileValues:
+    """Where the current versions lie: in a file, which outlives this process. For elected masters they lie in etcd (`EtcdValues`). Thread-safe."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
+    def __init__(self, path: Path | None = None) -> None:
+        """Without a `path`, in memory only."""
+        self._path = path
+        self._values: dict[str, msgspec.Raw] = {}
         self._lock = threading.Lock()
+        try:
+            if path is not None and path.exists():
+                self._values = decode_json(path.read_bytes(), dict[str, msgspec.Raw])
+        except (OSError, UndecodableError) as error:
+            log.warning("%s: the versions of the weights cannot be read: %s", path, error)
 
     def get(self, key: str) -> bytes | None:
         """Returns a value as it is now; None if there is none."""
-        return self._values.get(key)
+        value = self._values.get(key)
+        return None if value is None else bytes(value)
 
     def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
-        """Writes a value, unless it is not `before` any more. Returns whether it did."""
+        """Writes a value, unless it is not `before` any more. Returns whether it did. Raises UnavailableError."""
         with self._lock:
-            if self._values.get(key) != before:
+            if self.get(key) != before:
                 return False
-            self._values[key] = after
+            values = {**self._values, key: msgspec.Raw(after)}
+            if self._path is not None:
+                self._write(self._path, msgspec.json.encode(values))
+            self._values = values
             return True
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        draft = path.with_suffix(".new")
+        try:
+            with open(draft, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError as error:
+            raise UnavailableError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def versions_file(config: ClusterConfig, node: MasterNode) -> Path:
+    """Returns the file of a master's versions. It is there from the first change of weights on."""
+    return runtime_folder() / f"{config.name}-{node.versions}.versions"
 
 
 class ModelVersions(msgspec.Struct, frozen=True):
@@ -73,7 +104,7 @@ class Authority:
 
     def __init__(
         self,
-        values: MemoryValues | EtcdValues,
+        values: FileValues | EtcdValues,
         prefix: str = "",
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -184,9 +215,11 @@ def _decoded(value: bytes | None) -> Version:
 
 @contextlib.contextmanager
 def serving_versions(config: ClusterConfig, node: MasterNode) -> Iterator[Authority]:
-    """Answers questions at the node's port for them while the block runs. Raises RoleError if the address cannot be bound."""
+    """Answers questions at the node's port for them while the block runs. Raises RoleError if the address cannot be bound, RuntimeFolderError if this
+    user has no runtime folder of their own.
+    """
     with contextlib.ExitStack() as stack:
-        values: MemoryValues | EtcdValues = MemoryValues()
+        values: FileValues | EtcdValues
         prefix = ""
         masters: list[str] = []
         if isinstance(config.discovery, EtcdDiscovery) and config.masters.ha:
@@ -199,6 +232,9 @@ def serving_versions(config: ClusterConfig, node: MasterNode) -> Iterator[Author
             stack.callback(directory.close)
             values = stack.enter_context(contextlib.closing(etcd.EtcdValues(config.discovery)))
             prefix = etcd.prefix_of(config.name, "versions")
+        else:
+            with own_folder():
+                values = FileValues(versions_file(config, node))
         authority = Authority(values, prefix)
         stack.enter_context(serving(node.host, node.versions, answering(authority, masters), _CONNECTIONS))
         yield authority

@@ -12,8 +12,8 @@ model; the one with the largest number is *current*. Five rules keep KV of other
 4. A change without a label leads from the engine's own version to the next one. The first engine that says so makes it; the others join it
    within `CHANGE_S`, each with one call a change and none with a label. An engine that is further behind, or does not know its own version (it started late, or its
    last call was not answered), is refused: only a person knows which weights it has.
-5. An authority that has just started, or finds that what it wrote down is lost, answers nothing for `LEASE_S`, and learns from the questions
-   which version is current.
+5. An authority writes each version down before it answers. One that has just started, or finds that what it wrote down is lost, answers
+   nothing for `LEASE_S`, and learns from the questions which version is current.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,22 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cheap_nodes() -> Iterator[None]:
+def runtime_files() -> Iterator[None]:
+    """Sockets, notes and versions of this run's processes are nobody else's: ports come again in the next run."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    # not in pytest's folder: the path of a socket has at most 107 bytes
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("XDG_RUNTIME_DIR")
+            if before is not None:
+                os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_nodes(runtime_files: None) -> Iterator[None]:
     """Nodes that need torch are forks of a process that has imported it."""
     with warm_nodes():
         yield

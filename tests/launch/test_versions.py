@@ -7,8 +7,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
@@ -17,9 +19,10 @@ from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import Response, serving
 from launch.reset import ResetModel, reset_models
 from launch.status import ClusterStatus, NodeStatus
-from launch.versions import KNOWN_S, Authority, MemoryValues, Told, answering, known_versions, tell_all
+from launch.up import running
+from launch.versions import KNOWN_S, Authority, FileValues, Told, answering, known_versions, serving_versions, tell_all
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord, read_config
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.versions import (
@@ -38,6 +41,7 @@ from pd_cache.versions import (
 )
 from tests.support.etcd import Etcd
 from tests.support.kv import make_cache
+from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
 MODEL = "llama"
@@ -102,13 +106,13 @@ class Engine:
 class World:
     """An authority that has learned what there is to learn, and its engines."""
 
-    def __init__(self, values: MemoryValues | EtcdValues | None = None, prefix: str = "") -> None:
+    def __init__(self, values: FileValues | EtcdValues | None = None, prefix: str = "") -> None:
         self.clock = Clock()
-        self.values = values or MemoryValues()
+        self.values = values or FileValues()
         self.prefix = prefix
         self.authority = self.another()
 
-    def another(self, values: MemoryValues | EtcdValues | None = None) -> Authority:
+    def another(self, values: FileValues | EtcdValues | None = None) -> Authority:
         made = Authority(values or self.values, self.prefix, clock=self.clock, wall=self.clock)
         self.clock.now += OVER_S
         return made
@@ -313,7 +317,7 @@ def test_a_command_is_not_under_way_again_when_the_authority_is_started_anew() -
     world.command("new")
     world.clock.now += OVER_S
     polled(a)
-    a.wire.authority = far.wire.authority = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
+    a.wire.authority = far.wire.authority = Authority(FileValues(), clock=world.clock, wall=world.clock)
     world.clock.now += OVER_S / 2
     a.poll()
     assert far.version.reset() is None, "its weights have changed since the command"
@@ -437,7 +441,7 @@ def test_a_rank_that_was_not_told_is_named_though_others_of_its_node_were_and_on
 def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of_it() -> None:
     world = World()
     wire = Wire(world.authority)
-    anew = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
+    anew = Authority(FileValues(), clock=world.clock, wall=world.clock)
 
     def restart() -> None:
         if wire.authority.answer(Question(model=MODEL)).current.label == "new":
@@ -475,7 +479,7 @@ def test_a_restarted_authority_learns_before_it_answers() -> None:
     world = World()
     a, b = world.engine(), world.engine()
     label = a.version.reset()
-    restarted = Authority(MemoryValues(), clock=world.clock, wall=world.clock)
+    restarted = Authority(FileValues(), clock=world.clock, wall=world.clock)
     a.wire.authority = b.wire.authority = restarted
     with pytest.raises(UnavailableError, match="just started"):
         restarted.answer(Question(model=MODEL, new=Version(0, "x")))
@@ -490,7 +494,7 @@ def test_what_an_authority_makes_after_it_has_forgotten_is_newer_than_what_other
     a, b = world.engine(), world.engine()
     assert a.version.reset()
     assert a.version.reset()
-    world.authority = a.wire.authority = b.wire.authority = world.another(MemoryValues())
+    world.authority = a.wire.authority = b.wire.authority = world.another(FileValues())
     b.version = world.engine().version
     world.command("new")
     assert polled(a, b) == ["new", "new"], "a was there before the command"
@@ -502,12 +506,46 @@ def test_a_command_of_which_an_authority_hears_late_says_nothing_of_engines_that
     world.command("new")
     polled(a)
     world.clock.now += LEASE_S
-    a.wire.authority = world.another(MemoryValues())
+    a.wire.authority = world.another(FileValues())
     late = world.engine(a.wire.authority)
     assert late.uses() == FIRST, "nobody who knows better has asked yet"
     assert polled(a) == [None], "others may know better still"
     world.clock.now += OVER_S
     assert polled(a, late) == ["new", None]
+
+
+def test_a_command_that_reached_nobody_outlives_the_master(tmp_path: Path) -> None:
+    file = tmp_path / "versions"
+    world = World(FileValues(file))
+    far = world.engine()
+    far.wire.question = False
+    world.command("new")
+    far.wire.authority = world.another(FileValues(file))
+    far.wire.question = True
+    assert world.engine(far.wire.authority).uses() is None, "it started with the weights of its files"
+    assert polled(far) == ["new"]
+
+
+def test_a_version_that_cannot_be_written_down_does_not_begin(tmp_path: Path) -> None:
+    file = tmp_path / "versions"
+    world = World(FileValues(file))
+    engine = world.engine()
+    file.with_suffix(".new").mkdir()
+    with pytest.raises(UnavailableError, match="versions: cannot be written: Is a directory"):
+        world.command("new")
+    assert polled(engine) == [FIRST]
+    file.with_suffix(".new").rmdir()
+    world.command("newer")
+    assert polled(engine) == ["newer"]
+
+
+def test_a_file_of_versions_that_is_damaged_counts_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "versions"
+    file.write_bytes(b'{"x": [1')
+    engine = World(FileValues(file)).engine()
+    assert "versions: the versions of the weights cannot be read" in caplog.text
+    assert (engine.uses(), engine.version.reset("w1")) == (FIRST, "w1")
+    assert World(FileValues(file)).current().label == "w1"
 
 
 def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_etcd: Callable[..., Etcd]) -> None:
@@ -532,7 +570,7 @@ def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_e
 
 
 def test_a_master_that_has_missed_a_version_answers_nothing_when_the_stored_one_is_lost() -> None:
-    world = World(MemoryValues())
+    world = World(FileValues())
     other = world.another()
     a, far = world.engine(), world.engine(other)
     world.command("w1")
@@ -590,7 +628,7 @@ def test_an_engine_without_an_authority_has_versions_of_its_own() -> None:
 
 @pytest.fixture
 def judge() -> Authority:
-    return Authority(MemoryValues())
+    return Authority(FileValues())
 
 
 @pytest.fixture
@@ -681,6 +719,27 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
     assert [(one.label, one.processes) for one in done] == [("w1", Told(["near"], ["far"]))]
 
 
+def test_over_http_a_version_outlives_its_master_until_the_whole_cluster_starts_anew(tmp_path: Path) -> None:
+    ports = {key: free_port() for key in ("port", "metrics_port", "versions_port")}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"nodes": [{"name": "m", "role": "master", **ports}]}))
+    config, source = read_config(tmp_path / "cluster.yaml")
+    url = f"http://127.0.0.1:{ports['versions_port']}"
+
+    def label() -> str:
+        wait_for(lambda: _learned(authority), what="an authority that has learned")
+        return authority.answer(Question(model=MODEL)).current.label
+
+    with serving_versions(config, config.master) as authority:
+        assert label() == FIRST
+        tell_all([url], MODEL, "w1")
+    with serving_versions(config, config.master) as authority:
+        assert label() == "w1"
+    with running(config, source):
+        pass
+    with serving_versions(config, config.master) as authority:
+        assert label() == FIRST
+
+
 def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
     others = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     with serving("127.0.0.1", 0, answering(judge, others), 64) as (host, port):
@@ -725,7 +784,7 @@ def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Auth
     newer = Version(7, "v7")
     with pytest.raises(UnavailableError):  # others may know of a newer one still
         judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7", since=7))
-    behind = Authority(MemoryValues())
+    behind = Authority(FileValues())
     with serving("127.0.0.1", 0, answering(behind), 64) as (host, port):
         for process, name in (("1", "moved"), ("2", "stuck")):
             with contextlib.suppress(UnavailableError):
@@ -851,16 +910,19 @@ class Versions(RuleBasedStateMachine):
         self.command = None
 
     @precondition(lambda self: self.command is None)
-    @rule()
-    def restart_authority(self) -> None:
+    @rule(kept=st.booleans())
+    def restart_authority(self, kept: bool) -> None:
         newest = max(self.all, key=lambda one: one.version._known.number, default=None)
-        if newest is None or newest.version._known.number < self.floor:
-            return  # nobody is left that knows
-        made = Authority(MemoryValues(), clock=self.world.clock, wall=self.world.clock)
+        if not kept:
+            if newest is None or newest.version._known.number < self.floor:
+                return  # nobody is left that knows
+            self.world.values = FileValues()
+        made = Authority(self.world.values, clock=self.world.clock, wall=self.world.clock)
         self.world.authority = made
         for engine in self.all:
             engine.wire.authority = made
-        newest.poll()
+        if newest is not None:
+            newest.poll()
         self.world.clock.now += OVER_S
 
     @invariant()
