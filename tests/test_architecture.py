@@ -74,6 +74,7 @@ HOMES = {
         "transfer/store.py",
         "pd_cache/server/memory.py",
         "launch/_tethered.py",
+        "launch/proxy/bodies.py",
     ),
 }
 

@@ -7,6 +7,7 @@ Python numbers and back, and no number changes its spelling.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,6 +22,18 @@ _COPIES = 2
 a time."""
 _SMALL = 256 << 10
 """The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""glibc's name for the size from which memory is mapped."""
+
+
+def unmap_freed_bodies() -> None:
+    """Makes this process give the memory of a large body back as soon as it is freed.
+
+    glibc would keep it from the second one on, between others: then 14 bodies at once take 660 MiB in place of 450.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class ClientGone(Exception):

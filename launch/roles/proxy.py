@@ -9,6 +9,7 @@ from collections.abc import Callable
 from launch.discovery import View, open_directory
 from launch.pool_lookups import hash_seeds, master_of, open_lookup
 from launch.proxy.app import Proxy
+from launch.proxy.bodies import unmap_freed_bodies
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import ServerTls, WatchedFiles
 from launch.reachability import PeerChecks
@@ -31,6 +32,7 @@ def run_proxy(
     `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called on a thread when the drain
     begins. Raises OSError if the address cannot be bound, ConfigError for the same reasons as `Proxy`, `ServerTls` and `open_directory`.
     """
+    unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
