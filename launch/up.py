@@ -15,13 +15,11 @@ from pathlib import Path
 import msgspec
 
 from launch.supervise import Program, StopFlag, Supervisor, to_stderr
-from launch.versions import versions_file
 from pd_cache.cluster import (
     ROLES,
     CacheServerNode,
     ClusterConfig,
     EtcdDiscovery,
-    MasterNode,
     Node,
     Problem,
     Source,
@@ -80,11 +78,6 @@ def running(
     with temporary_folder() as folder, note(_note_of(source.file), text) as noted:
         if not noted:
             log.warning("another `up` runs %s here; `status` and `doctor` go on showing that one", source.file)
-        if len(mine) == len(config.nodes) and not isinstance(config.discovery, EtcdDiscovery):
-            # all start anew, with the weights of their files: no version after the first is that of any of them
-            for node in resolved.nodes:
-                if isinstance(node, MasterNode):
-                    versions_file(resolved, node).unlink(missing_ok=True)
         file = folder / source.file.name
         file.write_text(text, encoding="utf-8")
         with Supervisor(resolved.supervisor, sink=sink) as supervisor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from launch.health_server import Response, serving
 from launch.http import fetch
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.runtime import own_folder, runtime_folder
+from pd_cache.runtime import RuntimeFolderError, own_folder, runtime_folder
 from pd_cache.versions import BEGINNING, OVER_S, Channel, Question, Reply, UnavailableError, Version, begin_version
 
 if TYPE_CHECKING:
@@ -42,46 +41,39 @@ class FileValues:
     def __init__(self, path: Path | None = None) -> None:
         """Without a `path`, in memory only."""
         self._path = path
-        self._values: dict[str, msgspec.Raw] = {}
+        self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         try:
-            if path is not None and path.exists():
-                self._values = decode_json(path.read_bytes(), dict[str, msgspec.Raw])
+            if path is not None and path.is_file():
+                versions = decode_json(path.read_bytes(), dict[str, Version])
+                self._values = {key: msgspec.json.encode(version) for key, version in versions.items()}
         except (OSError, UndecodableError) as error:
             log.warning("%s: the versions of the weights cannot be read: %s", path, error)
 
     def get(self, key: str) -> bytes | None:
         """Returns a value as it is now; None if there is none."""
-        value = self._values.get(key)
-        return None if value is None else bytes(value)
+        return self._values.get(key)
 
     def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
         """Writes a value, unless it is not `before` any more. Returns whether it did. Raises UnavailableError."""
         with self._lock:
             if self.get(key) != before:
                 return False
-            values = {**self._values, key: msgspec.Raw(after)}
+            values = {**self._values, key: after}
             if self._path is not None:
-                self._write(self._path, msgspec.json.encode(values))
+                self._write(self._path, {key: msgspec.Raw(value) for key, value in values.items()})
             self._values = values
             return True
 
     @staticmethod
-    def _write(path: Path, content: bytes) -> None:
+    def _write(path: Path, values: dict[str, msgspec.Raw]) -> None:
         draft = path.with_suffix(".new")
         try:
-            with open(draft, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        except OSError as error:
-            raise UnavailableError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def versions_file(config: ClusterConfig, node: MasterNode) -> Path:
-    """Returns the file of a master's versions. It is there from the first change of weights on."""
-    return runtime_folder() / f"{config.name}-{node.versions}.versions"
+            with own_folder(path.parent):  # it may have been removed since the start
+                draft.write_bytes(msgspec.json.encode(values))
+                draft.replace(path)
+        except (OSError, RuntimeFolderError) as error:
+            raise UnavailableError(f"the versions of the weights cannot be written: {error}") from error
 
 
 class ModelVersions(msgspec.Struct, frozen=True):
@@ -234,7 +226,7 @@ def serving_versions(config: ClusterConfig, node: MasterNode) -> Iterator[Author
             prefix = etcd.prefix_of(config.name, "versions")
         else:
             with own_folder():
-                values = FileValues(versions_file(config, node))
+                values = FileValues(runtime_folder() / f"{config.name}-{node.host}-{node.versions}.versions")
         authority = Authority(values, prefix)
         stack.enter_context(serving(node.host, node.versions, answering(authority, masters), _CONNECTIONS))
         yield authority

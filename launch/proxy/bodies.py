@@ -7,6 +7,7 @@ Python numbers and back, and no number changes its spelling.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 from typing import Annotated, Literal
 
@@ -33,7 +34,8 @@ def unmap_freed_bodies() -> None:
 
     glibc would keep it from the second one on, between others: then 14 bodies at once take 660 MiB in place of 450.
     """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    with contextlib.suppress(AttributeError):  # musl has no such setting
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class ClientGone(Exception):

@@ -592,10 +592,12 @@ def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
     return read_handoff(answer), read_report(answer)
 
 
-def _free_frames(error: Exception) -> None:
+def _free_frames(error: BaseException | None) -> None:
     """Drops what the functions that an error has left still hold: bodies, which would stay until the garbage collector runs."""
-    # without this they stay, as tasks in the frames of `_finish`, `wait_for` and aiohttp hold the error
-    traceback.clear_frames(error.__traceback__)
+    # without this they stay, as frames of `_finish`, `wait_for` and aiohttp hold the error, or its cause, by way of a task
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
@@ -19,10 +18,9 @@ from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import Response, serving
 from launch.reset import ResetModel, reset_models
 from launch.status import ClusterStatus, NodeStatus
-from launch.up import running
 from launch.versions import KNOWN_S, Authority, FileValues, Told, answering, known_versions, serving_versions, tell_all
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord, read_config
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.versions import (
@@ -531,7 +529,7 @@ def test_a_version_that_cannot_be_written_down_does_not_begin(tmp_path: Path) ->
     world = World(FileValues(file))
     engine = world.engine()
     file.with_suffix(".new").mkdir()
-    with pytest.raises(UnavailableError, match="versions: cannot be written: Is a directory"):
+    with pytest.raises(UnavailableError, match=r"cannot be written: .*Is a directory.*versions\.new"):
         world.command("new")
     assert polled(engine) == [FIRST]
     file.with_suffix(".new").rmdir()
@@ -539,9 +537,12 @@ def test_a_version_that_cannot_be_written_down_does_not_begin(tmp_path: Path) ->
     assert polled(engine) == ["newer"]
 
 
-def test_a_file_of_versions_that_is_damaged_counts_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damaged", [b"", b'{"x": [1', b'{"x": [1]}', b"[]"])
+def test_a_file_of_versions_that_is_damaged_counts_as_lost(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "versions"
-    file.write_bytes(b'{"x": [1')
+    file.write_bytes(damaged)
     engine = World(FileValues(file)).engine()
     assert "versions: the versions of the weights cannot be read" in caplog.text
     assert (engine.uses(), engine.version.reset("w1")) == (FIRST, "w1")
@@ -719,10 +720,9 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
     assert [(one.label, one.processes) for one in done] == [("w1", Told(["near"], ["far"]))]
 
 
-def test_over_http_a_version_outlives_its_master_until_the_whole_cluster_starts_anew(tmp_path: Path) -> None:
+def test_over_http_a_version_outlives_its_master() -> None:
     ports = {key: free_port() for key in ("port", "metrics_port", "versions_port")}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"nodes": [{"name": "m", "role": "master", **ports}]}))
-    config, source = read_config(tmp_path / "cluster.yaml")
+    config = ClusterConfig(nodes=(MasterNode(name="m", **ports),))
     url = f"http://127.0.0.1:{ports['versions_port']}"
 
     def label() -> str:
@@ -734,10 +734,6 @@ def test_over_http_a_version_outlives_its_master_until_the_whole_cluster_starts_
         tell_all([url], MODEL, "w1")
     with serving_versions(config, config.master) as authority:
         assert label() == "w1"
-    with running(config, source):
-        pass
-    with serving_versions(config, config.master) as authority:
-        assert label() == FIRST
 
 
 def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:

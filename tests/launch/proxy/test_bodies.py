@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +138,23 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
         await until(lambda: c.proxy.requests.bodies.used == 0, "the memory was given back")
         async with c.post(data=body(15)) as response:
             assert response.status == 200
+
+
+@scenario
+async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collector() -> None:
+    async with cluster(0, 1) as c:
+        await c.decode[0].stop()
+        body = b'{"prompt": "' + b"x" * 8 * MIB + b'"}'
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            async with c.post(data=io.BytesIO(body)) as response:
+                assert response.status == 503
+            await until(lambda: tracemalloc.get_traced_memory()[0] < MIB, "the memory was given back")
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 BODIES: dict[str, Callable[[int], bytes]] = {
