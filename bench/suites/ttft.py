@@ -26,8 +26,8 @@ import click
 
 from bench.lib.kv import RawPool
 from bench.lib.model import VOCABULARY, ModelKind, write_model
-from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import at_most, finish, option, output_options, progress
+from bench.lib.pool import cluster_here, raw_client
+from bench.lib.report import at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import quantile, timed
 from bench.lib.vllm_server import vllm_server
 from pd_cache.chunks import CacheMetadata
@@ -37,6 +37,7 @@ from pd_cache.cluster import (
     DecodeNode,
     MasterNode,
     PrefillNode,
+    StoreNode,
     VllmEngineConfig,
     dump_config,
 )
@@ -171,9 +172,8 @@ def connector_flag(connector: str, role: str, **more: object) -> str:
     return f"--kv-transfer-config={json.dumps({'kv_connector': connector, 'kv_role': role, **more})}"
 
 
-def starting_ours(model: Path, flags: dict[str, Any], master: str, folder: Path) -> Start:
+def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder: Path) -> Start:
     """Returns what starts nodes with pd-cache's connector."""
-    host, _, port = master.rpartition(":")
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
@@ -181,7 +181,7 @@ def starting_ours(model: Path, flags: dict[str, Any], master: str, folder: Path)
         engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=_ENV),
         connector=ConnectorConfig(),
         nodes=(
-            MasterNode(name="master", host=host, port=int(port)),
+            master,
             PrefillNode(name="a", segment_size=ByteSize(0)),
             DecodeNode(name="b", segment_size=ByteSize(0)),
         ),
@@ -319,7 +319,10 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
             tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]
             for tokens in lengths
         }
-        master = stack.enter_context(local_pool(pool))
+        store = StoreNode(name="store", segment_size=pool)
+        whole = ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0, metrics_port=0), store))
+        config = stack.enter_context(cluster_here(whole)).config
+        master = config.master_address
         client = stack.enter_context(raw_client(master))
         raws = {}
         for tokens in lengths:
@@ -330,7 +333,7 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
         with vllm(model, flags, {}) as url:
             measure_plain(OpenAIServer(url), prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector("ours", starting_ours(model, flags, master, folder), prompts, found)
+        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), prompts, found)
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), prompts, found)
@@ -342,6 +345,7 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
                 at_most(f"{tokens}: ours_b / theirs_b", row["ours_b_ms"] / row["theirs_b_ms"], 0.2),
                 at_most(f"{tokens}: ours_b / (warm + raw_get)", row["ours_b_ms"] / floor, 1.0),
                 at_most(f"{tokens}: ours_a / recompute", row["ours_a_ms"] / row["recompute_ms"], 1.03),
+                at_least(f"{tokens}: ours_found / theirs_found", row["ours_found"] / row["theirs_found"], 1.0),
             ]
         checks.append(at_most("lookup p99 ms, 8192 tokens", lookup_p99_ms(master, 8192), 2.0))
     figures = {"model": kind, "results": rows, "troubles": troubles}
