@@ -20,6 +20,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -272,7 +273,10 @@ def main(minutes: float, seed: int | None, logs: Path, inside: bool) -> None:
     logs.mkdir(parents=True)
     os.environ["TMPDIR"] = "/dev/shm"
     faults = planned(seed, minutes * 60)
-    books = Soak(seed, minutes * 60, enter(), logs, faults).run()
+    # its own runtime folder: the ports are those of the run before, whose versions of the weights would be taken for this run's
+    with tempfile.TemporaryDirectory(prefix="pdc-", dir="/dev/shm") as runtime:
+        os.environ["XDG_RUNTIME_DIR"] = runtime
+        books = Soak(seed, minutes * 60, enter(), logs, faults).run()
     report = f"{books.report()}\nseed {seed}, {minutes:g} minutes; logs are in {logs}"
     (logs / "report.txt").write_text(report)
     print(report)
