@@ -43,11 +43,13 @@ class FileValues:
         self._path = path
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        if path is None:
+            return
         try:
-            if path is not None and path.is_file():
-                versions = decode_json(path.read_bytes(), dict[str, Version])
-                self._values = {key: msgspec.json.encode(version) for key, version in versions.items()}
-        except (OSError, UndecodableError) as error:
+            with own_folder(path.parent):
+                versions = decode_json(path.read_bytes(), dict[str, Version]) if path.is_file() else {}
+            self._values = {key: msgspec.json.encode(version) for key, version in versions.items()}
+        except (OSError, RuntimeFolderError, UndecodableError) as error:
             log.warning("%s: the versions of the weights cannot be read: %s", path, error)
 
     def get(self, key: str) -> bytes | None:
@@ -207,9 +209,7 @@ def _decoded(value: bytes | None) -> Version:
 
 @contextlib.contextmanager
 def serving_versions(config: ClusterConfig, node: MasterNode) -> Iterator[Authority]:
-    """Answers questions at the node's port for them while the block runs. Raises RoleError if the address cannot be bound, RuntimeFolderError if this
-    user has no runtime folder of their own.
-    """
+    """Answers questions at the node's port for them while the block runs. Raises RoleError if the address cannot be bound."""
     with contextlib.ExitStack() as stack:
         values: FileValues | EtcdValues
         prefix = ""
@@ -225,8 +225,7 @@ def serving_versions(config: ClusterConfig, node: MasterNode) -> Iterator[Author
             values = stack.enter_context(contextlib.closing(etcd.EtcdValues(config.discovery)))
             prefix = etcd.prefix_of(config.name, "versions")
         else:
-            with own_folder():
-                values = FileValues(runtime_folder() / f"{config.name}-{node.host}-{node.versions}.versions")
+            values = FileValues(runtime_folder() / f"{config.name}-{node.host}-{node.versions}.versions")
         authority = Authority(values, prefix)
         stack.enter_context(serving(node.host, node.versions, answering(authority, masters), _CONNECTIONS))
         yield authority

@@ -537,6 +537,17 @@ def test_a_version_that_cannot_be_written_down_does_not_begin(tmp_path: Path) ->
     assert polled(engine) == ["newer"]
 
 
+def test_without_a_folder_of_its_own_a_master_starts_but_takes_no_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o755)
+    world = World(FileValues(tmp_path / "versions"))
+    assert "its mode is 0755" in caplog.text
+    assert world.engine().uses() == FIRST
+    with pytest.raises(UnavailableError, match=r"cannot be written: .*its mode is 0755"):
+        world.command("new")
+
+
 @pytest.mark.parametrize("damaged", [b"", b'{"x": [1', b'{"x": [1]}', b"[]"])
 def test_a_file_of_versions_that_is_damaged_counts_as_lost(
     tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
