@@ -11,6 +11,7 @@ import os
 import re
 import ssl
 import threading
+from asyncio import sslproto
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -265,6 +266,8 @@ class ServerTls:
         """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
         self._config = config
         self._current = self.context = _fresh()
+        # asyncio's buffer for each connection, also for one that never says a word: 256 KiB, where a TLS record has 16 at most
+        sslproto.SSLProtocol.max_size = 16 << 10
         # OpenSSL calls this at the beginning of each handshake, also if the client names no server
         self.context.sni_callback = lambda handshake, name, context: setattr(handshake, "context", self._current)
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_nod
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import make_certificates
-from tests.support.proxy import Node, cluster, decodes, scenario, until, view
+from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, until, view
 
 KEY = "sk-0123456789abcdef"
 Certificates = dict[str, tuple[str, str]]
@@ -235,6 +236,24 @@ def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_
             assert await shown(url) in pems["client"]
 
     asked()
+
+
+def test_connections_that_never_begin_their_handshake_take_little_memory(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    give(certificates, tmp_path, "server")
+    tls = {"cert_file": str(tmp_path / "cert.pem"), "key_file": str(tmp_path / "key.pem")}
+    with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), tls=tls) as (url, process), ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+
+        def memory_kib() -> int:
+            ssl.get_server_certificate(address, timeout=60)  # so that those before it have been accepted
+            return int(Path(f"/proc/{process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
+
+        before = memory_kib()
+        for _ in range(512):
+            stack.enter_context(socket.create_connection(address))
+        assert memory_kib() - before < 512 * 150
 
 
 @pytest.mark.parametrize(
