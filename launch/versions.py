@@ -36,10 +36,10 @@ _CONNECTIONS = 2048
 
 
 class FileValues:
-    """Where the current versions lie: in a file, which outlives this process. For elected masters they lie in etcd (`EtcdValues`). Thread-safe."""
+    """Keeps the current versions in a file that outlives this process. Elected masters use `EtcdValues`. Thread-safe."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Without a `path`, in memory only."""
+        """Without a `path`, keeps them in memory only. A file that cannot be read counts as lost."""
         self._path = path
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class FileValues:
                 versions = decode_json(path.read_bytes(), dict[str, Version]) if path.is_file() else {}
             self._values = {key: msgspec.json.encode(version) for key, version in versions.items()}
         except (OSError, RuntimeFolderError, UndecodableError) as error:
-            log.warning("%s: the versions of the weights cannot be read: %s", path, error)
+            log.warning("%s: the versions of the weights cannot be read, and count as lost: %s", path, error)
 
     def get(self, key: str) -> bytes | None:
         """Returns a value as it is now; None if there is none."""

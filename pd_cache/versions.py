@@ -7,13 +7,13 @@ model; the one with the largest number is *current*. Five rules keep KV of other
 1. Each engine has a version of its own. It takes another one only if it says itself that its weights have changed (`reset`), or if a
    command says so of all nodes. It uses the cache only while its own version is the current one.
 2. It relies on an answer of the authority for `LEASE_S`, counted from when it asked. Without such an answer it finds, loads and stores nothing.
-3. A change or command is reported as done when `LEASE_S` has passed since the version began. So an engine that could not be reached has
+3. A change or command is reported as done when `OVER_S` has passed since the version began. So an engine that could not be reached has
    stopped using the cache by then.
 4. A change without a label leads from the engine's own version to the next one. The first engine that says so makes it; the others join it
    within `CHANGE_S`, each with one call a change and none with a label. An engine that is further behind, or does not know its own version (it started late, or its
    last call was not answered), is refused: only a person knows which weights it has.
 5. An authority writes each version down before it answers. One that has just started, or finds that what it wrote down is lost, answers
-   nothing for `LEASE_S`, and learns from the questions which version is current.
+   nothing for `OVER_S`. In that time it learns from the questions which version is current.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class EtcdValues:
             if self._client is None:
                 self._client = self._stack.enter_context(self._opener.client())
             return call(self._client)
-        except Exception as error:  # whatever the error is, etcd does not answer
+        except Exception as error:  # any error counts as etcd not answering
             self._client = None
             try:
                 self._stack.__exit__(type(error), error, error.__traceback__)

@@ -32,8 +32,8 @@ _M_MMAP_THRESHOLD = -3
 def unmap_freed_bodies() -> None:
     """Makes this process give the memory of a large body, and of its parts, back as soon as they are freed.
 
-    glibc maps what has at least 128 KiB, but takes the size of each mapped block that is freed for the limit from then on. Larger ones
-    stay between others then, and 14 bodies at once take 660 MiB in place of 420.
+    By default glibc maps blocks of at least 128 KiB, and raises that limit to the size of each mapped block that is freed. Smaller ones come
+    from the heap, where they leave holes. 14 bodies at once then take 660 MiB, and with a fixed limit 420.
     """
     with contextlib.suppress(AttributeError):  # musl has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)

@@ -266,7 +266,7 @@ class ServerTls:
         """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
         self._config = config
         self._current = self.context = _fresh()
-        # asyncio's buffer for each connection, also for one that never says a word: 256 KiB, where a TLS record has 16 at most
+        # asyncio's buffer for each connection of the process, also for one that sends nothing; 256 KiB by default, where a TLS record has 16
         sslproto.SSLProtocol.max_size = 16 << 10
         # OpenSSL calls this at the beginning of each handshake, also if the client names no server
         self.context.sni_callback = lambda handshake, name, context: setattr(handshake, "context", self._current)

@@ -593,8 +593,9 @@ def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
 
 
 def _free_frames(error: BaseException | None) -> None:
-    """Drops what the functions that an error has left still hold: bodies, which would stay until the garbage collector runs."""
-    # without this they stay, as frames of `_finish`, `wait_for` and aiohttp hold the error, or its cause, by way of a task
+    """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies, which would stay until the
+    garbage collector runs: frames of `_finish`, `wait_for` and aiohttp refer to the error, too.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
