@@ -163,6 +163,11 @@ def request_text(explained: ExplainedRequest) -> str:
             f"{hop.hop} at {hop.node}: {report.asked} tokens",
             f"  in the engine's own cache {report.at_hand}, found behind these {report.found}, loaded {report.loaded} "
             f"(chunks from memory {report.memory}, disk {report.disk}, pool {report.pool}), computed {report.computed}",
+            *(
+                [f"  of these, {report.streamed} came while the prefill node computed others"]
+                if report.streamed
+                else ()
+            ),
             f"  {report.reason}: {MEANINGS[report.reason]}",
         ]
     if not explained.hops:

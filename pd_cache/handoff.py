@@ -7,6 +7,10 @@ A proxy sends `do_remote_decode: true` to the prefill node, and forwards the nod
                                                          "reason": "never_stored"}}}
 
 The chunks may still be on their way when the answer arrives. The decode node waits for them, up to `handoff.wait_ms`.
+
+A proxy may send the prompt to the decode node before that, in a request of its own (a *stream*), so that the node loads chunks as they
+appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request when the one that is to be
+answered is under way, or when no prefill node computes the prompt any more.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     further: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=256)] = ()
     """Fingerprints of the namespaces of the model's other layer groups. A node that needs one that is not among them need not wait."""
     prefill: PrefillWork | None = None
+    stream: bool = False
+    """Whether this request only has the prompt's chunks loaded as they appear."""
 
     def serves(self, namespaces: Sequence[str]) -> bool:
         """Returns whether a node can load what was announced. `namespaces` are the fingerprints of those of its layer groups, the first
@@ -99,4 +105,6 @@ def write_params(announcement: Announcement) -> dict[str, Any]:
     ours = msgspec.to_builtins(announcement)
     if not announcement.further:
         del ours["further"]
+    if not announcement.stream:
+        del ours["stream"]
     return {"do_remote_prefill": True, "pd_cache": ours}

@@ -233,6 +233,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt's length."""
     at_hand: Tokens = 0
     """Tokens that the engine's own cache had."""
+    streamed: Tokens = 0
+    """Tokens, at hand or loaded, that came while a prefill node computed the prompt."""
     found: Tokens = 0
     """Tokens behind those at hand that the lookup found, in whole chunks."""
     loaded: Tokens = 0
@@ -258,6 +260,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
         loaded: int = 0,
         tiers: TierChunks = TierChunks(),  # noqa: B008 - immutable
         reason: MissReason = "none",
+        streamed: int = 0,
     ) -> RequestReport:
         """Returns the report on a prompt of `asked` tokens. `tiers` are chunks, all else is tokens.
 
@@ -275,6 +278,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
             disk=disk,
             pool=pool,
             computed=asked - at_hand - loaded,
+            streamed=min(streamed, at_hand + loaded),
             reason="too_short" if asked < chunk_size else reason,
         )
 
@@ -282,7 +286,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the report as part of a line of a log."""
         return (
             f"asked={self.asked} at_hand={self.at_hand} found={self.found} loaded={self.loaded} (memory={self.memory} "
-            f"disk={self.disk} pool={self.pool}) computed={self.computed} reason={self.reason}"
+            f"disk={self.disk} pool={self.pool}) streamed={self.streamed} computed={self.computed} reason={self.reason}"
         )
 
 

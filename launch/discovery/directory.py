@@ -60,6 +60,8 @@ class Member:
         """Those of its model's groups of layers. Set it before `announce`, on a node that keeps a cache and knows them."""
         self.kv_tokens = 0
         """How many tokens vLLM's own cache holds. Set it before `announce`, if the node is one of vLLM's."""
+        self.streams = False
+        """Whether the node can load a prompt while another computes it. Set it before `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -69,12 +71,13 @@ class Member:
 
     def about(self) -> dict[str, Any]:
         """Returns version and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
-        return {"version": pd_cache.__version__, **_described(self.namespaces)}
+        return {"version": pd_cache.__version__, "streams": self.streams, **_described(self.namespaces)}
 
     def announce(self, address: str) -> None:
         """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer. Call it only once."""
         record = describe_node(self._config, self._node, address, self.namespaces)
-        record = msgspec.structs.replace(record, master=self.master).telling(About(kv_tokens=self.kv_tokens))
+        told = About(kv_tokens=self.kv_tokens, streams=self.streams)
+        record = msgspec.structs.replace(record, master=self.master).telling(told)
         if self._registration is not None:
             self._registration.announce(record)
 

@@ -108,8 +108,8 @@ class Proxy:
 
     async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
-        # a request holds one connection at a time; the rest is for health checks and connections that are being closed
-        session = new_session(config.max_requests + 128, config.connect_timeout_s, app[_VIA])
+        # a request holds one connection at a time, and one for its stream; the rest is for health checks and connections that are being closed
+        session = new_session(2 * config.max_requests + 128, config.connect_timeout_s, app[_VIA])
         self.requests.session = session
         checks = check_health(self._pools, session, config.health_interval_s, config.health_timeout_s)
         checking, stop_following = asyncio.create_task(checks), self._files.follow()

@@ -17,6 +17,7 @@ from aiohttp import http_exceptions, web
 from launch.openai import ApiError, overloaded
 from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
 from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.handoff import Announcement, write_params
 
 _COPIES = 2
 """How often a body is in memory: as the client sent it, and as the node under way gets it. What is parsed is a third copy, for one body at
@@ -118,6 +119,7 @@ _TRANSFER = "kv_transfer_params"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
+_STREAM = msgspec.Raw(msgspec.json.encode(write_params(Announcement(stream=True))))
 _TOKENIZED = (
     "model",
     "prompt",
@@ -258,10 +260,17 @@ class Completion:
 
     def for_prefill(self) -> bytes:
         """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
+        return self._one_token(_REMOTE_DECODE)
+
+    def for_stream(self) -> bytes:
+        """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not answer it."""
+        return self._one_token(_STREAM)
+
+    def _one_token(self, transfer: msgspec.Raw) -> bytes:
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
-        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: _REMOTE_DECODE}
+        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: transfer}
         return msgspec.json.encode(fields)
 
     def for_decode(self, handoff: HandedOver | None) -> bytes:

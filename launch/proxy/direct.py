@@ -62,12 +62,15 @@ class DirectRule:
         *,
         timeout_s: float = LOOKUP_TIMEOUT_S,
         seeds: Collection[str] = (),
+        stream_tokens: int | None = None,
     ) -> None:
         """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens of a prompt together.
 
-        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start.
+        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start. `stream_tokens`: how many tokens a prefill
+        node must have to compute for the decode node to load them meanwhile; None for never.
         """
         self._tokens = tokens
+        self._stream_tokens = stream_tokens
         self._open = open_lookup
         self.timeout_s = timeout_s
         self._seeds = seeds
@@ -114,6 +117,10 @@ class DirectRule:
         if tokens < self._tokens:
             return "short"
         return "in_pool" if tokens - found < self._tokens else None
+
+    def streams(self, tokens: int, found: int) -> bool:
+        """Returns whether the decode node should load a prompt while a prefill node computes it. The pool holds its first `found` tokens."""
+        return self._stream_tokens is not None and tokens - found >= self._stream_tokens
 
     @property
     def model(self) -> str | None:

@@ -294,7 +294,8 @@ def _usual(records: list[NodeRecord]) -> tuple[tuple[Namespace, ...], str | None
 
 def _target(record: NodeRecord) -> Target:
     capacity = record.capacity
-    return Target(record.address.rstrip("/"), record.instance, capacity.kv_tokens, capacity.max_running, record.model)
+    address = record.address.rstrip("/")
+    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.model, record.streams)
 
 
 def _addresses(view: View) -> dict[str, str]:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -70,6 +70,8 @@ _LIST_S = 10.0
 _LIST_AT_ONE_S = 1.0
 _MOST_ASKED = 2
 """The most nodes that are asked for one model."""
+_STREAM_ID = "-stream"
+"""What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
 
 
 class Exchange:
@@ -100,6 +102,19 @@ class Exchange:
             "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
         )
         self._hop_span = self.span
+        self.decodes: str | None = None
+        """The decode node to try first, if it was chosen before the prompt is computed."""
+        self._stream: asyncio.Task[None] | None = None
+
+    def begin_stream(self, loading: Coroutine[Any, Any, None]) -> None:
+        """Has `loading` run until `end_stream`."""
+        self._stream = asyncio.create_task(loading)
+
+    def end_stream(self) -> None:
+        """Gives up the stream, if there is one."""
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
 
     def told(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
@@ -305,12 +320,15 @@ class Requests:
 
     async def _over_nodes(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
-        prepared = await self._prepare(exchange, body)
-        if isinstance(prepared, Refusal):
-            return passed_on(prepared)
-        decoding = self._decode(exchange, prepared)
-        del body, prepared  # so that they take memory only until a decode node has them
-        return await decoding
+        try:
+            prepared = await self._prepare(exchange, body)
+            if isinstance(prepared, Refusal):
+                return passed_on(prepared)
+            decoding = self._decode(exchange, prepared)
+            del body, prepared  # so that they take memory only until a decode node has them
+            return await decoding
+        finally:
+            exchange.end_stream()
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
@@ -329,11 +347,14 @@ class Requests:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
             prompt = prompt._replace(named=named)
+            await self._begin_stream(exchange, completion, prompt, nbytes)
             answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
             self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
             if isinstance(answer, Refusal):
                 return answer
             handoff = answer
+            if not handoff:
+                exchange.end_stream()  # nothing comes any more
             result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
         else:
             result = "no_prefill_nodes"
@@ -468,11 +489,45 @@ class Requests:
                 return handoff
         return None
 
+    # --- the stream ------------------------------------------------------------------------------------------------
+
+    async def _begin_stream(
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, nbytes: int
+    ) -> None:
+        """Has the decode node that will probably answer load the prompt's chunks while a prefill node computes them, if that is worth while."""
+        pool, named = self._pools["decode"], prompt.named
+        tokens, found = (prompt.tokens, 0) if named is None else (named.tokens, named.pool_tokens or 0)
+        if not self._direct.streams(tokens, found) or not exchange.share.grow(nbytes):
+            return
+        node = exchange.decodes = pool.pick(time.monotonic(), model=exchange.model)
+        if node is not None and pool.streams(node):
+            body = await self._computed(nbytes, completion.for_stream)
+            exchange.begin_stream(self._stream(exchange, node, body))
+
+    async def _stream(self, exchange: Exchange, node: str, body: bytes) -> None:
+        """Keeps the stream open until it is cancelled. The request does not depend on it, so its failure counts against nobody."""
+        assert self.session is not None
+        with (
+            self._pools["decode"].working(node),
+            exchange.tracing.begin("pd_cache.stream", exchange.span.headers, kind="client", node=node) as span,
+        ):
+            headers = {
+                **exchange.headers(self._keys),
+                **{name.capitalize(): value for name, value in span.headers.items()},
+            }
+            headers[ID_HEADER] = exchange.id + _STREAM_ID
+            try:
+                answer = await send(self.session, "POST", node + exchange.request.path, headers, body)
+                answer.close()
+                log.debug("request %s: the stream to %s ended with status %d", exchange.id, node, answer.status)
+            except HopError as error:
+                log.debug("request %s: the stream to %s failed: %s: %s", exchange.id, node, error.reason, error)
+
     # --- the decode hop ------------------------------------------------------------------------------------------
 
     async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         pool = self._pools["decode"]
-        attempts = Attempts(pool, exchange.trial, model=exchange.model)
+        attempts = Attempts(pool, exchange.trial, model=exchange.model, first=exchange.decodes)
         refusals: dict[Reason, Refusal] = {}
         while (node := attempts.next(time.monotonic())) is not None:
             exchange.nodes["decode"] = node
@@ -492,6 +547,7 @@ class Requests:
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     exchange.first_byte_s = time.monotonic() - exchange.started
                     self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
+                    exchange.end_stream()
                     body = b""
                     exchange.share.give_back()
                     return await self._relay(exchange, node, answer, first)

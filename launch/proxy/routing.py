@@ -55,6 +55,8 @@ class Target(NamedTuple):
     """How many requests it computes at a time; 0 if it does not say."""
     model: str | None = None
     """The only model that requests for it may name; None if it does not say."""
+    streams: bool = False
+    """Whether it can load a prompt while another node computes it."""
 
 
 class _RoutedNode:
@@ -114,7 +116,7 @@ class NodePool:
         nodes = {}
         for target in targets:
             known = self._nodes.get(target.url)
-            if known is None or known.target._replace(kv_tokens=target.kv_tokens) != target:
+            if known is None or known.target._replace(kv_tokens=target.kv_tokens, streams=target.streams) != target:
                 known = _RoutedNode(target, self._failures, self._rng.random() - 1)
             known.target = target
             known.prefixes.capacity_tokens = target.kv_tokens or self._cache_tokens
@@ -169,6 +171,10 @@ class NodePool:
         node.turn = self._turns
         node.breaker.sent(now)
         return node.target.url
+
+    def streams(self, url: str) -> bool:
+        """Returns whether the node can load a prompt while another node computes it."""
+        return self._node(url).target.streams
 
     def out_of_turn(self, now: float, model: str | None = None, tried: Collection[str] = ()) -> str | None:
         """Returns a node that takes `model`, is not skipped and is not in `tried`; None if there is none.
@@ -359,8 +365,16 @@ class Attempts:
     """One request's way through a pool: each node at most once."""
 
     def __init__(
-        self, pool: NodePool, trial: Trial, prompt: RoutedPrompt = NO_PROMPT, model: str | None = None
+        self,
+        pool: NodePool,
+        trial: Trial,
+        prompt: RoutedPrompt = NO_PROMPT,
+        model: str | None = None,
+        *,
+        first: str | None = None,
     ) -> None:
+        """`first`: the node to try first, if it is not skipped."""
+        self._first = first
         self._pool = pool
         self._trial = trial
         self._prompt = prompt
@@ -384,7 +398,9 @@ class Attempts:
         if again and not budget.allows(now):
             self.out_of_budget = True
             return None
-        node = self._pool.pick(now, self._prompt, self._tried, self._model, proven_first=again)
+        node, self._first = self._first, None
+        if node is None or not self._pool.health(now).get(node, False):
+            node = self._pool.pick(now, self._prompt, self._tried, self._model, proven_first=again)
         if node is not None:
             self._tried.add(node)
             if again:

@@ -20,6 +20,9 @@ from pd_cache.tracing import open_tracing
 _SYNC_S = 2.0
 """How long a starting proxy waits for discovery; after that it uses the nodes of the file."""
 
+_STREAM_TOKENS = {"auto": 2048, "always": 0, "never": None}
+"""How many tokens a prefill node must have to compute for the decode node to load them meanwhile, by `handoff.stream`."""
+
 
 def run_proxy(
     config: ClusterConfig,
@@ -40,6 +43,7 @@ def run_proxy(
         lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master, pool.versions),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
+        stream_tokens=_STREAM_TOKENS[config.handoff.stream],
     )
     settings, files, checks = config.proxy, WatchedFiles(), PeerChecks(config, node.name)
     tracing = open_tracing(config.tracing, node.role, node.name)

@@ -107,6 +107,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     replays: EventAddress | None = None
     """Where it sends them again."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    streams: bool = False
+    """Whether it can load a prompt while another node computes it."""
 
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
@@ -114,6 +116,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
         if not record.capacity.kv_tokens and told.kv_tokens:
             capacity = msgspec.structs.replace(record.capacity, kv_tokens=told.kv_tokens)
             record = msgspec.structs.replace(record, capacity=capacity)
+        if told.streams:
+            record = msgspec.structs.replace(record, streams=True)
         if record.fingerprint is not None:
             return record
         return msgspec.structs.replace(
@@ -130,6 +134,8 @@ class About(Namespaced, frozen=True, kw_only=True):
 
     kv_tokens: Count = 0
     """How many tokens its engine's own cache holds; 0 if it does not say."""
+    streams: bool = False
+    """Whether it can load a prompt while another node computes it."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
 
 

@@ -338,13 +338,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             lookup = self._open_lookup(groups, next(iter(known.values())))
         self._scheduler.open(groups, lookup)
         if self._settings.namespace_file is not None:
-            self._tell(Path(self._settings.namespace_file), tuple(one.namespace(cache) for one in groups))
+            spaces = tuple(one.namespace(cache) for one in groups)
+            self._tell(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
 
     @never_fails("namespace")
-    def _tell(self, file: Path, namespaces: tuple[Namespace, ...]) -> None:
+    def _tell(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
-        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config))
+        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams)
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -413,8 +414,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether the engine has to go on stepping so that blocks are given back when stores end."""
-        return self._scheduling().stores.under_way
+        """Returns whether the engine has to go on stepping so that blocks are given back when stores and streams end."""
+        return self._scheduling().stores.under_way or self._scheduling().streams.leaving
 
     def has_pending_block_frees(self) -> bool:
         """Returns whether the end of a store will free blocks, so that vLLM need not preempt a request for them."""

@@ -29,10 +29,10 @@ _Receive = Callable[[], Awaitable[_Message]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
-def write_about(file: Path, namespaces: Sequence[Namespace], kv_tokens: int) -> None:
-    """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, and how many
-    tokens vLLM's own cache holds. Raises OSError if the file cannot be written."""
-    told = {"version": pd_cache.__version__, "kv_tokens": kv_tokens}
+def write_about(file: Path, namespaces: Sequence[Namespace], kv_tokens: int, streams: bool = False) -> None:
+    """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, how many
+    tokens vLLM's own cache holds, and whether it loads prompts that another node computes. Raises OSError if the file cannot be written."""
+    told = {"version": pd_cache.__version__, "kv_tokens": kv_tokens, "streams": streams}
     if namespaces:
         told |= namespaces[0].described(namespaces[1:])
     new = file.with_name(f"{file.name}.{os.getpid()}.new")

@@ -60,6 +60,11 @@ class ChunkPlan:
         return len(self.layers) == 1 and not self.tails[0]
 
     @cached_property
+    def streams(self) -> bool:
+        """Whether a prompt can be loaded while another node computes it: any part of it is of use, and a load need not end within a step."""
+        return self.plain and self.settings.connector.load == "async"
+
+    @cached_property
     def _divisible(self) -> bool:
         return all(group.divisible for group in self.layers)
 
@@ -157,6 +162,11 @@ class TrackedRequest:
         """For each layer group, how many chunks need not be stored any more: those that are planned, and those in the pool."""
 
     @property
+    def streams(self) -> bool:
+        """Whether it only has its prompt's chunks loaded as they appear; see `streams.py`."""
+        return self.handoff.announced is not None and self.handoff.announced.stream
+
+    @property
     def id(self) -> str:
         """vLLM's id of the request."""
         request_id: str = self.request.request_id
@@ -178,6 +188,8 @@ class PromptOutcome:
 
     def __init__(self) -> None:
         self._at_hand: int | None = None
+        self.streamed = 0
+        """How many of those at hand came by a stream."""
         self._found = 0
         self._reason: MissReason = "not_asked"
         self._begun = 0
@@ -222,6 +234,7 @@ class PromptOutcome:
             loaded=loaded,
             tiers=ended.tiers,
             reason=reason,
+            streamed=self.streamed,
         )
 
 

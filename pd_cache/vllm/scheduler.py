@@ -3,8 +3,8 @@
 Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), stores (`stores.py`), and what vLLM's own prefix cache may
-hold (`own_cache.py`).
+`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), stores (`stores.py`), prompts that are loaded while they are
+computed elsewhere (`streams.py`), and what vLLM's own prefix cache may hold (`own_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
+from pd_cache.reasons import KEY, Found, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
@@ -35,6 +35,7 @@ from pd_cache.vllm.requests import (
 )
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.stores import Stores
+from pd_cache.vllm.streams import Streams
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -72,6 +73,7 @@ class SchedulerSide:
         self._chunks = PromptChunks(plan, metrics)
         self._outdated = OutdatedRequests()
         self.stores = Stores(plan, self._chunks, self._outdated, metrics, tracing)
+        self.streams = Streams(plan, self._chunks, tracing)
         self._namespaces: tuple[str, ...] = ()
         """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
         self._lookup: LookupClient | None = None
@@ -100,6 +102,7 @@ class SchedulerSide:
         """Takes the manager that knows each request's blocks."""
         self._manager = manager
         self.stores.bind(manager)
+        self.streams.bind(manager)
         self._outdated.bind(manager)
 
     def close(self) -> None:
@@ -135,6 +138,12 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
+        if tracked.streams and self.streams.possible:
+            return self._matched_stream(tracked, computed)
+        takes_over = self.streams.under_way and tracked.handoff.announced is not None and self._chunks.nameable(tracked)
+        if takes_over and self.streams.take_over(self._chunks.names(tracked, self._plan.most(request))):
+            self._expecting = True
+            return None, False
         tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if lookup is None or not may_load or not self._chunks.nameable(tracked):
@@ -150,10 +159,9 @@ class SchedulerSide:
                 tracked.looking = request_span(
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
                 )
-            reach = lookup.find(names, request.request_id, at_hand=at_hand)
-            if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
-                self._lost = False
-                self._begin_epoch(reach.epoch)
+            reach = self._find(lookup, names, request.request_id, at_hand)
+            if tracked.handoff.announced is not None:
+                tracked.outcome.streamed += self._chunk * self.streams.came(names[: at_hand // self._chunk])
             parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
             found = tracked.found = FoundPrefix(at_hand, reach.chunks * self._chunk, parting)
             tracked.outcome.looked_up(found.end, self._reason(tracked, found.end, reach.reason))
@@ -181,14 +189,40 @@ class SchedulerSide:
         tracked.load = ProposedLoad(computed, end, external)
         return external, self._config.load == "async"
 
+    def _matched_stream(self, tracked: TrackedRequest, computed: int) -> tuple[int | None, bool]:
+        """Returns what `matched_tokens` does, for a request that only has its prompt's chunks loaded as they appear."""
+        if (
+            not tracked.may_load
+            or self._clock() >= tracked.arrived + self.streams.longest_s
+            or not self._chunks.nameable(tracked)
+        ):
+            return 0, False
+        if self._lookup is not None and self._lookup.available:
+            tracked.load = self.streams.propose(tracked, computed)
+        if tracked.load is None:
+            self._expecting = True
+            return None, False
+        return tracked.load.tokens, True
+
+    def _find(self, lookup: LookupClient, names: Sequence[bytes], request_id: str, at_hand: int) -> Found:
+        """Looks up a prompt. Takes notice of another version of the weights."""
+        reach = lookup.find(names, request_id, at_hand=at_hand)
+        if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
+            self._lost = False
+            self._begin_epoch(reach.epoch)
+        return reach
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
         tracked = self.track(request)
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
             return
-        first, last = proposed.start // self._chunk, proposed.end // self._chunk
         ids = blocks.get_block_ids()
+        if tracked.streams and external == proposed.tokens:
+            self.streams.begin(tracked, proposed, ids[self._plan.layers[0].number])
+            return
+        first, last = proposed.start // self._chunk, proposed.end // self._chunk
         parts = [self._load_part(tracked, place, ids, proposed) for place in range(len(self._plan.layers))]
         # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
         # that was never loaded
@@ -211,11 +245,17 @@ class SchedulerSide:
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
+        now = self._clock()
+        self._loads += self.streams.expired(now)
+        if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
+            stream.tracked.looked_up = True
+            found = self._find(self._lookup, stream.names, stream.tracked.id, stream.done * self._chunk)
+            self._loads += self.streams.load(stream, found, self._outdated.epoch, now)
         step = Step(
             loads=self._loads,
             stores=self._late,
             nothing_to_compute=output.total_num_scheduled_tokens == 0,
-            expecting=self._expecting,
+            expecting=self._expecting or self.streams.under_way,
         )
         self._loads, self._late = [], []
         self._expecting = False
@@ -250,6 +290,8 @@ class SchedulerSide:
             if job is not None and job.chunks.group == 0 and self._lookup is not None:
                 ended = zip(job.chunks.names, job.outcomes, strict=True)
                 self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
+        for request_id, (ranks, loaded) in report.streams.items():
+            self._loads += self.streams.advance(request_id, ranks, loaded, self._clock())
         for request_id, loaded in report.loads.items():
             if (tracked := self._requests.get(request_id)) is None:
                 continue
@@ -277,6 +319,7 @@ class SchedulerSide:
     def _finished(self, request: Request) -> dict[str, Any] | None:
         tracked = self._requests.pop(request.request_id, None)
         self._holding.pop(request.request_id, None)
+        self._loads += self.streams.leave(request.request_id)
         if tracked is not None:
             tracked.looking.end("the request ended")
             tracked.loading.end("the request ended")
@@ -348,6 +391,7 @@ class SchedulerSide:
         return True
 
     def _begin_epoch(self, epoch: str) -> None:
+        self.streams.stop()
         for tracked in self._requests.values():
             tracked.found = tracked.hidden = None
             tracked.planned.clear()

@@ -36,6 +36,8 @@ class LoadOp:
     """The weights version in which the chunks were found."""
     in_step: bool = False
     """The request computes in the step that begins the load, and so what it computes counts only if the load succeeds."""
+    streams: bool = False
+    """A part of a stream: the request goes on waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class StepReport:
     loads: dict[str, Loaded] = field(default_factory=dict)
     """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where. One that failed has a
     reason other than `none`."""
+    streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
+    """Parts of streams: how many ranks are done, and what the worst of them has loaded."""
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Returns the report of two ranks together. vLLM calls this."""
@@ -80,4 +84,11 @@ class StepReport:
         for request_id, loaded in other.loads.items():
             pair = (loads.get(request_id, loaded), loaded)
             loads[request_id] = min(pair, key=lambda one: (one.reason == "none", one.chunks))  # the worst
-        return StepReport(jobs, loads)
+        streams = dict(self.streams)
+        for request_id, (ranks, loaded) in other.streams.items():
+            before, worst = streams.get(request_id, (0, loaded))
+            streams[request_id] = (
+                before + ranks,
+                min(worst, loaded, key=lambda one: (one.reason == "none", one.chunks)),
+            )
+        return StepReport(jobs, loads, streams)

@@ -83,7 +83,8 @@ class WorkerSide:
             else:
                 with self._changed:
                     self._under_way += 1
-                    self._wanted.add(op.request_id)
+                    if not op.streams:
+                        self._wanted.add(op.request_id)
                 self._load_queue.put((op, deadline))
 
     def save(self, step: Step) -> None:
@@ -106,7 +107,9 @@ class WorkerSide:
                 if op.in_step:  # a load of which nothing is known has failed
                     self._note_end(op, self._in_step.pop(op.request_id, Loaded(0, "error")))
             self._wanted -= finished
-            something_ended = self._ended.finished or self._ended.bad_blocks or self._report.jobs
+            something_ended = (
+                self._ended.finished or self._ended.bad_blocks or self._report.jobs or self._report.streams
+            )
             if step.nothing_to_compute and (self._under_way or step.expecting) and not something_ended:
                 self._changed.wait(_IDLE_WAIT_S)
             ended, self._ended = self._ended, EndedLoads(set(), set(), set())
@@ -115,7 +118,7 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Returns the report for the scheduler; None if nothing ended."""
         with self._changed:
-            if not self._report.jobs and not self._report.loads:
+            if self._report == StepReport():
                 return None
             report, self._report = self._report, StepReport()
             return report
@@ -136,15 +139,18 @@ class WorkerSide:
     def _run_loads(self) -> None:
         while (item := self._load_queue.get()) is not None:
             op, deadline = item
-            wanted, end = op.request_id in self._wanted, Loaded(0, "error")
+            wanted, end = op.streams or op.request_id in self._wanted, Loaded(0, "error")
             if wanted and not self._closing:
                 end = self._load(op, deadline)
             with self._changed:
                 self._under_way -= 1
-                self._wanted.discard(op.request_id)
-                self._ended.finished.add(op.request_id)
-                if wanted:
-                    self._note_end(op, end)
+                if op.streams:
+                    self._report.streams[op.request_id] = (1, end)
+                else:
+                    self._wanted.discard(op.request_id)
+                    self._ended.finished.add(op.request_id)
+                    if wanted:
+                        self._note_end(op, end)
                 self._changed.notify_all()
 
     def _note_end(self, op: LoadOp, end: Loaded) -> None:

@@ -56,6 +56,10 @@ class Setting(NamedTuple):
     drafts: bool = False
     resets: float = 0.0
     """The share of steps with a reset before them."""
+    streams: float = 0.0
+    """The share of prompts that another node computes, and that are streamed meanwhile."""
+    stream_s: float = 600.0
+    """How long a stream may last."""
 
 
 class FailingCache:
@@ -88,7 +92,9 @@ class FailingCache:
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
-    def load(self, names: Sequence[bytes], blocks: Sequence[int], *, epoch: str = "", **_: Any) -> Loaded:
+    def load(
+        self, names: Sequence[bytes], blocks: Sequence[int], *, session: str, epoch: str = "", timeout: float
+    ) -> Loaded:
         history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
@@ -117,6 +123,7 @@ class FailingCache:
             if epoch != history.epoch:
                 return Loaded(0, "reset")
         history.loaded += good == len(names)
+        history.streamed += session.endswith("-stream") and good == len(names)
         return Loaded(good, "none" if good == len(names) else "damaged")
 
 
@@ -186,10 +193,16 @@ class History:
         """The weights with which each request began."""
         self._requests: dict[str, Any] = {}
         self._aborted: set[str] = set()
+        self._elsewhere: list[Any] = []
+        """Requests whose prompts another node computes."""
+        self._cancelled: list[str] = []
+        """Streams whose proxy is about to cancel them."""
+        self.streamed = 0
         chunk = setting.per_chunk * BLOCK
         tree = {
             "cache": {"chunk_size": chunk},
             "engine": {"kind": "vllm", "model": str(model)},
+            "handoff": {"wait_ms": 20},
             "connector": {"load": setting.load, "recompute": setting.recompute, "store_generated": True},
             "nodes": [{"name": "master", "role": "master", "port": 1}, {"name": "a", "role": "prefill", "port": 2}],
         }
@@ -221,6 +234,7 @@ class History:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.vllm = Scheduler(config, groups, StructuredOutputManager(config), block_size=BLOCK)
         side = self.vllm.connector._scheduler  # type: ignore[union-attr]
+        side.streams.longest_s = setting.stream_s
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
         cache = self.vllm.connector._settings.node.cache  # type: ignore[union-attr]
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
@@ -234,10 +248,11 @@ class History:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
         made = steps = 0
         rng, blocks = self.rng, self.vllm.kv_cache_manager.block_pool
-        while made < REQUESTS or self.vllm.requests or self.vllm.connector.has_pending_push_work():
+        while made < REQUESTS or self._elsewhere or self.vllm.requests or self.vllm.connector.has_pending_push_work():
             while made < REQUESTS and len(self.vllm.requests) < 12 and rng.random() < 0.4:
                 self._begin_request(f"request-{made}")
                 made += 1
+            self._compute_elsewhere()
             if self.vllm.requests and rng.random() < 0.02:
                 self._abort()
             if rng.random() < 0.35:  # others need the memory
@@ -266,11 +281,51 @@ class History:
         prompt += [rng.randrange(VOCABULARY) for _ in range(more)]
         params = SamplingParams(max_tokens=rng.choice([1, 1, 2, 5, 20]), ignore_eos=True, temperature=0)
         room = (self.setting.blocks - 2) * BLOCK - 24
-        request = Request(request_id, prompt[: min(300, room)], params, None, block_hasher=self._hasher)
-        self._requests[request_id] = request
-        self._begun[request_id] = self.weights
+        prompt = prompt[: min(300, room)]
+        request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
+        if rng.random() < self.setting.streams:
+            told = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"stream": True}}}
+            one = SamplingParams(max_tokens=1, temperature=0, extra_args=told)
+            self._elsewhere.append(request)
+            self._learn(request)
+            request = Request(f"{request_id}-stream", prompt, one, None, block_hasher=self._hasher)
+        self._add(request)
+
+    def _add(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+        self._begun[request.request_id] = self.weights
         self._learn(request)
         self.vllm.add_request(request)
+
+    def _compute_elsewhere(self) -> None:
+        """Lets other nodes store chunks, end or fail, and proxies cancel streams before or after the request that is to be answered comes."""
+        rng, chunk = self.rng, self.setting.per_chunk * BLOCK
+        for request in list(self._elsewhere):
+            names = stride_hashes(request.block_hashes, self.setting.per_chunk)[: request.num_tokens // chunk]
+            with self.lock:
+                missing = [name for name in names if name not in self.pool]
+                for name in missing[: rng.choice([0, 0, 1, 2])]:
+                    self.pool[name] = self.right_chunks[name]
+            if missing and rng.random() > 0.03:
+                continue
+            self._elsewhere.remove(request)
+            self._cancelled.append(f"{request.request_id}-stream")
+            if not missing:
+                tokens = {"prefix_tokens": len(names) * chunk}
+                request.kv_transfer_params = {"do_remote_prefill": True, "pd_cache": tokens}
+            if rng.random() < 0.5:
+                self._cancel()
+            self._add(request)
+        if rng.random() < 0.2:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        while self._cancelled:
+            if (request_id := self._cancelled.pop()) in self.vllm.requests:
+                self._aborted.add(request_id)
+                self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def begin_epoch(self) -> None:
         """Changes the weights, and with them what is right. Call it with the lock held: stores compare with what is right in their epoch."""
@@ -430,14 +485,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(per_chunk=3, blocks=300, recompute="block"),
         Setting(fail=0.2, blocks=80, drafts=True, resets=0.05),
         Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
+        Setting(load="async", fail=0.1, blocks=200, streams=0.6),
+        Setting(load="async", fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
 )
 def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(
     setting: Setting, tiny: Path, tmp_path: Path
 ) -> None:
-    loaded = seed = 0
-    while seed < 2 or not loaded:  # what becomes of a load depends on threads, too
+    loaded = streamed = seed = 0
+    while (
+        seed < 2 or not loaded or (setting.streams and not streamed)
+    ):  # what becomes of a load depends on threads, too
         assert seed < 10, "no load brought all of its chunks"
         history = History(setting, seed, tiny, tmp_path)
         try:
@@ -445,4 +504,5 @@ def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(
         finally:
             assert history.worker.close(60)
         loaded += history.loaded
+        streamed += history.streamed
         seed += 1

@@ -1,0 +1,212 @@
+"""Streams: prompts whose chunks are loaded while a prefill node computes them.
+
+A proxy sends a decode node the prompt before it is computed, in a request that only holds blocks: vLLM takes it for one with a long load. Each
+chunk that appears in the pool is loaded into these blocks and put into vLLM's own prefix cache. There the request that is to be answered finds
+them, which comes when the prompt has been computed. So a stream may end at any moment, and nothing but a head start is lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pd_cache.reasons import Found, Loaded
+from pd_cache.tracing import Tracing
+from pd_cache.vllm.requests import ChunkPlan, PromptChunks, ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.steps import GroupChunks, LoadOp
+
+if TYPE_CHECKING:  # so that tests can replay histories without vLLM
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+_SHARE, _OF_FREE = 4, 2
+"""All streams together hold at most a quarter of the blocks; a new one at most half of those that are free."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.020
+"""The first and the longest time between two lookups of one stream."""
+_APART_S = 0.005
+"""The least time between two lookups of all streams, however many there are."""
+_REMEMBERED = 1 << 14
+
+
+class Stream:
+    """One of them."""
+
+    def __init__(
+        self, tracked: TrackedRequest, names: Sequence[bytes], blocks: Sequence[int], start: int, longest_s: float
+    ) -> None:
+        self.tracked = tracked
+        self.names = names
+        self.blocks = blocks
+        """Those of all its tokens. The first `start` tokens were at hand."""
+        self.start = start
+        self.done = 0
+        """How many chunks are loaded, or were at hand."""
+        self.over = False
+        """Whether nothing more is loaded."""
+        self.outdated = False
+        """Whether the weights have changed since it began, so that nothing of it may get into vLLM's own cache."""
+        self.left = False
+        """Whether the request has ended, so that vLLM waits for its blocks."""
+        self.ranks = 0
+        """How many ranks still load a part of it. If any does, no other part is begun."""
+        self.loaded = Loaded(0)
+        """What those did that have ended: the worst of them."""
+        self.until = tracked.arrived + longest_s
+        self.poll_s = self.next_poll = 0.0
+
+
+class Streams:
+    """One per engine, on the scheduler's thread."""
+
+    def __init__(self, plan: ChunkPlan, chunks: PromptChunks, tracing: Tracing) -> None:
+        self.longest_s = 600.0
+        """A stream that nobody cancelled ends after this time. vLLM then computes its prompt like any other."""
+        self._plan = plan
+        self._chunks = chunks
+        self._tracing = tracing
+        self._manager: KVCacheManager
+        self._streams: dict[str, Stream] = {}
+        self._next_poll = 0.0
+        self._came: OrderedDict[bytes, None] = OrderedDict()
+        """The names of the chunks that came last."""
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Takes the manager that knows each request's blocks."""
+        self._manager = manager
+
+    @property
+    def possible(self) -> bool:
+        """Whether this engine has streams: its loads begin before its requests compute, and its own cache may hold any part of a prompt."""
+        return self._plan.streams and self._manager.enable_caching
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._streams)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether requests have ended whose blocks are still to be given back. If so, the engine has to keep stepping."""
+        return any(stream.left for stream in self._streams.values())
+
+    # --- a stream's way ------------------------------------------------------------------------------------------
+
+    def propose(self, tracked: TrackedRequest, computed: int) -> ProposedLoad | None:
+        """Returns the load to propose to vLLM, whose own cache has the first `computed` tokens; None if there is no room or nothing to load."""
+        block, plan, request = self._plan.layers[0].block_size, self._plan, tracked.request
+        tokens = plan.loadable(request) - computed
+        needed, free = -(-tokens // block), self._manager.block_pool.get_num_free_blocks()
+        held = sum(len(stream.blocks) - stream.start // block for stream in self._streams.values())
+        if (
+            tokens <= 0
+            or held + needed > self._manager.block_pool.num_gpu_blocks // _SHARE
+            or needed > free // _OF_FREE
+        ):
+            return None
+        self._chunks.names(tracked, plan.most(request))
+        return ProposedLoad(computed, computed + tokens, tokens)
+
+    def begin(self, tracked: TrackedRequest, proposed: ProposedLoad, blocks: Sequence[int]) -> None:
+        """Takes the blocks that vLLM has allocated."""
+        # whole chunks only: the rest is for the request that is to be answered
+        count = min(self._plan.most(tracked.request), len(blocks) * self._plan.layers[0].block_size // self._plan.chunk)
+        stream = Stream(tracked, self._chunks.names(tracked, count), blocks, proposed.start, self.longest_s)
+        stream.done = min(count, proposed.start // self._plan.chunk)
+        self._streams[tracked.id] = stream
+        tracked.loading = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=proposed.tokens)
+
+    def due(self, now: float) -> Stream | None:
+        """Returns a stream to look up now, from chunk `done` on."""
+        if now < self._next_poll:
+            return None
+        waiting = [one for one in self._streams.values() if not (one.over or one.ranks) and one.done < len(one.names)]
+        stream = min(waiting, key=lambda one: one.next_poll, default=None)
+        if stream is None or stream.next_poll > now:
+            return None
+        self._next_poll = now + _APART_S
+        return stream
+
+    def load(self, stream: Stream, found: Found, epoch: str, now: float) -> list[LoadOp]:
+        """Returns the load of what a lookup has found in this version of the weights."""
+        if found.chunks <= stream.done or stream.over:
+            stream.poll_s = min(2 * stream.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
+            stream.next_poll = now + stream.poll_s
+            return []
+        stream.poll_s = 0.0
+        block, per_chunk = self._plan.layers[0].block_size, self._plan.chunk // self._plan.layers[0].block_size
+        first, at_hand = stream.done * per_chunk, stream.start // block
+        blocks = [-1] * max(0, at_hand - first) + list(stream.blocks[max(first, at_hand) : found.chunks * per_chunk])
+        part = GroupChunks(0, list(stream.names[stream.done : found.chunks]), blocks)
+        stream.ranks, stream.loaded = self._plan.ranks, Loaded(found.chunks - stream.done)
+        return [LoadOp(stream.tracked.id, [part], [], epoch, streams=True)]
+
+    def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> list[LoadOp]:
+        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache. Returns the end of a stream whose
+        request has ended."""
+        stream = self._streams[request_id]
+        stream.ranks -= ranks
+        stream.loaded = min(stream.loaded, loaded, key=lambda one: one.chunks)
+        if stream.ranks > 0:
+            return []
+        came = stream.names[stream.done : stream.done + stream.loaded.chunks]
+        stream.over |= loaded.reason != "none"
+        stream.done += len(came)
+        stream.next_poll = now
+        if came and not stream.outdated:
+            self._manager.cache_blocks(stream.tracked.request, stream.done * self._plan.chunk)
+            self._came.update(dict.fromkeys(came))
+        while len(self._came) > _REMEMBERED:
+            self._came.popitem(last=False)
+        return self.leave(request_id) if stream.left else []
+
+    def expired(self, now: float) -> list[LoadOp]:
+        """Ends the streams that nobody has cancelled. Returns what to tell the workers: their loads have failed."""
+        late = [one for one in self._streams.values() if now >= one.until and not one.ranks and not one.left]
+        per_chunk = self._plan.chunk // self._plan.layers[0].block_size
+        for one in late:
+            self._forget(one, "nobody cancelled it")
+            one.tracked.may_load = False
+        return [LoadOp(one.tracked.id, [], list(one.blocks[one.done * per_chunk :])) for one in late]
+
+    def leave(self, request_id: str) -> list[LoadOp]:
+        """Notes that the request has ended. Returns what to tell the workers, so that vLLM gives its blocks back; nothing while they load."""
+        if (stream := self._streams.get(request_id)) is None:
+            return []
+        stream.left = stream.over = True
+        if stream.ranks:
+            return []
+        self._forget(stream, "")
+        return [LoadOp(request_id, [], [])]
+
+    def stop(self) -> None:
+        """Loads nothing more for the streams under way: the weights have changed."""
+        for stream in self._streams.values():
+            stream.over = stream.outdated = True
+
+    # --- the request that is to be answered --------------------------------------------------------------------------
+
+    def take_over(self, names: Sequence[bytes]) -> bool:
+        """Ends the streams of this prompt. Returns whether a part is still being loaded, which the request should wait for."""
+        same = [
+            one
+            for one in self._streams.values()
+            if one.names and len(names) >= len(one.names) and names[len(one.names) - 1] == one.names[-1]
+        ]
+        for one in same:
+            one.over = True
+        return any(one.ranks for one in same)
+
+    def came(self, names: Sequence[bytes]) -> int:
+        """Returns how many of these chunks came by a stream. Says so only once."""
+        count = 0
+        for name in names:
+            if name in self._came:
+                del self._came[name]
+                count += 1
+        return count
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _forget(self, stream: Stream, why: str) -> None:
+        del self._streams[stream.tracked.id]
+        stream.tracked.loading.note(loaded=max(0, stream.done * self._plan.chunk - stream.start))
+        stream.tracked.loading.end(why)
