@@ -267,13 +267,10 @@ class PromptChunks:
         names, request = tracked.names, tracked.request
         if len(names) < count:
             if self._by_tokens:
-                tracked.names = names = self.database.name_chunks(
-                    list(request.all_token_ids), None, _isolation(tracked)
-                )
+                tracked.names = names = self.database.name_chunks(request.all_token_ids, None, _isolation(tracked))
             else:
                 stride = self._plan.chunk // self._plan.hash_block_size
-                new = request.block_hashes[len(names) * stride : count * stride]
-                further = stride_hashes(new, stride)
+                further = stride_hashes(request.block_hashes[len(names) * stride : count * stride], stride)
                 # vLLM's hashes take in the adapter's name and path, and not its weights
                 names += fold_names(further, tracked.identity) if tracked.identity else further
         return names[:count]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import hashlib
 import struct
 import threading
+from collections import UserList
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -66,42 +70,87 @@ def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one: list[i
     assert len(hashes[0]) == len(one) // 8
 
 
-@given(token_lists)
-def test_tokens_have_the_same_bytes_in_every_form(tokens: list[int]) -> None:
-    expected = struct.pack(f"<{len(tokens)}i", *tokens)
-    strided = torch.tensor([[token, 0] for token in tokens], dtype=torch.int64).view(-1, 2)[:, 0]
-    part = torch.tensor([5, *tokens], dtype=torch.int32)[1:]
-    for form in (
-        tokens,
+int32s = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 127), max_size=40)
+
+
+class OtherSequence(UserList[int]):
+    """A sequence that is neither a list nor a buffer, as the tokens of vLLM's requests are."""
+
+
+@given(int32s, st.data())
+def test_every_form_of_the_same_tokens_has_the_same_names(tokens: list[int], data: st.DataObject) -> None:
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    numpy_type = data.draw(st.sampled_from([one for one in "bBhHiIlL" if fits(one, low, high)]))
+    order = data.draw(st.sampled_from("<>"))
+    values = np.array(tokens, dtype=np.dtype(numpy_type).newbyteorder(order))
+    tensor = torch.from_numpy(np.array(tokens, dtype=numpy_type))
+    forms: list[Any] = [
         tuple(tokens),
+        OtherSequence(tokens),
         array.array("i", tokens),
-        torch.tensor(tokens, dtype=torch.int64),
-        strided,
-        part,
-    ):
+        array.array("q", tokens),
+        memoryview(array.array("i", tokens)),
+        memoryview(array.array("q", tokens)),
+        memoryview((ctypes.c_int32 * len(tokens))(*tokens)),
+        values,
+        np.stack([values, values], axis=1)[:, 0],
+        np.concatenate([values, values])[len(tokens) :],
+        tensor,
+        torch.stack([tensor, tensor], dim=1)[:, 0],
+        [np.int64(token) for token in tokens],
+    ]
+    if low >= 0 and high < 256:
+        forms.append(bytes(tokens))
+    expected = struct.pack(f"<{len(tokens)}i", *tokens)
+    names = database().name_chunks(tokens)
+    for form in [tokens, *forms]:
         assert token_bytes(form) == expected
-    small = [token % 128 for token in tokens]
-    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64):
-        assert token_bytes(torch.tensor(small, dtype=dtype)) == token_bytes(small)
+        assert database().name_chunks(form) == names
+
+
+def fits(numpy_type: str, low: int, high: int) -> bool:
+    return bool(np.iinfo(numpy_type).min <= low and high <= np.iinfo(numpy_type).max)
+
+
+FLOATS, PLANE = np.array([1.0]), np.array([[1, 2]], dtype=np.int32)
 
 
 @pytest.mark.parametrize(
-    "tokens",
+    ("tokens", "message"),
     [
-        [1.5],
-        ["a"],
-        [2**31],
-        torch.tensor([1.0]),
-        torch.tensor([[1]]),
-        torch.tensor([2**32 + 5]),
-        torch.tensor([2**31], dtype=torch.uint32),
-        torch.tensor([2**63], dtype=torch.uint64),
-        torch.tensor([True]),
-        None,
+        ([1.5], "integers that fit an int32"),
+        (["a"], "integers that fit an int32"),
+        ("text", "integers that fit an int32"),
+        ([2**31], "integers that fit an int32"),
+        ([-(2**31) - 1], "integers that fit an int32"),
+        ([1, 2**32], "integers that fit an int32"),
+        (None, "integers that fit an int32"),
+        (7, "integers that fit an int32"),
+        (array.array("q", [2**31]), "integers that fit an int32"),
+        (array.array("I", [2**31]), "integers that fit an int32"),
+        (array.array("d", [1.0]), "integers that fit an int32"),
+        (memoryview(PLANE), "integers that fit an int32"),
+        (memoryview(FLOATS), "integers that fit an int32"),
+        (FLOATS, r"1-D and integers, got \(1,\) float64"),
+        (PLANE, r"1-D and integers, got \(1, 2\) int32"),
+        (np.int64(7), r"1-D and integers, got \(\) int64"),
+        (np.array([True]), r"1-D and integers, got \(1,\) bool"),
+        (np.array([1], dtype=object), r"1-D and integers, got \(1,\) object"),
+        (np.array([]), r"1-D and integers, got \(0,\) float64"),
+        (np.array([0, 2**31]), "values from 0 to 2147483648"),
+        (np.array([-(2**31) - 1, 0]), "values from -2147483649 to 0"),
+        (torch.tensor([1.0]), r"1-D and integers, got \(1,\) torch.float32"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "torch.bfloat16"),
+        (torch.tensor([1j]), "torch.complex64"),
+        (torch.tensor([[1]]), r"1-D and integers, got \(1, 1\) int64"),
+        (torch.tensor([2**32 + 5]), "values from 4294967301"),
+        (torch.tensor([2**31], dtype=torch.uint32), "values from 2147483648"),
+        (torch.tensor([2**63], dtype=torch.uint64), "values from 9223372036854775808"),
+        (torch.tensor([True]), r"1-D and integers, got \(1,\) bool"),
     ],
 )
-def test_tokens_that_are_no_int32_are_refused(tokens: object) -> None:
-    with pytest.raises(ValueError, match="token"):
+def test_what_cannot_be_token_ids_is_refused_with_what_was_expected(tokens: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tokens must.*{message}"):
         token_bytes(tokens)  # type: ignore[arg-type]
 
 
