@@ -82,7 +82,7 @@ def running(
         file.write_text(text, encoding="utf-8")
         with Supervisor(resolved.supervisor, sink=sink) as supervisor:
             supervisor.start(
-                [[_program(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
+                [[program_of(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
             )
             yield LocalCluster(resolved, supervisor)
 
@@ -104,7 +104,8 @@ def _note_of(file: Path) -> str:
     return f"up-{hashlib.sha256(os.fsencode(os.path.realpath(file))).hexdigest()[:16]}.yaml"
 
 
-def _program(node: Node, file: Path) -> Program:
+def program_of(node: Node, file: Path) -> Program:
+    """Returns the command that runs a node of `file`, in which each port is chosen."""
     command = (sys.executable, "-m", "launch", "launch", node.role, "-c", str(file), "--node", node.name)
     return Program(name=node.name, argv=command)
 

@@ -25,18 +25,25 @@ def vllm_server(
     *more: str,
     ready_timeout_s: float = 600.0,
     program: str = "vllm",
+    host: str = "127.0.0.1",
+    inside: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yields a server of `model` under the name `name`, on a free port of this machine; its URL. `program` is vLLM's command.
+    """Yields a server of `model` under the name `name`, on a free port of `host`; its URL. `program` is vLLM's command. `inside` is a
+    command that runs it in a network namespace of its own, which has `host`.
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """
-    with bound_socket("127.0.0.1", 0) as free:
-        port = int(free.getsockname()[1])
+    port = 8000
+    if not inside:
+        with bound_socket(host, 0) as free:
+            port = int(free.getsockname()[1])
     command = (
+        *inside,
         executable(program),
         "serve",
         str(model),
         f"--served-model-name={name}",
+        f"--host={host}",
         f"--port={port}",
         *flags(arguments),
         *more,
@@ -51,5 +58,5 @@ def vllm_server(
     with ForeignProgram(
         "vLLM", lambda: Child(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
     ) as vllm:
-        vllm.wait_serving(StopFlag(), lambda: healthy("127.0.0.1", port), ready_timeout_s)
-        yield f"http://127.0.0.1:{port}"
+        vllm.wait_serving(StopFlag(), lambda: healthy(host, port), ready_timeout_s)
+        yield f"http://{host}:{port}"

@@ -1,6 +1,7 @@
 """Time to first token with vLLM: a full hit from the pool against recompute, and against vLLM's own MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
+    pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
 
 Servers of one model are up one after the other, because several on one machine slow each other down: a plain one, and of each
 connector A, which computes and stores, and B, which takes what A stored. Runs in an environment that has vLLM (`make test-vllm` sets one
@@ -20,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
@@ -60,7 +61,7 @@ TOKEN_BYTES: dict[ModelKind, int] = {
     "ernie": _KV_BYTES,
 }
 """What our connector moves for a token of a long prompt: the KV of layers with full attention. Windows and states come on top, once."""
-_ENV = {
+ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # "auto" gives one server more cores than another
@@ -68,7 +69,7 @@ _ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-_READY_S = 600.0
+READY_S = 600.0
 _SETTLE_S = 60.0
 
 
@@ -76,34 +77,35 @@ class OpenAIServer:
     """An OpenAI-compatible server at `url`."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
-    def first_token(self, prompt: Sequence[int]) -> float:
-        """Returns the seconds from sending a request to its first token."""
+    def first_token(self, prompt: Sequence[int], **fields: object) -> float:
+        """Returns the seconds from sending a request, with these fields besides, to its first token."""
         body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
-        encoded = json.dumps({**body, "return_token_ids": True}).encode()
+        encoded = json.dumps({**body, "return_token_ids": True, **fields}).encode()
         start = time.perf_counter()
-        with self._ask("/v1/completions", encoded, timeout=300) as answer:
+        with self.ask("/v1/completions", encoded, timeout=300) as answer:
             for line in answer:
-                if line.startswith(b"data: {"):
+                if line.startswith(b"data: {") and b'"choices"' in line:
                     seconds = time.perf_counter() - start
                     answer.read()
                     return seconds
-        raise RuntimeError(f"{self._url} answered without a token")
+        raise RuntimeError(f"{self.url} answered without a token")
 
     def forget(self) -> None:
         """Empties vLLM's own prefix cache; waits until no store holds its blocks any more."""
         end = time.monotonic() + _SETTLE_S
         while True:
-            self._ask("/reset_prefix_cache", b"").close()
+            self.ask("/reset_prefix_cache", b"").close()
             if self.cached_share() == 0:
                 return
             if time.monotonic() > end:
-                raise RuntimeError(f"{self._url} still holds blocks {_SETTLE_S:g} s after its last request")
+                raise RuntimeError(f"{self.url} still holds blocks {_SETTLE_S:g} s after its last request")
             time.sleep(0.1)
 
-    def _ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
-        request = urllib.request.Request(self._url + path, body, {"Content-Type": "application/json"})
+    def ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
+        """Returns the answer, which the caller closes."""
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
 
@@ -113,7 +115,7 @@ class OpenAIServer:
 
     def metric(self, name: str, label: str = "", value: str = "") -> dict[str, float]:
         """Returns the values of a metric, of all label sets in which `label` has this value."""
-        with self._ask("/metrics") as answer:
+        with self.ask("/metrics") as answer:
             lines = answer.read().decode().splitlines()
         wanted = f'{label}="{value}"' if label else ""
         return {
@@ -125,6 +127,7 @@ class OpenAIServer:
 
 Start = Callable[[str], AbstractContextManager[str]]
 """Starts the node `a` or `b` of a connector; yields its URL."""
+Peer = Literal["mooncake", "nixl"]
 Prompts = Mapping[int, Sequence[Sequence[int]]]
 """By length in tokens: prompts that are a token longer."""
 
@@ -164,7 +167,7 @@ def arguments(positions: int, kind: ModelKind) -> dict[str, Any]:
 
 def vllm(model: Path, flags: dict[str, Any], env: dict[str, str], *more: str) -> AbstractContextManager[str]:
     """Returns a server that is started when the block is entered."""
-    return vllm_server(model, "bench", flags, {**_ENV, **env}, *more, ready_timeout_s=_READY_S)
+    return vllm_server(model, "bench", flags, {**ENV, **env}, *more, ready_timeout_s=READY_S)
 
 
 def connector_flag(connector: str, role: str, **more: object) -> str:
@@ -178,7 +181,7 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
         name="bench",
         transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
         cache=CacheConfig(),
-        engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=_ENV),
+        engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=ENV),
         connector=ConnectorConfig(),
         nodes=(
             master,
@@ -301,10 +304,29 @@ def lookup_p99_ms(master: str, tokens: int) -> float:
 
 @click.command()
 @option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
-@option("--rounds", default=5, type=click.IntRange(3))
+@option("--rounds", default=5, type=click.IntRange(1))
 @option("--model-kind", "kind", default="llama", type=click.Choice(get_args(ModelKind)))
+@option("--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off.")
+@option(
+    "--link", help="With --pd: a link of this rate between the two, such as 1gbit; needs root. By default loopback."
+)
+@option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(get_args(Peer)),
+    help="With --pd: vLLM's own connectors to compare with.",
+)
 @output_options
-def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) -> None:
+def main(
+    lengths: tuple[int, ...],
+    rounds: int,
+    kind: ModelKind,
+    pd: bool,
+    link: str | None,
+    peers: tuple[Peer, ...],
+    **output: Any,
+) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
@@ -314,6 +336,11 @@ def main(lengths: tuple[int, ...], rounds: int, kind: ModelKind, **output: Any) 
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar, ExitStack() as stack:
         folder = Path(name)
         model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind)
+        if pd:
+            from bench.suites.ttft_pd import measure_handoffs
+
+            finish(*measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind]), **output)
+            return
         rng = random.Random(0)
         prompts = {
             tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]

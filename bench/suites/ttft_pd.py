@@ -1,0 +1,251 @@
+"""From the end of a prefill to the decode node's first token: `bench ttft --pd`.
+
+A prefill and a decode node, each with a core of its own, behind a proxy. `never` and `always` are values of `handoff.stream`. Then the same
+with connectors of vLLM's own, where the bench makes both hops. With a link, the decode node is in a network namespace of its own, behind a
+link of this rate; everything else, with all of the pool's memory, is on the prefill node's side. Each prompt is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+import msgspec
+
+from bench.lib.model import VOCABULARY
+from bench.lib.report import Check, at_most
+from bench.lib.vllm_server import vllm_server
+from bench.suites.ttft import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag
+from launch.supervise import Program, Supervisor, end, spawn_child
+from launch.up import choose_ports, program_of, quiet
+from pd_cache.cluster import (
+    ClusterConfig,
+    DecodeNode,
+    HandoffConfig,
+    MasterNode,
+    Node,
+    PrefillNode,
+    ProxyConfig,
+    ProxyNode,
+    StoreNode,
+    SupervisorConfig,
+    VllmEngineConfig,
+    dump_config,
+)
+from transfer.settings import ByteSize, TransferSettings
+
+STREAM: tuple[Literal["never", "always"], ...] = ("never", "always")
+PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnector"}
+STEP = 512
+"""The most tokens of a step. However early the rest was moved, the last step's KV is moved after the prefill's end."""
+_COMMANDS = ("ip", "tc", "unshare", "nsenter")
+
+
+class Link(NamedTuple):
+    """Addresses of the prefill and the decode node, and the command that runs another one at the decode node's."""
+
+    here: str
+    there: str
+    inside: tuple[str, ...] = ()
+
+
+@contextmanager
+def linked(rate: str | None) -> Iterator[Link]:
+    """Yields two hosts with a link of this rate (as `tc` writes it) in both directions, or loopback. Raises ClickException if this
+    user or machine cannot have such hosts."""
+    if rate is None:
+        yield Link("127.0.0.1", "127.0.0.1")
+        return
+    if os.geteuid() != 0 or not all(map(shutil.which, _COMMANDS)):
+        needs = f"it needs root, and the commands {', '.join(_COMMANDS)}"
+        raise click.ClickException(f"--link makes a network namespace: {needs}")
+    # the namespace and its link end with this process
+    holder = spawn_child(("unshare", "--net", "sh", "-c", "echo; exec sleep infinity"), stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    try:
+        holder.stdout.readline()
+        number = os.getpid() % 256
+        link = Link(f"198.18.{number}.1", f"198.18.{number}.2", ("nsenter", f"--net=/proc/{holder.pid}/ns/net"))
+        cable = f"pd-bench-{number}"
+        shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
+        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        for inside, device, address in (((), cable, link.here), (link.inside, "eth0", link.there)):
+            _run(*inside, "ip", "addr", "add", f"{address}/30", "dev", device)
+            _run(*inside, "ip", "link", "set", device, "up")
+            _run(*inside, "tc", "qdisc", "add", "dev", device, *shape)
+        _run(*link.inside, "ip", "link", "set", "lo", "up")
+        yield link
+    finally:
+        end([holder], 0)
+        holder.stdout.close()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        raise click.ClickException(f"--link: {' '.join(command)}: {done.stderr.strip()}")
+
+
+Ask = Callable[[Sequence[int]], tuple[float, float]]
+"""Returns when a prompt's prefill ended and when its first token came, in seconds from the request's start."""
+
+
+def env_of(core: int, host: str) -> dict[str, str]:
+    """Returns the environment of a node's vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's memory."""
+    hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), host)
+    ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + core)}
+    return {**ENV, "VLLM_CPU_OMP_THREADS_BIND": str(core), **hosts, **ports, "UCX_TLS": "tcp"}
+
+
+@contextmanager
+def ours(
+    model: Path, flags: dict[str, Any], link: Link, pool: ByteSize, folder: Path
+) -> Iterator[tuple[dict[str, Ask], OpenAIServer]]:
+    """Yields how to ask, for each value of `handoff.stream`, and the decode node."""
+    here, there, none = link.here, link.there, ByteSize(0)
+    config = ClusterConfig(
+        name="bench",
+        transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
+        engine=VllmEngineConfig(model=str(model), name="bench", args=flags),
+        proxy=ProxyConfig(direct_tokens=0),
+        supervisor=SupervisorConfig(ready_timeout_s=READY_S, stop_grace_s=30),
+        nodes=(
+            MasterNode(name="master", host=here, port=0, metrics_port=0),
+            StoreNode(name="store", host=here, segment_size=pool),
+            PrefillNode(name="prefill", host=here, port=0, segment_size=none, env=env_of(0, here)),
+            DecodeNode(name="decode", host=there, port=8000 if link.inside else 0, segment_size=none, env=env_of(1, there)),
+            *(ProxyNode(name=stream, host=here, port=0) for stream in STREAM),
+        ),
+    )  # fmt: skip
+    config = choose_ports(config, [node for node in config.nodes if node.host == here])
+    for stream in STREAM:
+        of_proxy = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
+        (folder / f"{stream}.yaml").write_text(dump_config(of_proxy))
+
+    def program(node: Node) -> Program:
+        # a proxy has the name of its file
+        one = program_of(node, folder / f"{node.name if node.role == 'proxy' else 'always'}.yaml")
+        return dataclasses.replace(one, argv=(*link.inside, *one.argv)) if node.role == "decode" else one
+
+    def asking(proxy: OpenAIServer) -> Ask:
+        def prefills() -> float:
+            return sum(proxy.metric("pd_cache_proxy_prefill_seconds_sum").values())
+
+        def asked(prompt: Sequence[int]) -> tuple[float, float]:
+            before = prefills()
+            first = proxy.first_token(prompt)
+            return prefills() - before, first
+
+        return asked
+
+    with Supervisor(config.supervisor, sink=quiet) as supervisor:
+        master, store, prefill, decode, *proxies = map(program, config.nodes)
+        supervisor.start([master, store, [prefill, decode], proxies])
+        urls = supervisor.ready_urls
+        yield {stream: asking(OpenAIServer(urls[stream])) for stream in STREAM}, OpenAIServer(urls["decode"])
+
+
+@contextmanager
+def theirs(peer: Peer, model: Path, flags: dict[str, Any], link: Link) -> Iterator[tuple[Ask, OpenAIServer]]:
+    """Yields how to ask two nodes with a connector of vLLM's own, one after the other, and the decode node."""
+    nodes = []
+    with ExitStack() as stack:
+        for core, role, host, inside in ((0, "kv_producer", link.here, ()), (1, "kv_consumer", link.there, link.inside)):  # fmt: skip
+            flag = connector_flag(
+                PEERS[peer],
+                role,
+                engine_id=role,
+                kv_buffer_device="cpu",
+                kv_connector_module_path="bench.lib.peer_connectors",
+                kv_connector_extra_config={"mooncake_protocol": "tcp"},
+            )
+            env = env_of(core, host)
+            server = vllm_server(model, "bench", flags, env, flag, ready_timeout_s=READY_S, host=host, inside=inside)
+            nodes.append(OpenAIServer(stack.enter_context(server)))
+        prefill, decode = nodes
+
+        def asked(prompt: Sequence[int]) -> tuple[float, float]:
+            transfer = {"transfer_id": uuid.uuid4().hex}
+            params = {**transfer, "do_remote_decode": True, "do_remote_prefill": False}
+            body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "kv_transfer_params": params}
+            start = time.perf_counter()
+            with prefill.ask("/v1/completions", json.dumps(body).encode(), timeout=300) as answer:
+                handoff = json.loads(answer.read())["kv_transfer_params"]
+            prefilled = time.perf_counter() - start
+            if handoff is None:  # MooncakeConnector leaves it to the proxy
+                address = {"remote_engine_id": "kv_producer", "remote_bootstrap_addr": f"http://{link.here}:8998"}
+                handoff = {**transfer, "do_remote_decode": False, "do_remote_prefill": True, **address}
+            return prefilled, prefilled + decode.first_token(prompt, kv_transfer_params=handoff)
+
+        yield asked, decode
+
+
+def measure_handoffs(
+    model: Path,
+    flags: dict[str, Any],
+    folder: Path,
+    lengths: Sequence[int],
+    rounds: int,
+    rate: str | None,
+    peers: Sequence[Peer],
+    token_bytes: int,
+) -> tuple[dict[str, Any], list[Check]]:
+    """Returns the figures, medians over the rounds, and the targets."""
+    rng = random.Random(0)
+    found: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    flags = {**flags, "max-num-batched-tokens": STEP}
+    pool = ByteSize(len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4)
+
+    def computed(node: OpenAIServer) -> float:
+        return sum(node.metric("vllm:prompt_tokens_by_source_total", "source", "local_compute").values())
+
+    def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
+        for number in range(rounds + 1):
+            for tokens in lengths if number else lengths[:1]:  # the first touches memory that was never touched
+                for way, asked in ways.items():
+                    prompt = [rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)]
+                    before = computed(decode)
+                    prefilled, first = asked(prompt[:tokens])
+                    times = (prefilled, first - prefilled, first, computed(decode) - before, decode.first_token(prompt))
+                    if number:
+                        found.setdefault((tokens, way), []).append(times)
+
+    with linked(rate) as link:
+        with ours(model, flags, link, pool, folder) as (ways, decode):
+            measure(ways, decode)
+        for peer in peers:
+            with theirs(peer, model, flags, link) as (asked, decode):
+                measure({peer: asked}, decode)
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    for tokens in lengths:
+        medians = {}
+        for way in (*STREAM, *peers):
+            # of five columns
+            prefill, after, first, fresh, step = map(statistics.median, zip(*found[tokens, way], strict=True))
+            medians[way] = (prefill, after, first, step)
+            times = {"prefill_ms": prefill, "after_prefill_ms": after, "first_token_ms": first, "step_ms": step}
+            shown = {name: 1000 * seconds for name, seconds in times.items()}
+            rows.append({"tokens": tokens, "way": way, **shown, "computed": fresh})
+            checks.append(at_most(f"{tokens}, {way}: tokens that the decode node computed", fresh, BLOCK))
+        alone, today, _, step = medians["never"]
+        _, streamed, whole, _ = medians["always"]
+        chunk = (today - step) * CHUNK / tokens
+        limit = 1.05 * alone + chunk + step
+        checks += [
+            at_most(f"{tokens}: after prefill, always / never", streamed / today, 0.25),
+            at_most(f"{tokens}: always / (1.05 prefill alone + chunk + step)", whole / limit, 1.0),
+        ]
+    return {"link": rate or "loopback", "results": rows}, checks
