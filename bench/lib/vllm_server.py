@@ -26,19 +26,19 @@ def vllm_server(
     ready_timeout_s: float = 600.0,
     program: str = "vllm",
     host: str = "127.0.0.1",
-    inside: tuple[str, ...] = (),
+    port: int = 0,
+    before: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yields a server of `model` under the name `name`, on a free port of `host`; its URL. `program` is vLLM's command. `inside` is a
-    command that runs it in a network namespace of its own, which has `host`.
+    """Yields a server of `model` under the name `name`, by default on a free port of this machine; its URL. `program` is vLLM's command,
+    `before` a command that runs it.
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """
-    port = 8000
-    if not inside:
+    if not port:
         with bound_socket(host, 0) as free:
             port = int(free.getsockname()[1])
     command = (
-        *inside,
+        *before,
         executable(program),
         "serve",
         str(model),

@@ -53,40 +53,55 @@ STEP = 512
 _COMMANDS = ("ip", "tc", "unshare", "nsenter")
 
 
-class Link(NamedTuple):
-    """Addresses of the prefill and the decode node, and the command that runs another one at the decode node's."""
+class Place(NamedTuple):
+    """Where a node runs, with all its processes."""
 
-    here: str
-    there: str
-    inside: tuple[str, ...] = ()
+    host: str
+    core: int
+    port: int
+    enter: tuple[str, ...]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of its vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's memory."""
+        hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), self.host)
+        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + self.core)}
+        return {**ENV, "VLLM_CPU_OMP_THREADS_BIND": str(self.core), **hosts, **ports, "UCX_TLS": "tcp"}
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """A command that runs another one there."""
+        return (*self.enter, "taskset", "-c", str(self.core))
 
 
 @contextmanager
-def linked(rate: str | None) -> Iterator[Link]:
-    """Yields two hosts with a link of this rate (as `tc` writes it) in both directions, or loopback. Raises ClickException if this
-    user or machine cannot have such hosts."""
+def linked(rate: str | None) -> Iterator[tuple[Place, Place]]:
+    """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link in each direction; None means
+    loopback. Raises ClickException if this user or machine cannot have such a link."""
     if rate is None:
-        yield Link("127.0.0.1", "127.0.0.1")
+        yield Place("127.0.0.1", 0, 0, ()), Place("127.0.0.1", 1, 0, ())
         return
     if os.geteuid() != 0 or not all(map(shutil.which, _COMMANDS)):
         needs = f"it needs root, and the commands {', '.join(_COMMANDS)}"
         raise click.ClickException(f"--link makes a network namespace: {needs}")
-    # the namespace and its link end with this process
-    holder = spawn_child(("unshare", "--net", "sh", "-c", "echo; exec sleep infinity"), stdout=subprocess.PIPE)
+    # the namespaces and the link end with this process; UCX reads in /sys which devices there are
+    script = "mount -t sysfs sysfs /sys && echo && exec sleep infinity"
+    holder = spawn_child(("unshare", "--net", "--mount", "sh", "-c", script), stdout=subprocess.PIPE)
     assert holder.stdout is not None
     try:
         holder.stdout.readline()
         number = os.getpid() % 256
-        link = Link(f"198.18.{number}.1", f"198.18.{number}.2", ("nsenter", f"--net=/proc/{holder.pid}/ns/net"))
+        here = Place(f"198.18.{number}.1", 0, 0, ())
+        there = Place(f"198.18.{number}.2", 1, 8000, ("nsenter", f"--target={holder.pid}", "--net", "--mount"))
         cable = f"pd-bench-{number}"
         shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
         _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        for inside, device, address in (((), cable, link.here), (link.inside, "eth0", link.there)):
-            _run(*inside, "ip", "addr", "add", f"{address}/30", "dev", device)
-            _run(*inside, "ip", "link", "set", device, "up")
-            _run(*inside, "tc", "qdisc", "add", "dev", device, *shape)
-        _run(*link.inside, "ip", "link", "set", "lo", "up")
-        yield link
+        for place, device in ((here, cable), (there, "eth0")):
+            _run(*place.enter, "ip", "addr", "add", f"{place.host}/30", "dev", device)
+            _run(*place.enter, "ip", "link", "set", device, "up")
+            _run(*place.enter, "tc", "qdisc", "add", "dev", device, *shape)
+        _run(*there.enter, "ip", "link", "set", "lo", "up")
+        yield here, there
     finally:
         end([holder], 0)
         holder.stdout.close()
@@ -102,19 +117,12 @@ Ask = Callable[[Sequence[int]], tuple[float, float]]
 """Returns when a prompt's prefill ended and when its first token came, in seconds from the request's start."""
 
 
-def env_of(core: int, host: str) -> dict[str, str]:
-    """Returns the environment of a node's vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's memory."""
-    hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), host)
-    ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + core)}
-    return {**ENV, "VLLM_CPU_OMP_THREADS_BIND": str(core), **hosts, **ports, "UCX_TLS": "tcp"}
-
-
 @contextmanager
 def ours(
-    model: Path, flags: dict[str, Any], link: Link, pool: ByteSize, folder: Path
+    model: Path, flags: dict[str, Any], places: tuple[Place, Place], pool: ByteSize, folder: Path
 ) -> Iterator[tuple[dict[str, Ask], OpenAIServer]]:
     """Yields how to ask, for each value of `handoff.stream`, and the decode node."""
-    here, there, none = link.here, link.there, ByteSize(0)
+    (here, there), none = places, ByteSize(0)
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
@@ -122,14 +130,14 @@ def ours(
         proxy=ProxyConfig(direct_tokens=0),
         supervisor=SupervisorConfig(ready_timeout_s=READY_S, stop_grace_s=30),
         nodes=(
-            MasterNode(name="master", host=here, port=0, metrics_port=0),
-            StoreNode(name="store", host=here, segment_size=pool),
-            PrefillNode(name="prefill", host=here, port=0, segment_size=none, env=env_of(0, here)),
-            DecodeNode(name="decode", host=there, port=8000 if link.inside else 0, segment_size=none, env=env_of(1, there)),
-            *(ProxyNode(name=stream, host=here, port=0) for stream in STREAM),
+            MasterNode(name="master", host=here.host, port=0, metrics_port=0),
+            StoreNode(name="store", host=here.host, segment_size=pool),
+            PrefillNode(name="prefill", host=here.host, port=0, segment_size=none, env=here.env),
+            DecodeNode(name="decode", host=there.host, port=there.port, segment_size=none, env=there.env),
+            *(ProxyNode(name=stream, host=here.host, port=0) for stream in STREAM),
         ),
-    )  # fmt: skip
-    config = choose_ports(config, [node for node in config.nodes if node.host == here])
+    )
+    config = choose_ports(config, [node for node in config.nodes if node.host == here.host])
     for stream in STREAM:
         of_proxy = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
         (folder / f"{stream}.yaml").write_text(dump_config(of_proxy))
@@ -137,7 +145,8 @@ def ours(
     def program(node: Node) -> Program:
         # a proxy has the name of its file
         one = program_of(node, folder / f"{node.name if node.role == 'proxy' else 'always'}.yaml")
-        return dataclasses.replace(one, argv=(*link.inside, *one.argv)) if node.role == "decode" else one
+        before = {"prefill": here.before, "decode": there.before}.get(node.role, ())
+        return dataclasses.replace(one, argv=(*before, *one.argv))
 
     def asking(proxy: OpenAIServer) -> Ask:
         def prefills() -> float:
@@ -158,11 +167,13 @@ def ours(
 
 
 @contextmanager
-def theirs(peer: Peer, model: Path, flags: dict[str, Any], link: Link) -> Iterator[tuple[Ask, OpenAIServer]]:
+def theirs(
+    peer: Peer, model: Path, flags: dict[str, Any], places: tuple[Place, Place]
+) -> Iterator[tuple[Ask, OpenAIServer]]:
     """Yields how to ask two nodes with a connector of vLLM's own, one after the other, and the decode node."""
     nodes = []
     with ExitStack() as stack:
-        for core, role, host, inside in ((0, "kv_producer", link.here, ()), (1, "kv_consumer", link.there, link.inside)):  # fmt: skip
+        for role, place in zip(("kv_producer", "kv_consumer"), places, strict=True):
             flag = connector_flag(
                 PEERS[peer],
                 role,
@@ -171,8 +182,8 @@ def theirs(peer: Peer, model: Path, flags: dict[str, Any], link: Link) -> Iterat
                 kv_connector_module_path="bench.lib.peer_connectors",
                 kv_connector_extra_config={"mooncake_protocol": "tcp"},
             )
-            env = env_of(core, host)
-            server = vllm_server(model, "bench", flags, env, flag, ready_timeout_s=READY_S, host=host, inside=inside)
+            at: Any = {"host": place.host, "port": place.port, "before": place.before}
+            server = vllm_server(model, "bench", flags, place.env, flag, ready_timeout_s=READY_S, **at)
             nodes.append(OpenAIServer(stack.enter_context(server)))
         prefill, decode = nodes
 
@@ -185,7 +196,7 @@ def theirs(peer: Peer, model: Path, flags: dict[str, Any], link: Link) -> Iterat
                 handoff = json.loads(answer.read())["kv_transfer_params"]
             prefilled = time.perf_counter() - start
             if handoff is None:  # MooncakeConnector leaves it to the proxy
-                address = {"remote_engine_id": "kv_producer", "remote_bootstrap_addr": f"http://{link.here}:8998"}
+                address = {"remote_engine_id": "kv_producer", "remote_bootstrap_addr": f"http://{places[0].host}:8998"}
                 handoff = {**transfer, "do_remote_decode": False, "do_remote_prefill": True, **address}
             return prefilled, prefilled + decode.first_token(prompt, kv_transfer_params=handoff)
 
@@ -222,11 +233,11 @@ def measure_handoffs(
                     if number:
                         found.setdefault((tokens, way), []).append(times)
 
-    with linked(rate) as link:
-        with ours(model, flags, link, pool, folder) as (ways, decode):
+    with linked(rate) as places:
+        with ours(model, flags, places, pool, folder) as (ways, decode):
             measure(ways, decode)
         for peer in peers:
-            with theirs(peer, model, flags, link) as (asked, decode):
+            with theirs(peer, model, flags, places) as (asked, decode):
                 measure({peer: asked}, decode)
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
