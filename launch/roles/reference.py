@@ -54,7 +54,7 @@ def run_reference_engine(
                 raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
-        member.namespaces = (metadata.namespace(config.cache),)
+        member.namespaces, member.streams = (metadata.namespace(config.cache),), True
         return cache
 
     def open_server() -> ReferenceServer:

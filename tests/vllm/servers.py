@@ -112,11 +112,11 @@ class Server:
         return "".join(choice["delta"].get("content") or "" for choice in self._choices("/v1/chat/completions", body))
 
     @contextlib.contextmanager
-    def abandoned(self, prompt: Sequence[int], max_tokens: int = 400) -> Iterator[None]:
+    def abandoned(self, prompt: Sequence[int], max_tokens: int = 400, **options: Any) -> Iterator[None]:
         """A request whose client goes away at the end of the block."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=600)
         try:
-            body = json.dumps({**_body(prompt, max_tokens), "stream": True})
+            body = json.dumps({**_body(prompt, max_tokens), "stream": True, **options})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             yield
         finally:

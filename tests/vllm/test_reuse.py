@@ -190,3 +190,27 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
         assert pair.b.metric("vllm:pd_cache_op_seconds_total", op=op) > 0
     assert pair.a.metric("vllm:pd_cache_op_seconds_total", op="store") > 0
     assert pair.b.metric("vllm:external_prefix_cache_hits_total") > 0
+
+
+def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_at_hand(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    prompt, node = new_prompt(1500), pair.a
+    stored(pair, prompt[:500])
+    node.forget_prefixes()
+    whole, first = whole_chunks(1500), whole_chunks(500)
+
+    def loaded() -> float:
+        return node.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+
+    before = loaded()
+    with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
+        wait_for(lambda: loaded() - before == first, what="what the pool has")
+        node.complete(prompt, 1)  # computes and stores the rest, as a prefill node would
+        wait_for(lambda: loaded() - before == whole, what="what was stored meanwhile")
+        announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": whole}}
+        answer = node.complete(prompt, kv_transfer_params=announced)
+    assert answer.tokens == plain.tokens(prompt)
+    report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
+    assert (report["streamed"], report["at_hand"], report["loaded"]) == (whole, 1472, 0), "46 blocks of 32 tokens"
+    wait_for(lambda: not node.blocks_in_use, what="all blocks given back")

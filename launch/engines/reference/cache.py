@@ -19,7 +19,7 @@ import torch
 
 from pd_cache.cache import BlockCache
 from pd_cache.chunks import salt_keys
-from pd_cache.reasons import Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import UNKNOWN
@@ -44,6 +44,16 @@ class LoadResult(NamedTuple):
     """Why not more was loaded."""
     tiers: TierChunks = TierChunks()
     """The tiers that it was loaded from, in chunks."""
+
+
+class Awaited:
+    """What a load waits for. The engine may change it meanwhile."""
+
+    def __init__(self, tokens: int, until: float) -> None:
+        self.told = tokens, until
+        """Wait until so many tokens of the prompt are there, or until this `time.monotonic()`."""
+        self.loaded = 0
+        """Tokens that are loaded so far."""
 
 
 class Prefix:
@@ -105,13 +115,10 @@ class PrefixCache:
         """Returns how many of a prompt's `tokens` tokens can be stored."""
         return tokens // self.chunk_size * self.chunk_size
 
-    def load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        """Loads as much of `prefix` as the pool holds.
-
-        If a prefill node has announced `announced` tokens, waits for those, up to `wait_s` or until `cancelled`.
-        """
+    def load(self, prefix: Prefix, awaited: Awaited, cancelled: threading.Event) -> LoadResult:
+        """Loads as much of `prefix` as the pool holds, and what is `awaited` as it appears, until `cancelled`."""
         try:
-            result = self._load(prefix, announced, wait_s, cancelled)
+            result = self._load(prefix, awaited, cancelled)
             if result.outcome != "hit":
                 self._cache.end(prefix.session)  # what a lookup found, perhaps too late, is not retrieved any more
             return result
@@ -119,56 +126,68 @@ class PrefixCache:
             self._warn("loading from the cache failed, the prompt is computed", error)
             return LoadResult("failed")
 
-    def store(self, prefix: Prefix, loaded: int) -> bool:
-        """Stores the chunks of `prefix` from token `loaded` on. Returns False if the cache failed."""
-        first = loaded // self.chunk_size
-        blocks, epoch = prefix.blocks(first, len(prefix.names)), UNKNOWN if prefix.epoch is None else prefix.epoch
+    def store(self, prefix: Prefix, start: int, end: int) -> bool:
+        """Stores the chunks of `prefix` between these tokens. Returns False if the cache failed."""
+        first, last = start // self.chunk_size, end // self.chunk_size
+        blocks, epoch = prefix.blocks(first, last), UNKNOWN if prefix.epoch is None else prefix.epoch
         try:
-            with self._tracing.begin("pd_cache.store", prefix.trace, asked=len(prefix.names) - first) as span:
-                outcomes = self._cache.store(prefix.names[first:], blocks, kv_caches=self._kv_caches, epoch=epoch)
+            with self._tracing.begin("pd_cache.store", prefix.trace, asked=last - first) as span:
+                outcomes = self._cache.store(prefix.names[first:last], blocks, kv_caches=self._kv_caches, epoch=epoch)
                 span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._warn("storing in the cache failed", error)
             return False
         return True
 
-    def _load(self, prefix: Prefix, announced: int, wait_s: float, cancelled: threading.Event) -> LoadResult:
-        cache, size = self._cache, self.chunk_size
+    def _load(self, prefix: Prefix, awaited: Awaited, cancelled: threading.Event) -> LoadResult:
+        cache, size, chunks, tiers = self._cache, self.chunk_size, 0, TierChunks()
         if not cache.available:
             return LoadResult("unavailable", reason=cache.find(prefix.names).reason)
-        deadline = time.monotonic() + wait_s
-        pause = FIRST_POLL_S
-        with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length, announced=announced) as span:
-            while True:
-                found = cache.find(prefix.names, session=prefix.session)
-                prefix.epoch = cache.epoch
-                remaining = deadline - time.monotonic()
-                if found.chunks * size >= announced or remaining <= 0 or not cache.available:
-                    break
-                if cancelled.wait(min(pause, remaining)):
-                    break
-                pause = min(2 * pause, LONGEST_POLL_S)
-            span.note(found=found.chunks * size, reason=found.reason)
-        if cancelled.is_set():
-            return LoadResult("cancelled", reason="deadline")
-        wanted = min(found.chunks, len(prefix.names))
-        loaded = Loaded(0)
-        if wanted:
-            with self._tracing.begin("pd_cache.load", prefix.trace, asked=wanted * size) as span:
+        while True:
+            with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length) as span:
+                found = self._wait(prefix, chunks, awaited, cancelled)
+                span.note(found=found.chunks * size, announced=awaited.told[0], reason=found.reason)
+            if cancelled.is_set():
+                return LoadResult("cancelled", reason="deadline")
+            if chunks and cache.epoch != prefix.epoch:
+                return LoadResult("nothing", reason="reset")  # what was loaded before is of other weights
+            prefix.epoch = cache.epoch
+            wanted = min(found.chunks, len(prefix.names))
+            if wanted <= chunks:
+                loaded = Loaded(0)
+                break
+            with self._tracing.begin("pd_cache.load", prefix.trace, asked=(wanted - chunks) * size) as span:
                 loaded = cache.load(
-                    prefix.names[:wanted],
-                    prefix.blocks(0, wanted),
+                    prefix.names[chunks:wanted],
+                    prefix.blocks(chunks, wanted),
                     kv_caches=self._kv_caches,
                     session=prefix.session,
                     epoch=prefix.epoch,
                 )
                 span.note(loaded=loaded.chunks * size, reason=loaded.reason)
-        reason = found.reason if loaded.chunks == wanted else loaded.reason
-        if reason in ("never_stored", "missing") and wanted * size < announced:
+            chunks += loaded.chunks
+            tiers = TierChunks(*map(sum, zip(tiers, loaded.tiers, strict=True)))
+            awaited.loaded = chunks * size
+            if chunks < wanted or wanted * size >= awaited.told[0]:
+                break
+        reason = found.reason if chunks == wanted else loaded.reason
+        if reason in ("never_stored", "missing") and wanted * size < awaited.told[0]:
             reason = "deadline"  # it may come yet
-        if not loaded.chunks:
+        if not chunks:
             return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
-        return LoadResult("hit", loaded.chunks * size, wanted * size, reason, loaded.tiers)
+        return LoadResult("hit", chunks * size, wanted * size, reason, tiers)
+
+    def _wait(self, prefix: Prefix, chunks: int, awaited: Awaited, cancelled: threading.Event) -> Found:
+        """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or else when the wait is over."""
+        cache, pause = self._cache, FIRST_POLL_S
+        while True:
+            found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
+            tokens, until = awaited.told
+            remaining = until - time.monotonic()
+            over = found.chunks > chunks or found.chunks * self.chunk_size >= tokens or not cache.available
+            if over or remaining <= 0 or cancelled.wait(min(pause, remaining)):
+                return found
+            pause = min(2 * pause, LONGEST_POLL_S)
 
     def survey(self, prompt: array.array[int], salt: str | None) -> tuple[int, MissReason]:
         """Returns how many tokens of a prompt the cache would find now, and why not more."""

@@ -6,6 +6,9 @@ them. Each tick computes one step of one prompt and one token of every decoding 
 
 The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over on other
 blocks. Its first blocks return to the pool when the call has ended, because until then the call may still write to them.
+
+A *stream* is a request that only loads: chunks of its prompt, as they appear in the pool. The request with the same prompt that comes
+later takes over its blocks, and the load with them.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from launch.engines.reference.cache import BlockPool, LoadResult, Prefix, PrefixCache
+from launch.engines.reference.cache import Awaited, BlockPool, LoadResult, Prefix, PrefixCache
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.requests import (
     EngineClosedError,
@@ -61,9 +64,14 @@ class _Phase(enum.Enum):
     DECODE = "decode"
 
 
-class _LoadAttempt(NamedTuple):
+@dataclass(eq=False)
+class _LoadAttempt:
     """One attempt to load a request's prefix."""
 
+    owner: _Active
+    blocks: tuple[int, ...]
+    """What it may write to."""
+    awaited: Awaited
     started: float
     deadline: float
     cancelled: threading.Event
@@ -81,6 +89,11 @@ class _Active:
         self.load: _LoadAttempt | None = None
         self.prefix: Prefix | None = None
         self.skip_cache = False
+        self.streamed = 0
+        """Tokens that a stream had loaded when this request took it over."""
+        self.stored = 0
+        """Prompt tokens, in whole chunks, that are in the pool or in a store under way."""
+        self.storing = False
         self.result = LoadResult("nothing", reason="not_asked")
         """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
         self.position = 0
@@ -143,8 +156,12 @@ class ReferenceEngine:
         """Blocks that only calls of the cache hold: stores, and loads left behind."""
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
+        self._streams: list[_Active] = []
+        """They wait until they are cancelled; some have blocks and load."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
+        self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
+        self._streamers = CallThreads("pd-cache-stream", self._most_streams, limit=self._most_streams)
         self._storers = CallThreads("pd-cache-store", stores, limit=stores + config.max_running)
         self._thread = threading.Thread(target=self._run, name="pd-cache-model", daemon=True)
         self._thread.start()
@@ -195,7 +212,8 @@ class ReferenceEngine:
                 request, now + self._request_timeout_s, lambda one: self._post(lambda: self._cancel(one))
             )
             self._outstanding.add(generation)
-            self._inbox.append(lambda: self._waiting.append(_Active(generation)))
+            queue = self._begin_stream if request.streams else self._waiting.append
+            self._inbox.append(lambda: queue(_Active(generation)))
             self._changed.notify_all()
         return generation
 
@@ -214,7 +232,10 @@ class ReferenceEngine:
         if self._thread.is_alive():
             _logger.warning("the model thread is still in a step after %.0f s; leaving it behind", _JOIN_S)
         end = time.monotonic() + _JOIN_S
-        ended = [threads.close(max(0.0, end - time.monotonic())) for threads in (self._loaders, self._storers)]
+        ended = [
+            threads.close(max(0.0, end - time.monotonic()))
+            for threads in (self._loaders, self._streamers, self._storers)
+        ]
         if not all(ended):
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
@@ -297,7 +318,7 @@ class ReferenceEngine:
 
     def _active(self) -> list[_Active]:
         """Returns all requests that have not ended."""
-        return [*self._waiting, *self._running]
+        return [*self._waiting, *self._running, *self._streams]
 
     def _cancel(self, generation: Generation) -> None:
         for active in self._active():
@@ -340,20 +361,60 @@ class ReferenceEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.config.max_running:
             active = self._waiting[0]
-            blocks = self.pool.allocate(self._blocks_needed(active))
+            stream = self._stream_of(active)
+            taken = () if stream is None else stream.blocks
+            blocks = self.pool.allocate(max(0, self._blocks_needed(active) - len(taken)))
             if blocks is None:
                 return
             self._waiting.popleft()
             self._running.append(active)
-            active.blocks = blocks
+            active.blocks = taken + blocks
             active.phase = _Phase.PREFILL
-            self._start_load(active)
+            if stream is None:
+                self._start_load(active)
+            else:
+                self._take_over(active, stream)
 
     def _blocks_needed(self, active: _Active) -> int:
         tokens = len(active.prompt) + active.generation.request.max_tokens
         return -(-tokens // self.config.block_size)
 
     # --- loading -------------------------------------------------------------------------------------------------
+
+    def _begin_stream(self, active: _Active) -> None:
+        """Begins to load its prompt, if there is room: it must not take what requests need that are answered."""
+        self._streams.append(active)
+        needed, streaming = self._blocks_needed(active), [one for one in self._streams if one.blocks]
+        held = needed + sum(len(one.blocks) for one in streaming)
+        if len(streaming) < self._most_streams and held <= self.pool.total // 4 and needed <= self.pool.free // 2:
+            active.blocks = self.pool.allocate(needed) or ()
+            active.phase = _Phase.PREFILL
+            self._start_load(active)
+
+    def _stream_of(self, active: _Active) -> _Active | None:
+        """Returns the stream of the request's prompt, if there is one."""
+        request = active.generation.request
+        if not request.announced_prefix or active.skip_cache:
+            return None
+        for one in self._streams:
+            of_use = one.blocks and (one.load is not None or one.result.outcome == "hit")
+            if of_use and one.prompt == active.prompt and one.generation.request.cache_salt == request.cache_salt:
+                return one
+        return None
+
+    def _take_over(self, active: _Active, stream: _Active) -> None:
+        """Goes on with what a stream has begun, as if the request had begun it."""
+        active.prefix, active.load, load = stream.prefix, stream.load, stream.load
+        stream.blocks, stream.load = (), None
+        active.streamed = stream.result.tokens if load is None else load.awaited.loaded
+        if load is None:
+            self._use(active, stream.result)
+            return
+        assert self._cache is not None
+        announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
+        until = time.monotonic() + self._handoff.wait_ms / 1000
+        load.owner, load.deadline, load.awaited.told = active, until + self._load_timeout_s, (announced, until)
+        active.phase = _Phase.LOADING
 
     def _start_load(self, active: _Active) -> None:
         cache, request, blocks = self._cache, active.generation.request, active.blocks
@@ -364,20 +425,24 @@ class ReferenceEngine:
         if prefix is None or active.skip_cache:
             return
         announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
-        wait_s = self._handoff.wait_ms / 1000 if announced else 0.0
         now = time.monotonic()
-        load = _LoadAttempt(now, now + wait_s + self._load_timeout_s, threading.Event())
+        until = now + (self._handoff.wait_ms / 1000 if announced else 0.0)
+        if request.streams:
+            announced, until = prefix.length, active.generation.deadline
+        load = _LoadAttempt(
+            active, blocks, Awaited(announced, until), now, until + self._load_timeout_s, threading.Event()
+        )
 
         def run() -> None:
             result = LoadResult("failed")
             try:
-                result = cache.load(prefix, announced, wait_s, load.cancelled)
+                result = cache.load(prefix, load.awaited, load.cancelled)
             finally:
                 self.pool.release(blocks)
-                self._post(lambda: self._load_ended(active, load, len(blocks), result))
+                self._post(lambda: self._load_ended(load, result))
 
         self.pool.hold(blocks)
-        if self._loaders.submit(run, math.inf) is None:
+        if (self._streamers if request.streams else self._loaders).submit(run, math.inf) is None:
             self.pool.release(blocks)
             self.metrics.loads.labels("busy").inc()
             active.result = LoadResult("failed", reason="no_staging")
@@ -385,16 +450,22 @@ class ReferenceEngine:
         active.load = load
         active.phase = _Phase.LOADING
 
-    def _load_ended(self, active: _Active, load: _LoadAttempt, blocks: int, result: LoadResult) -> None:
+    def _load_ended(self, load: _LoadAttempt, result: LoadResult) -> None:
+        active = load.owner
         if active.load is not load:
-            self.lent_blocks -= blocks
+            self.lent_blocks -= len(load.blocks)
             return
         active.load = None
+        self._count_load(load, result.outcome)
+        self._use(active, result)
+
+    def _use(self, active: _Active, result: LoadResult) -> None:
+        """Has the request compute the rest of its prompt. A stream keeps what it has loaded."""
         active.phase = _Phase.PREFILL
         active.result = result
+        active.stored = result.tokens
         # The last token is computed even if it was loaded: it has to predict the first token of the answer.
         active.position = min(result.tokens, len(active.prompt) - 1)
-        self._count_load(load, result.outcome)
 
     def _leave_load(self, active: _Active) -> None:
         """Starts over without the cache, on blocks that the load does not write to: it takes too long."""
@@ -416,8 +487,8 @@ class ReferenceEngine:
         """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
         if active.load is not None:
             active.load.cancelled.set()
+            self.lent_blocks += len(active.load.blocks)
             active.load = None
-            self.lent_blocks += len(active.blocks)
         self.pool.release(active.blocks)
         active.blocks = ()
 
@@ -438,6 +509,8 @@ class ReferenceEngine:
         if last:
             self._prompt_done(active)
             self._emit(active, logits[0])
+        elif not active.storing:  # what is complete goes to the pool while the rest is computed
+            self._store(active, end)
 
     def _decode(self) -> None:
         decoding = [a for a in self._running if a.phase is _Phase.DECODE]
@@ -461,6 +534,10 @@ class ReferenceEngine:
 
     def _prompt_done(self, active: _Active) -> None:
         metrics, result, prompt = self.metrics, active.result, len(active.prompt)
+        if not self._store(active, prompt):
+            metrics.stores.labels("dropped").inc()
+        # chunks that are yet to be stored are worth announcing only if the load ended as it should
+        announced = active.stored if result.outcome in ("hit", "nothing") else result.tokens
         cached = min(result.tokens, prompt - 1)
         if self._cache is None:
             report = RequestReport.of(prompt, 1, reason="not_asked")
@@ -472,6 +549,7 @@ class ReferenceEngine:
                 loaded=cached,
                 tiers=result.tiers,
                 reason=result.reason,
+                streamed=active.streamed,
             )
             self._cache.count(report)
         arrival = active.generation.request.arrival
@@ -482,7 +560,7 @@ class ReferenceEngine:
                 prompt_tokens=prompt,
                 cached_tokens=cached,
                 computed_tokens=prompt - cached,
-                prefix_tokens=self._store(active),
+                prefix_tokens=announced,
                 ttft_ms=ttft * 1000,
                 report=report,
             )
@@ -507,37 +585,41 @@ class ReferenceEngine:
 
     # --- storing and ending --------------------------------------------------------------------------------------
 
-    def _store(self, active: _Active) -> int:
-        """Has the computed chunks of the prompt stored. Returns how long a prefix of it is or will be in the pool."""
-        cache, prefix, blocks, loaded = self._cache, active.prefix, active.blocks, active.result.tokens
-        if cache is None or prefix is None or prefix.length <= loaded:
-            return loaded
+    def _store(self, active: _Active, end: int) -> bool:
+        """Has the prompt's whole chunks before token `end` stored, from the first that is not yet. Returns False if there is no room for that."""
+        cache, prefix, start = self._cache, active.prefix, active.stored
+        end = 0 if cache is None else cache.whole_chunks(end)
+        if cache is None or prefix is None or end <= start:
+            return True
+        blocks = prefix.blocks(start // cache.chunk_size, end // cache.chunk_size)
 
         def run() -> None:
             stored = False
             try:
-                stored = cache.store(prefix, loaded)
+                stored = cache.store(prefix, start, end)
             finally:
                 self.pool.release(blocks)
-                self._post(lambda: self._store_ended(len(blocks), stored))
+                self._post(lambda: self._store_ended(active, len(blocks), stored))
 
         self.pool.hold(blocks)
         # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are lent.
         fits = self.lent_blocks == 0 or self.lent_blocks + len(blocks) <= self.pool.total // 2
         if not fits or self._storers.submit(run, math.inf) is None:
             self.pool.release(blocks)
-            self.metrics.stores.labels("dropped").inc()
-            return loaded
+            return False
         self.lent_blocks += len(blocks)
-        # chunks that are yet to be stored are worth announcing only if the load ended as it should
-        return prefix.length if active.result.outcome in ("hit", "nothing") else loaded
+        active.stored, active.storing = end, True
+        return True
 
-    def _store_ended(self, blocks: int, stored: bool) -> None:
+    def _store_ended(self, active: _Active, blocks: int, stored: bool) -> None:
         self.lent_blocks -= blocks
+        active.storing = False
         self.metrics.stores.labels("done" if stored else "failed").inc()
 
     def _remove(self, active: _Active, outcome: str) -> None:
-        if active.phase is _Phase.WAITING:
+        if active.generation.request.streams:
+            self._streams.remove(active)
+        elif active.phase is _Phase.WAITING:
             self._waiting.remove(active)
         else:
             self._running.remove(active)

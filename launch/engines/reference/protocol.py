@@ -72,6 +72,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     for_remote_decode: bool
     """Whether a proxy asks this node to compute the prompt for another node, which gives the answer."""
     announced_prefix: int
+    loads_only: bool
+    """Whether it only has the prompt's chunks loaded as they appear."""
     prefill: PrefillWork | None
 
 
@@ -108,6 +110,7 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
         cache_salt=fields.cache_salt,
         for_remote_decode=handoff.announce,
         announced_prefix=announced.prefix_tokens,
+        loads_only=announced.stream,
         prefill=announced.prefill,
     )
 

@@ -25,6 +25,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Keeps this request's chunks apart from those of other salts."""
     announced_prefix: int = 0
     """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth waiting for."""
+    streams: bool = False
+    """Only has the prompt's chunks loaded as they appear in the pool, for a request with the same prompt that comes later."""
     trace: Mapping[str, str] | None = None
     """The trace context under which the request's spans are."""
     arrival: float | None = None

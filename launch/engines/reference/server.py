@@ -192,6 +192,7 @@ class ReferenceServer:
                 max_tokens=request.max_tokens,
                 cache_salt=request.cache_salt,
                 announced_prefix=request.announced_prefix,
+                streams=request.loads_only,
                 arrival=arrival,
                 trace=span.headers,
             )

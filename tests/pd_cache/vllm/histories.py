@@ -124,12 +124,20 @@ class Manager:
 
     def __init__(self) -> None:
         self.block_pool = Pool()
-        self.coordinator = SimpleNamespace(
-            cache_blocks=lambda request, tokens: self.put_into_cache.append(request.request_id)
-        )
+        self.enable_caching = True
+        self.coordinator = SimpleNamespace(cache_blocks=self._cache_blocks)
+        self.cached_tokens: dict[str, int] = {}
+        """For each request, how many of its tokens vLLM was told to put into its own cache."""
         self.put_into_cache: list[str] = []
         """The requests whose blocks vLLM has put into its own cache, once for each time."""
         self._of: dict[str, tuple[list[int], ...]] = {}
+
+    def _cache_blocks(self, request: Request, tokens: int) -> None:
+        self.put_into_cache.append(request.request_id)
+        self.cached_tokens[request.request_id] = tokens
+
+    def cache_blocks(self, request: Request, tokens: int) -> None:
+        self.coordinator.cache_blocks(request, tokens)
 
     def allocate(self, request: Request, *groups: list[int]) -> Any:
         """Gives a request these blocks, a list for each of vLLM's groups; 0 where vLLM has given one back. Returns them as vLLM does."""

@@ -36,7 +36,7 @@ class FakeCache:
         self.named += 1
         return ChunkNamer(self.chunk_size).hash_tokens(tokens, extra_keys)
 
-    def find(self, names, *, session="") -> Found:
+    def find(self, names, *, at_hand=0, session="") -> Found:
         self.before("find")
         found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
@@ -67,10 +67,10 @@ class FakeCache:
     def end(self, session: str) -> None:
         pass
 
-    def wait_for_stores(self, count: int) -> None:
-        """Until `count` stores have ended."""
+    def wait_for_chunks(self, count: int) -> None:
+        """Until `count` chunks have been stored."""
         with self.stored:
-            assert self.stored.wait_for(lambda: len(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
+            assert self.stored.wait_for(lambda: sum(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
 
     def _found(self, names: Sequence[bytes]) -> int:
         there = [self.available and name in self.chunks for name in names]
@@ -84,7 +84,7 @@ class FakeCache:
 class ClaimingCache(FakeCache):
     """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was loaded."""
 
-    def find(self, names, *, session="") -> Found:
+    def find(self, names, *, at_hand=0, session="") -> Found:
         self.before("find")
         return Found(len(names), len(names), "none")
 

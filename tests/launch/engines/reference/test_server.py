@@ -138,7 +138,7 @@ def test_a_node_reports_what_became_of_its_last_requests_and_what_it_would_find(
     async def run():
         async with served(make_engine(cache)) as client:
             first = await post(client)
-            cache.wait_for_stores(1)
+            cache.wait_for_chunks(1)
             again = await post(client, headers={"X-Request-Id": "mine"})
             assert again["id"] == "cmpl-mine"
             assert await get(client, "/requests/mine") == {"reports": [again["pd_cache"]["report"]]}
@@ -150,7 +150,7 @@ def test_a_node_reports_what_became_of_its_last_requests_and_what_it_would_find(
 
     with caplog.at_level("INFO", "launch.engines.reference.server"):
         first, again = asyncio.run(run())
-    nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0}
+    nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0, "streamed": 0}
     assert first == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
     assert again == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
     assert any(

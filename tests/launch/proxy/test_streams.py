@@ -1,0 +1,156 @@
+"""Prompts that a decode node loads while a prefill node computes them: which, at which node, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from launch.proxy.direct import DirectRule
+from tests.support.proxy import (
+    PARAMS,
+    Behaviour,
+    Cluster,
+    Node,
+    answers,
+    cluster,
+    decodes,
+    disconnects,
+    hangs,
+    prefills,
+    scenario,
+    until,
+    view,
+)
+
+PROMPT = list(range(100))
+BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "stream": True}
+STREAM = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True}}
+
+
+def waits_for(event: asyncio.Event, behaviour: Behaviour) -> Behaviour:
+    async def waiting(request: web.Request) -> web.StreamResponse:
+        await event.wait()
+        return await behaviour(request)
+
+    return waiting
+
+
+@asynccontextmanager
+async def streaming(decode: int = 1, tokens: int | None = 50, streams: bool = True) -> AsyncIterator[Cluster]:
+    async with cluster(1, decode, direct=DirectRule(0, stream_tokens=tokens)) as running:
+        urls = [node.url for node in running.decode]
+        said = {url: {"streams": streams} for url in urls}
+        running.proxy.update(view([running.prefill[0].url], urls, said))
+        yield running
+
+
+def params_of(node: Node) -> list[Any]:
+    return [body.get("kv_transfer_params") for body in node.bodies]
+
+
+@scenario
+async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_the_answers_first_byte() -> None:
+    computed, answered = asyncio.Event(), asyncio.Event()
+    async with streaming(decode=3) as running:
+        running.prefill[0].default = waits_for(computed, prefills)
+        node = running.decode[0]
+        node.script = [hangs, waits_for(answered, decodes)]
+        asking = asyncio.ensure_future(running.post(BODY, headers={"X-Request-Id": "mine"}).__aenter__())
+        await until(lambda: len(node.bodies) == 1 and len(running.prefill[0].bodies) == 1, "both hops")
+        early = node.bodies[0]
+        assert (early["max_tokens"], early["stream"], early["prompt"]) == (1, False, PROMPT)
+        assert early["kv_transfer_params"] == STREAM
+        computed.set()
+        await until(lambda: len(node.bodies) == 2, "the request itself, at the same node")
+        assert node.bodies[1]["kv_transfer_params"] == PARAMS
+        assert not node.hung_up, "it goes on until the request has taken over"
+        answered.set()
+        response = await asking
+        await until(lambda: node.hung_up == 1, "the stream is cancelled")
+        assert (await response.read()).endswith(b"[DONE]\n\n")
+        assert [one["X-Request-Id"] for one in node.headers] == ["mine-stream", "mine"]
+        assert not running.decode[1].bodies
+        response.close()
+
+
+@scenario
+async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work() -> None:
+    async with streaming(decode=2) as running:
+        for node in running.decode:
+            node.script = [hangs]
+        for _ in range(2):
+            async with running.post(BODY) as response:
+                assert response.status == 200
+        assert [len(node.bodies) for node in running.decode] == [2, 2]
+        await until(lambda: [node.hung_up for node in running.decode] == [1, 1], "both streams ended")
+        assert set(running.proxy._pools.pools["decode"].loads().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "streams"), [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
+)
+@scenario
+async def test_nothing_is_sent_early(tokens: int | None, streams: bool) -> None:
+    async with streaming(tokens=tokens, streams=streams) as running, running.post(BODY) as response:
+        assert response.status == 200
+        assert params_of(running.decode[0]) == [PARAMS]
+
+
+@pytest.mark.parametrize("prefill", [disconnects, answers(500, {}), answers(200, {"id": "p"})])
+@scenario
+async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(prefill: Behaviour) -> None:
+    async with streaming() as running:
+        running.prefill[0].default = prefill
+        running.decode[0].script = [hangs]
+        async with running.post(BODY) as response:
+            assert (response.status, (await response.read())[-8:]) == (200, b"[DONE]\n\n")
+        assert params_of(running.decode[0]) == [STREAM, None]
+        await until(lambda: running.decode[0].hung_up == 1, "the stream is cancelled")
+
+
+@pytest.mark.parametrize("fails", [disconnects, answers(500, {}), answers(400, {}), decodes])
+@scenario
+async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails: Behaviour) -> None:
+    async with streaming() as running:
+        for _ in range(6):
+            running.decode[0].script = [fails]
+            async with running.post(BODY) as response:
+                assert response.status == 200
+        assert params_of(running.decode[0]) == [STREAM, PARAMS] * 6
+        assert running.metric("hop_failures_total", hop="decode", reason="error") == 0
+
+
+def gone(running: Cluster, asking: asyncio.Task[Any]) -> None:
+    asking.cancel()
+
+
+def late(running: Cluster, asking: asyncio.Task[Any]) -> None:
+    for task in list(running.proxy.requests.running):
+        task.cancel()
+
+
+@pytest.mark.parametrize("end", [gone, late], ids=["its client", "the proxy"])
+@scenario
+async def test_a_stream_ends_with_its_request(end: Callable[[Cluster, Any], None]) -> None:
+    async with streaming() as running:
+        running.prefill[0].default = running.decode[0].default = hangs
+        asking = asyncio.ensure_future(running.post(BODY).__aenter__())
+        await until(lambda: bool(running.decode[0].bodies and running.prefill[0].bodies), "both hops")
+        end(running, asking)
+        await until(lambda: (running.prefill[0].hung_up, running.decode[0].hung_up) == (1, 1), "both cancelled")
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+@scenario
+async def test_if_the_node_fails_the_request_itself_another_one_answers() -> None:
+    async with streaming(decode=2) as running:
+        running.decode[0].script = [hangs, disconnects]
+        async with running.post(BODY) as response:
+            assert response.status == 200
+        assert params_of(running.decode[1]) == [PARAMS]
+        await until(lambda: running.decode[0].hung_up == 1, "the stream is cancelled")

@@ -1,0 +1,197 @@
+"""Streams, by histories of events: prompts whose chunks are loaded while a prefill node computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_cache.reasons import Loaded
+from pd_cache.vllm.steps import LoadOp, StepReport
+from tests.pd_cache.vllm.histories import CHUNK, PLAIN, PROMPT, WINDOW, Request, Scene, announced, blocks_of
+
+STREAM = {"do_remote_prefill": True, "pd_cache": {"stream": True}}
+ALL = len(PROMPT) - 1
+
+
+def scene_of(**settings: Any) -> Scene:
+    scene = Scene(**settings)
+    scene.pool.get_num_free_blocks = lambda: sum(not block.ref_cnt for block in scene.pool.blocks)
+    return scene
+
+
+def begun(scene: Scene, computed: int = 0, request_id: str = "a") -> Request:
+    """A stream with blocks from 10 on."""
+    request = Request(request_id, PROMPT, STREAM)
+    assert scene.load(request, computed) == (ALL - computed, True)
+    return request
+
+
+def part(scene: Scene) -> LoadOp:
+    """The only load of the next step."""
+    scene.clock.now += 1
+    (op,) = scene.step().loads
+    return op
+
+
+def end(scene: Scene, chunks: int, reason: Any = "none", request_id: str = "a") -> None:
+    """A rank has loaded a part."""
+    scene.side.take_report(StepReport(streams={request_id: (1, Loaded(chunks, reason))}))
+
+
+def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache() -> None:
+    scene = scene_of()
+    stream = begun(scene)
+    blocks, names = blocks_of(stream), scene.names(stream)
+    assert scene.step().loads == [], "the pool has nothing yet"
+    scene.has(stream, 1)
+    op = part(scene)
+    assert (op.parts[0].names, op.parts[0].blocks, op.streams) == (names[:1], blocks[:2], True)
+    scene.has(stream)
+    scene.clock.now += 1
+    assert scene.step().loads == [], "one part at a time"
+    assert not scene.manager.cached_tokens, "the first may still be written to"
+    end(scene, 1)
+    assert scene.manager.cached_tokens == {"a": CHUNK}
+    rest = part(scene).parts[0]
+    assert (rest.names, rest.blocks) == (names[1:3], blocks[2:6])
+    end(scene, 2)
+    assert scene.manager.cached_tokens == {"a": 3 * CHUNK}
+    asked = len(scene.lookups.asked)
+    scene.clock.now += 1
+    assert scene.step().loads == []
+    assert len(scene.lookups.asked) == asked, "there is nothing more to look for"
+
+
+def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -> None:
+    scene = scene_of(ranks=2)
+    scene.has(begun(scene))
+    part(scene)
+    end(scene, 3)
+    assert not scene.manager.cached_tokens
+    end(scene, 2, "evicted")
+    assert scene.manager.cached_tokens == {"a": 2 * CHUNK}
+    scene.clock.now += 1
+    assert scene.step().loads == [], "a load that failed is left to the request that is to be answered"
+
+
+def test_what_vllm_has_at_hand_is_not_written_to() -> None:
+    scene = scene_of()
+    stream = begun(scene, CHUNK + CHUNK // 2)
+    scene.has(stream)
+    op = part(scene).parts[0]
+    assert (op.names, op.blocks) == (scene.names(stream)[1:3], [-1, *blocks_of(stream)[3:6]])
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["between two parts", "while a part is loaded"])
+def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(loads: bool) -> None:
+    scene = scene_of()
+    stream = begun(scene)
+    if loads:
+        scene.has(stream, 1)
+        part(scene)
+    scene.finish(stream)
+    if loads:
+        assert scene.side.streams.leaving, "vLLM has to go on stepping"
+        assert scene.step().loads == []
+        end(scene, 1)
+        assert scene.manager.cached_tokens == {"a": CHUNK}, "it was loaded all the same"
+    assert scene.step().loads == [LoadOp("a", [], [])], "the workers report the load's end, and vLLM takes the blocks"
+    assert not scene.side.streams.leaving
+
+
+def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -> None:
+    scene = scene_of()
+    stream = begun(scene)
+    scene.has(stream, 1)
+    part(scene)
+    end(scene, 1)
+    scene.clock.now += 601
+    assert scene.step().loads == [LoadOp("a", [], blocks_of(stream)[2:])], "all blocks behind the first chunk are bad"
+    assert scene.ask(stream) == (0, False)
+    assert scene.step().loads == []
+
+
+def test_after_a_reset_nothing_more_is_loaded_and_nothing_gets_into_vllms_own_cache() -> None:
+    scene = scene_of()
+    stream = begun(scene)
+    scene.has(stream)
+    part(scene)
+    assert scene.side.reset()
+    end(scene, 3)
+    assert not scene.manager.cached_tokens
+    scene.has(stream)
+    scene.clock.now += 1
+    assert scene.step().loads == []
+    scene.finish(stream)
+    assert scene.step().loads == [LoadOp("a", [], [])]
+
+
+def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
+    scene = scene_of()
+    stream, request = begun(scene), Request("b", PROMPT, announced(3 * CHUNK))
+    scene.has(stream, 2)
+    part(scene)
+    assert scene.ask(request) == (None, False), "or else it would load the same"
+    end(scene, 2)
+    scene.has(stream)
+    scene.clock.now += 1
+    assert scene.step().loads == [], "the rest is for the request"
+    assert scene.load(request, 2 * CHUNK, blocks_of(request, 30)) == (CHUNK, True)
+    (op,) = scene.step().loads
+    assert (op.request_id, op.parts[0].names) == ("b", scene.names(request)[2:3])
+    scene.finish(stream)
+    scene.loaded(Loaded(1), "b")
+    request.num_computed_tokens = len(PROMPT)
+    scene.step(b=1)
+    scene.finish(request)
+    (report,) = scene.reports
+    assert (report.streamed, report.at_hand, report.loaded) == (2 * CHUNK, 2 * CHUNK, CHUNK)
+
+
+def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_without_any() -> None:
+    scene = scene_of()
+    begun(scene)
+    begun(scene, request_id="b")
+    late = Request("c", PROMPT, STREAM)
+    assert scene.ask(late) == (None, False), "of 64 blocks they may have 16, and two prompts take 14"
+    assert scene.step().expecting
+    scene.pool.touch(scene.pool.blocks[20:])
+    scene.finish(Request("a"))
+    assert scene.ask(late) == (None, False), "13 blocks are free, and it would take more than half of them"
+
+
+def test_lookups_of_many_streams_are_few() -> None:
+    scene = scene_of()
+    scene.pool.num_gpu_blocks = 1 << 20
+    scene.pool.get_num_free_blocks = lambda: 1 << 20
+    for number in range(1000):
+        begun(scene, request_id=f"stream-{number}")
+    before = len(scene.lookups.asked)
+    for _ in range(1000):
+        scene.clock.now += 0.001
+        scene.step()
+    assert 100 <= len(scene.lookups.asked) - before <= 200, "in a second"
+
+
+def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
+    scene = scene_of()
+    stream = begun(scene)
+    scene.lookups.here = False
+    scene.clock.now += 1
+    assert scene.step().loads == []
+    assert scene.lookups.asked == []
+    assert scene.ask(Request("b", PROMPT, STREAM)) == (None, False)
+    scene.finish(stream)
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "caching"),
+    [((WINDOW,), {}, True), ((PLAIN,), {"load": "sync"}, True), ((PLAIN,), {}, False)],
+    ids=["a window", "loads within a step", "no cache of vLLM's own"],
+)
+def test_an_engine_that_cannot_do_it_says_so(layers: Any, settings: dict[str, Any], caching: bool) -> None:
+    scene = Scene(*layers, **settings)
+    scene.manager.enable_caching = caching
+    assert not scene.side.streams.possible
+    assert scene.ask(Request("a", PROMPT, STREAM)) == (0, False), "a request like any other"
