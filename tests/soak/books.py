@@ -116,6 +116,7 @@ class Books:
         with self._lock:
             self.counts[f"requests, {reply.outcome}"] += 1
             self.counts["tokens, cached by nodes"] += reply.cached
+            self.counts["tokens, streamed"] += reply.streamed
             self._calls.append(Call("client", f"{label} ({reply.outcome})", reply.span, REQUEST_S))
 
     def judge(self) -> None:
@@ -167,11 +168,13 @@ class Reply(NamedTuple):
     """The wrong tokens; empty if none was wrong."""
     cached: int = 0
     """Prompt tokens that the nodes took from the cache."""
+    streamed: int = 0
+    """Those of them that the decode node loaded while the prefill node computed."""
 
 
 def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -> Reply:
     """Sends one request and reads its answer to the end."""
-    begin, cached, wrong, outcome = time.time(), 0, "", "answered"
+    begin, cached, streamed, wrong, outcome = time.time(), 0, 0, "", "answered"
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
     try:
@@ -185,6 +188,7 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -
             tokens = whole["choices"][0]["token_ids"]
             wrong = "" if tokens == expected else f"got {tokens} instead of {expected}"
             cached = sum((whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill"))
+            streamed = whole["pd_cache"]["report"]["streamed"]
     except ConnectionRefusedError:
         outcome = "unreachable"
     except TimeoutError:
@@ -193,7 +197,7 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -
         outcome = "broken"
     finally:
         connection.close()
-    return Reply(Span(begin, time.time()), outcome, wrong, cached)
+    return Reply(Span(begin, time.time()), outcome, wrong, cached, streamed)
 
 
 def served_prompts(seed: int, count: int) -> list[list[int]]:

@@ -327,9 +327,9 @@ class Cluster:
             "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, [pool])},
             "engine": {
                 "kind": "reference", "model": {"name": "tiny", "random": model}, "block_size": CHUNK, "num_blocks": 512,
-                "max_model_len": 1024, "step_tokens": 64, "threads": 1,
+                "max_model_len": 1024, "step_tokens": 16, "threads": 1,
             },
-            "handoff": {"wait_ms": 1000},
+            "handoff": {"wait_ms": 1000, "stream": "always"},
             "proxy": {"request_timeout_s": REQUEST_S, "prefill_timeout_s": 8.0, "direct_tokens": 0},
             "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 10},
             "nodes": [

@@ -44,7 +44,7 @@ OUTAGES: dict[str, Any] = {
         "breaker": {"failures": 2, "probe_interval_ms": 200},
         "timeouts": {"exist_ms": 300, "get_ms": 1000, "put_ms": 1000, "close_ms": 2000},
     },
-    "handoff": {"wait_ms": 500},
+    "handoff": {"wait_ms": 500, "stream": "always"},
 }
 """Sections for `cluster_file` where something is broken on purpose, and waited for until a deadline."""
 
