@@ -1,12 +1,13 @@
 """How long a lookup takes, against naming alone, a raw `batch_is_exist` of the same keys and, if asked for, LMCache's lookup client, in
 the same run; and how many lookups a second one master answers as clients grow.
 
-pd-cache bench lookup [--lmcache]
+pd-cache bench lookup [--lmcache] [--groups]
 pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 import statistics
@@ -19,20 +20,25 @@ from typing import Any, Literal
 
 import click
 import msgspec
+import numpy as np
 
 from bench.lib.about import about
 from bench.lib.pool import bench_transfer, local_pool, raw_client
 from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
 from bench.lib.stats import Histogram, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Site, conduct, machine_options
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
 from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.groups import LayerGroups
 from pd_cache.lookup import MooncakeLookupClient
+from pd_cache.reasons import Found
 from transfer.errors import TransferError
 
-CHUNK = 256
+CHUNK, _BLOCK = 256, 16
 _PEER_RATIO = 0.8
 """A lookup may take so much of LMCache's."""
+_GROUPS_MS = 3.0
+"""So long a lookup of 32768 tokens in many layer groups may take."""
 _CLIENTS = 8
 _RATES = {4096: 0.6, 32768: 0.4}
 """How many lookups a second there have to be, in raw requests a second, of `_CLIENTS` clients, by tokens."""
@@ -53,20 +59,25 @@ def measure(
     """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
     keys = database.all_shard_keys(database.name_chunks(tokens))
     store(client, raw, keys, tokens)
+    array, hashes = np.array(tokens), block_hashes(len(tokens) // _BLOCK, len(tokens))
+    put(raw, database.all_shard_keys(stride_hashes(hashes, CHUNK // _BLOCK)))
 
-    def names() -> list[bytes]:
-        return ChunkNamer(CHUNK).hash_tokens(tokens)  # one that has not seen the prompt
+    def names(prompt: Tokens = tokens) -> list[bytes]:
+        return ChunkNamer(CHUNK).hash_tokens(prompt)  # one that has not seen the prompt
 
     functions: dict[str, Callable[[], object]] = {
         "hash_ms": lambda: database.all_shard_keys(names()),
         "raw_exist_ms": lambda: raw.batch_is_exist(keys),
         "first_ms": lambda: client.find(names()),
+        "array_ms": lambda: client.find(names(array)),
+        "hashes_ms": lambda: client.find(stride_hashes(hashes, CHUNK // _BLOCK)),
         "again_ms": lambda: client.lookup(tokens),
     }
     if peer is not None:
         theirs = [key.to_string() for _, _, key in peer.token_database.process_tokens(tokens)]
-        if (code := raw.put_batch(theirs, [b"x"] * len(theirs))) or peer.lookup(tokens) != len(tokens):
-            raise TransferError(f"LMCache does not find what was put under its own keys (put_batch answered {code})")
+        put(raw, theirs)
+        if peer.lookup(tokens) != len(tokens):
+            raise TransferError("LMCache does not find what was put under its own keys")
         functions["lmcache_ms"] = lambda: peer.lookup(tokens)
     seconds = in_turn(rounds, functions)
     return {"tokens": len(tokens), **{name: 1e3 * statistics.median(values) for name, values in seconds.items()}}
@@ -79,7 +90,7 @@ def metadata_of(model: str) -> CacheMetadata:
         kv_dtype="bfloat16",
         page_format="heads_first.8x16x512",
         layers=32,
-        block_size=16,
+        block_size=_BLOCK,
         page_bytes=65536,
     )
 
@@ -92,27 +103,37 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 @contextmanager
 def looking_up(
-    location: Location, master: str, model: str
-) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
-    """Yields a lookup client, the names of its chunks, and a raw client of the same pool."""
+    location: Location, master: str, metadata: CacheMetadata, further: Sequence[CacheMetadata] = ()
+) -> Iterator[tuple[MooncakeLookupClient, LayerGroups, Any]]:
+    """Yields a lookup client, the names of its chunks and keys, and a raw client of the same pool."""
     transfer = bench_transfer(location.config)
     settings = NodeSettings(master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer)
-    metadata = metadata_of(model)
-    client = MooncakeLookupClient(settings, metadata, master)
+    client = MooncakeLookupClient(settings, metadata, master, further=further)
     try:
         client.store.wait_open(_OPEN_S)
         with raw_client(master, location.host, transfer) as raw:
-            yield client, ChunkedTokenDatabase(metadata.namespace(settings.cache)), raw
+            groups = [ChunkedTokenDatabase(one.namespace(settings.cache)) for one in (metadata, *further)]
+            yield client, LayerGroups(groups), raw
     finally:
         client.close()
 
 
 def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[int]) -> None:
     """See to it that the whole prompt is in the pool."""
-    if code := raw.put_batch(keys, [b"x"] * len(keys)):
-        raise TransferError(f"raw put_batch of {len(keys)} keys answered {code}")
+    put(raw, keys)
     if (found := client.lookup(tokens)) != len(tokens):
         raise TransferError(f"the pool holds {found} of the {len(tokens)} tokens that were just put")
+
+
+def put(raw: Any, keys: list[str]) -> None:
+    if code := raw.put_batch(keys, [b"x"] * len(keys)):
+        raise TransferError(f"raw put_batch of {len(keys)} keys answered {code}")
+
+
+def block_hashes(count: int, seed: int) -> list[bytes]:
+    """Returns random hashes, as wide as vLLM's."""
+    rng = random.Random(seed)
+    return [rng.randbytes(32) for _ in range(count)]
 
 
 def lmcache_client(raw: Any) -> Any:
@@ -186,12 +207,12 @@ class TimedLookups(Site):
 
     def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
-        self._client, database, self._raw = self.held.enter_context(
-            looking_up(self.location, job.master, f"bench-{job.seed}")
+        self._client, groups, self._raw = self.held.enter_context(
+            looking_up(self.location, job.master, metadata_of(f"bench-{job.seed}"))
         )
         for length in job.lengths:
             tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
-            keys = database.all_shard_keys(database.name_chunks(tokens))
+            keys = groups.keys(groups.first.name_chunks(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
 
@@ -237,9 +258,54 @@ class LookupSite(Site):
 
 def measure_parts(here: Location, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
-    with looking_up(here, master, f"bench-{uuid.uuid4().hex}") as (client, database, raw):
+    with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, groups, raw):
         peer = lmcache_client(raw) if lmcache else None
-        return [measure(client, database, raw, peer, prompt(size, size), rounds) for size in (4096, 32768, 131072)]
+        return [measure(client, groups.first, raw, peer, prompt(size, size), rounds) for size in (4096, 32768, 131072)]
+
+
+def measure_groups(here: Location, master: str, rounds: int) -> list[dict[str, float]]:
+    """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of vLLM's MooncakeStoreConnector.
+
+    Raises click.UsageError if vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise click.UsageError("vLLM is not installed in this environment: make install-vllm")
+    from bench.lib import store_connector
+
+    config = store_connector.vllm_config()
+    layers = store_connector.layer_groups(config)
+    first, *further = store_connector.metadata_of(f"bench-{uuid.uuid4().hex}", layers)
+    rows = []
+    with (
+        looking_up(here, master, first, further) as (client, groups, raw),
+        store_connector.their_lookup(raw, config, layers) as (their_client, worker),
+    ):
+        unit = worker.hash_block_size
+        for tokens in (4096, 32768):
+            hashes = block_hashes(tokens // unit, tokens)
+
+            def ours(hashes: list[bytes] = hashes) -> Found:
+                return client.find(stride_hashes(hashes, CHUNK // unit))
+
+            # one token more: of a prompt that is found whole, they search a second time for where to leave one to compute
+            theirs = functools.partial(their_client.lookup, "bench", tokens + 1, hashes)
+            keys, their_keys = (
+                groups.keys(stride_hashes(hashes, CHUNK // unit)),
+                store_connector.keys_of(worker, theirs),
+            )
+            put(raw, keys)
+            put(raw, their_keys)
+            if (found := (ours().chunks * CHUNK, theirs().hit_length)) != (tokens, tokens):
+                raise TransferError(f"of {tokens} tokens in the pool, {found} are found")
+            steps: dict[str, Callable[[], object]] = {
+                "raw_exist_ms": functools.partial(raw.batch_is_exist, keys),
+                "lookup_ms": ours,
+                "their_raw_exist_ms": functools.partial(raw.batch_is_exist, their_keys),
+                "their_lookup_ms": theirs,
+            }
+            row = {name: 1e3 * statistics.median(values) for name, values in in_turn(rounds, steps).items()}
+            rows.append({"tokens": tokens, "keys": len(keys), "their_keys": len(their_keys), **row})
+    return rows
 
 
 def measure_clients(
@@ -281,14 +347,16 @@ def lead(
     lengths: Sequence[int],
     seconds: float,
     lmcache: bool,
+    groups: bool,
 ) -> dict[str, Any]:
-    """Both parts, on a pool of the bench's own at the machine that leads."""
+    """All parts, on a pool of the bench's own at the machine that leads."""
     config = machines.location.config
     pool = local_pool(_SEGMENT, host=machines.location.host, transfer=bench_transfer(config))
     master = machines.later.enter_context(pool)
     parts = measure_parts(machines.location, master, rounds, lmcache)
+    grouped = measure_groups(machines.location, master, rounds) if groups else []
     clients = measure_clients(machines, master, levels, lengths, seconds)
-    return {"about": about(config), "nodes": machines.hosts, "results": parts, "clients": clients}
+    return {"about": about(config), "nodes": machines.hosts, "results": parts, "groups": grouped, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -302,7 +370,12 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
         at_most(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"])
         for row in rows
         if "lmcache_ms" in row
-        for time in ("first_ms", "again_ms")
+        for time in ("first_ms", "array_ms", "hashes_ms", "again_ms")
+    ]
+    checks += [
+        at_most("lookup_ms, 32768 tokens, many layer groups", row["lookup_ms"], _GROUPS_MS)
+        for row in figures["groups"]
+        if row["tokens"] == 32768
     ]
     checks += [
         at_least(
@@ -325,7 +398,11 @@ def report_of(figures: dict[str, Any]) -> Report:
         for kind in _KINDS
     }
     parts: list[Table | LinePlot] = [
-        Table.of("One client", rows, "Medians; every chunk is in the pool."),
+        Table.of(
+            "One client",
+            rows,
+            "Medians; every chunk is in the pool. first: a list of tokens; array: a NumPy array of int64; hashes: vLLM's block hashes.",
+        ),
         LinePlot("Requests a second", "clients, on all nodes together", "", lines),
         Table.of(
             "As clients grow",
@@ -339,6 +416,9 @@ def report_of(figures: dict[str, Any]) -> Report:
         "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which names the chunks and asks the master, for a prompt "
         "that it sees for the first time and again, next to a raw batch_is_exist of the same keys in the same run."
     )
+    if grouped := figures["groups"]:
+        told = "vLLM's groups of DeepSeek-V4-Flash's layers; medians; every chunk is in the pool. their: vLLM's MooncakeStoreConnector."
+        parts.insert(1, Table.of("Many layer groups", grouped, told))
     return Report("Lookups", summary, parts, figures["about"])
 
 
@@ -356,6 +436,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @option(
     "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
 )
+@option(
+    "--groups", is_flag=True, help="Look up in DeepSeek-V4's layer groups, beside MooncakeStoreConnector; needs vLLM."
+)
 @option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other.")  # fmt: skip
 @option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
 @option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
@@ -364,6 +447,7 @@ def main(
     where: MachineOptions,
     rounds: int,
     lmcache: bool,
+    groups: bool,
     clients: tuple[int, ...],
     lengths: tuple[int, ...],
     seconds: float,
@@ -375,7 +459,7 @@ def main(
     figures = conduct(
         where,
         LookupSite,
-        lambda all_of_us: lead(all_of_us, rounds, clients, lengths, seconds, lmcache),
+        lambda all_of_us: lead(all_of_us, rounds, clients, lengths, seconds, lmcache, groups),
         local=1,
     )
     if figures is not None:

@@ -1,0 +1,135 @@
+"""Lookups of a model with many layer groups: the groups that vLLM makes of DeepSeek-V4-Flash's layers, and the lookup of vLLM's own
+MooncakeStoreConnector. Needs vLLM 0.32 here; no model runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pd_cache.chunks import CacheMetadata, LayerGroup
+from pd_cache.vllm.layers import KeptLayers
+
+BLOCK = 256
+"""Tokens per block of the layers that keep every token."""
+_LAYERS = 43
+
+
+def vllm_config() -> Any:
+    """Returns what the functions below read of vLLM's settings."""
+    cache = SimpleNamespace(
+        block_size=BLOCK,
+        enable_prefix_caching=True,
+        prefix_match_unit=None,
+        get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=True),
+    )
+    return SimpleNamespace(
+        cache_config=cache,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, data_parallel_index=0),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"lookup_rpc_port": os.getpid()}),
+        speculative_config=None,
+    )
+
+
+def layer_groups(config: Any) -> list[Any]:
+    """Returns the groups that vLLM makes: every layer has a window; all but two keep compressed tokens besides, and a compressor's state,
+    which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    def kept(ratio: int, size: int) -> Any:
+        return MLAAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=torch.uint8, tokens_per_state=ratio, alignment=576
+        )  # fmt: skip
+
+    def window(block: int, size: int, tokens: int, dtype: torch.dtype) -> Any:
+        return SlidingWindowMLASpec(
+            block_size=block, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=dtype, sliding_window=tokens, alignment=576
+        )  # fmt: skip
+
+    specs = {}
+    for number in range(_LAYERS):
+        name, ratio = f"layers.{number}", 0 if number < 2 else (4, 128)[number % 2]
+        specs[f"{name}.window"] = window(64, 584, 128, torch.uint8)
+        if ratio:
+            specs[f"{name}.kept"] = kept(ratio, 584)
+            specs[f"{name}.state"] = window(*((4, 2048, 8) if ratio == 4 else (8, 1024, 128)), torch.float32)
+        if ratio == 4:
+            specs |= {f"{name}.index": kept(4, 132), f"{name}.index_state": window(4, 512, 8, torch.float32)}
+    return list(get_kv_cache_groups(config, specs))
+
+
+def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
+    """Returns what the connector for vLLM would say of these groups: those that keep every token come first."""
+    found = []
+    for number, group in enumerate(groups):
+        spec = group.kv_cache_spec.first_spec
+        reach = getattr(spec, "sliding_window", None) or 0
+        tail = KeptLayers(number, spec.block_size, "window" if reach else "full", reach).tail(BLOCK)
+        layers = LayerGroup(layers=str(number), keeps=f"the last {reach} tokens" if reach else "every token", tail=tail)
+        found.append(
+            CacheMetadata(
+                model=model,
+                kv_dtype="uint8",
+                page_format="opaque",
+                layers=len(group.layer_names),
+                block_size=spec.block_size,
+                page_bytes=spec.page_size_bytes,
+                group=layers,
+            )
+        )
+    return sorted(found, key=lambda one: one.group is not None and one.group.tail)
+
+
+@contextmanager
+def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields vLLM's `LookupKeyClient`, which asks over ZMQ, and the `MooncakeStoreWorker` that answers, here on a thread of this process.
+
+    The worker has what its `lookup` uses, made by its own methods, and asks the master by `raw`.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import coordinator, data, metrics, worker
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    kv = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)
+    scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([kv])
+    kv.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(scheduler, config, *sizes)
+    one = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
+    one.store, one._capacity_only, one.hash_block_size = raw, False, sizes[1]
+    one.coord = coordinator.MooncakeStoreCoordinator.from_kv_cache_config(kv, config, *sizes)
+    one._kv_cache_groups = one.coord.kv_cache_groups
+    one.tp_rank, one.tp_size, one.pcp_size, one.dcp_size, one.pp_size = 0, 1, 1, 1, 1
+    one._group_tp_replication_factors = (1,) * len(groups)
+    one.token_dbs = one._build_token_databases(data.KeyMetadata("bench", 0, 0, 0, 0), None)
+    one._init_lookup_key_prefixes()
+    one.kv_connector_stats, one._kv_connector_stats_lock = metrics.MooncakeStoreConnectorStats(), threading.Lock()
+    server, client = worker.LookupKeyServer(one, config), worker.LookupKeyClient(config)
+    try:
+        yield client, one
+    finally:
+        client.close()
+        server.running = False
+
+
+def keys_of(worker: Any, lookup: Callable[[], object]) -> list[str]:
+    """Returns the keys that a lookup asks the pool for."""
+    asked: list[str] = []
+
+    def note(keys: list[str]) -> list[int]:
+        asked.extend(keys)
+        return [0] * len(keys)
+
+    raw, worker.store = worker.store, SimpleNamespace(batch_is_exist=note)
+    try:
+        lookup()
+    finally:
+        worker.store = raw
+    return asked
