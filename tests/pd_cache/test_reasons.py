@@ -153,9 +153,10 @@ def test_every_token_was_at_hand_or_loaded_or_computed(asked: int, loaded: int, 
 
 
 def test_tiers_count_whole_chunks() -> None:
-    report = RequestReport.of(32, 8, found=32, loaded=31, tiers=TierChunks(memory=1, disk=1, pool=2))
+    report = RequestReport.of(32, 8, found=32, loaded=31, tiers=TierChunks(memory=1, disk=1, pool=2), streamed=16)
     assert (report.memory, report.disk, report.pool, report.computed) == (8, 8, 16, 1)
-    assert report.line() == "asked=32 at_hand=0 found=32 loaded=31 (memory=8 disk=8 pool=16) computed=1 reason=none"
+    tiers = "(memory=8 disk=8 pool=16)"
+    assert report.line() == f"asked=32 at_hand=0 found=32 loaded=31 {tiers} streamed=16 computed=1 reason=none"
 
 
 def test_a_prompt_without_a_whole_chunk_is_too_short_for_any_other_reason() -> None:
