@@ -106,9 +106,10 @@ class Exchange:
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self._stream: asyncio.Task[None] | None = None
 
-    def begin_stream(self, loading: Coroutine[Any, Any, None]) -> None:
-        """Has `loading` run until `end_stream`."""
+    def begin_stream(self, loading: Coroutine[Any, Any, None], share: BodyShare) -> None:
+        """Has `loading` run until `end_stream`. `share` is what its body takes meanwhile."""
         self._stream = asyncio.create_task(loading)
+        self._stream.add_done_callback(lambda _: share.give_back())
 
     def end_stream(self) -> None:
         """Gives up the stream, if there is one."""
@@ -497,12 +498,15 @@ class Requests:
         """Has the decode node that will probably answer load the prompt's chunks while a prefill node computes them, if that is worth while."""
         pool, named = self._pools["decode"], prompt.named
         tokens, found = (prompt.tokens, 0) if named is None else (named.tokens, named.pool_tokens or 0)
-        if not self._direct.streams(tokens, found) or not exchange.share.grow(nbytes):
+        # half of the memory for bodies is for requests that are to be answered
+        if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
             return
         node = exchange.decodes = pool.pick(time.monotonic(), model=exchange.model)
-        if node is not None and pool.streams(node):
-            body = await self._computed(nbytes, completion.for_stream)
-            exchange.begin_stream(self._stream(exchange, node, body))
+        if node is None or not pool.streams(node):
+            return
+        body, share = await self._computed(nbytes, completion.for_stream), BodyShare(self.bodies)
+        if share.grow(len(body)):
+            exchange.begin_stream(self._stream(exchange, node, body), share)
 
     async def _stream(self, exchange: Exchange, node: str, body: bytes) -> None:
         """Keeps the stream open until it is cancelled. The request does not depend on it, so its failure counts against nobody."""

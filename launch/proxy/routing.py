@@ -169,8 +169,11 @@ class NodePool:
         )
         self._turns += 1
         node.turn = self._turns
-        node.breaker.sent(now)
         return node.target.url
+
+    def sent(self, url: str, now: float) -> None:
+        """Notes that a request is sent to the node that `pick` returned."""
+        self._node(url).breaker.sent(now)
 
     def streams(self, url: str) -> bool:
         """Returns whether the node can load a prompt while another node computes it."""
@@ -402,6 +405,7 @@ class Attempts:
         if node is None or not self._pool.health(now).get(node, False):
             node = self._pool.pick(now, self._prompt, self._tried, self._model, proven_first=again)
         if node is not None:
+            self._pool.sent(node, now)
             self._tried.add(node)
             if again:
                 budget.take(now)

@@ -150,6 +150,8 @@ class TrackedRequest:
         """When other loads first left too few blocks for its load; None if there are enough."""
         self.loaded = 0
         """Tokens that were loaded, for the hand-off."""
+        self.has_streamed = False
+        """Whether it was a stream with blocks, and has given them back."""
         self.may_load = True
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""

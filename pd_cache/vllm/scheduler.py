@@ -83,6 +83,8 @@ class SchedulerSide:
         self._late: list[StoreOp] = []
         """Stores of requests that have finished since the last step."""
         self._expecting = False
+        self._refused = False
+        """Whether vLLM has asked about a request in this step, and then found too few blocks for it. It asks about none behind that one."""
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
         self._lost = False
@@ -131,6 +133,12 @@ class SchedulerSide:
         return tracked
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Returns what `_matched` does. Notes that vLLM is about to allocate blocks."""
+        matched = self._matched(request, computed)
+        self._refused = matched[0] is not None
+        return matched
+
+    def _matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether to load them while
         other requests compute."""
         tracked, lookup = self.track(request), self._lookup
@@ -138,7 +146,7 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
-        if tracked.streams and self.streams.possible:
+        if tracked.streams:
             return self._matched_stream(tracked, computed)
         takes_over = self.streams.under_way and tracked.handoff.announced is not None and self._chunks.nameable(tracked)
         if takes_over and self.streams.take_over(self._chunks.names(tracked, self._plan.most(request))):
@@ -190,14 +198,12 @@ class SchedulerSide:
         return external, self._config.load == "async"
 
     def _matched_stream(self, tracked: TrackedRequest, computed: int) -> tuple[int | None, bool]:
-        """Returns what `matched_tokens` does, for a request that only has its prompt's chunks loaded as they appear."""
-        if (
-            not tracked.may_load
-            or self._clock() >= tracked.arrived + self.streams.longest_s
-            or not self._chunks.nameable(tracked)
-        ):
+        """Returns what `_matched` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM
+        computes it in the end."""
+        if self._clock() >= tracked.arrived + self.streams.longest_s:
             return 0, False
-        if self._lookup is not None and self._lookup.available:
+        waits = self._lookup is not None and self._lookup.available and not tracked.has_streamed
+        if waits and self.streams.possible and self._chunks.nameable(tracked):
             tracked.load = self.streams.propose(tracked, computed)
         if tracked.load is None:
             self._expecting = True
@@ -214,6 +220,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
+        self._refused = False
         tracked = self.track(request)
         proposed, tracked.load = tracked.load, None
         if external <= 0 or proposed is None:
@@ -246,7 +253,9 @@ class SchedulerSide:
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
         now = self._clock()
-        self._loads += self.streams.expired(now)
+        # a request that waits for the blocks of streams may keep vLLM from the very requests that would end these streams
+        self._loads += self.streams.give_way(now, needed=self._refused and not output.total_num_scheduled_tokens)
+        self._refused = False
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
             stream.tracked.looked_up = True
             found = self._find(self._lookup, stream.names, stream.tracked.id, stream.done * self._chunk)
@@ -385,6 +394,7 @@ class SchedulerSide:
         epoch = None if self._lookup is None else self._lookup.reset()
         self._lost = epoch is None
         if epoch is None:
+            self._begin_epoch(self._outdated.epoch)  # the weights are others all the same
             self.metrics.trouble("lookup", "reset_failed")
             return False
         self._begin_epoch(epoch)

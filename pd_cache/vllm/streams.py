@@ -94,8 +94,9 @@ class Streams:
         """Returns the load to propose to vLLM, whose own cache has the first `computed` tokens; None if there is no room or nothing to load."""
         block, plan, request = self._plan.layers[0].block_size, self._plan, tracked.request
         tokens = plan.loadable(request) - computed
-        needed, free = -(-tokens // block), self._manager.block_pool.get_num_free_blocks()
-        held = sum(len(stream.blocks) - stream.start // block for stream in self._streams.values())
+        # with the blocks at hand: a stream takes these from the free ones, too
+        needed, free = -(-plan.loadable(request) // block), self._manager.block_pool.get_num_free_blocks()
+        held = sum(len(stream.blocks) for stream in self._streams.values())
         if (
             tokens <= 0
             or held + needed > self._manager.block_pool.num_gpu_blocks // _SHARE
@@ -158,14 +159,14 @@ class Streams:
             self._came.popitem(last=False)
         return self.leave(request_id) if stream.left else []
 
-    def expired(self, now: float) -> list[LoadOp]:
-        """Ends the streams that nobody has cancelled. Returns what to tell the workers: their loads have failed."""
-        late = [one for one in self._streams.values() if now >= one.until and not one.ranks and not one.left]
-        per_chunk = self._plan.chunk // self._plan.layers[0].block_size
-        for one in late:
-            self._forget(one, "nobody cancelled it")
-            one.tracked.may_load = False
-        return [LoadOp(one.tracked.id, [], list(one.blocks[one.done * per_chunk :])) for one in late]
+    def give_way(self, now: float, *, needed: bool) -> list[LoadOp]:
+        """Ends streams that nobody has cancelled, and outdated ones; otherwise the newest, if a request that is to be answered `needed` blocks.
+
+        Returns what to tell the workers: these loads have failed. Then vLLM gives the blocks back. What came stays in its own cache.
+        """
+        able = [one for one in self._streams.values() if not one.ranks and not one.left]
+        ending = [one for one in able if one.outdated or now >= one.until] or (able[-1:] if needed else [])
+        return [self._end(one, "given up") for one in ending]
 
     def leave(self, request_id: str) -> list[LoadOp]:
         """Notes that the request has ended. Returns what to tell the workers, so that vLLM gives its blocks back; nothing while they load."""
@@ -174,8 +175,7 @@ class Streams:
         stream.left = stream.over = True
         if stream.ranks:
             return []
-        self._forget(stream, "")
-        return [LoadOp(request_id, [], [])]
+        return [self._end(stream, "")]
 
     def stop(self) -> None:
         """Loads nothing more for the streams under way: the weights have changed."""
@@ -206,7 +206,10 @@ class Streams:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _forget(self, stream: Stream, why: str) -> None:
+    def _end(self, stream: Stream, why: str) -> LoadOp:
+        """Ends a stream that no rank loads for. Returns the load whose failure has vLLM give all of its blocks back."""
         del self._streams[stream.tracked.id]
+        stream.tracked.has_streamed = True
         stream.tracked.loading.note(loaded=max(0, stream.done * self._plan.chunk - stream.start))
         stream.tracked.loading.end(why)
+        return LoadOp(stream.tracked.id, [], [])

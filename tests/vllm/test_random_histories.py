@@ -60,6 +60,9 @@ class Setting(NamedTuple):
     """The share of prompts that another node computes, and that are streamed meanwhile."""
     stream_s: float = 600.0
     """How long a stream may last."""
+    patient: bool = False
+    """Whether streams are cancelled only when the request that is to be answered has its first token, prompts may need nearly all blocks, and
+    nothing is aborted: whoever waits for another for ever is seen."""
 
 
 class FailingCache:
@@ -253,7 +256,7 @@ class History:
                 self._begin_request(f"request-{made}")
                 made += 1
             self._compute_elsewhere()
-            if self.vllm.requests and rng.random() < 0.02:
+            if self.vllm.requests and not self.setting.patient and rng.random() < 0.02:
                 self._abort()
             if rng.random() < 0.35:  # others need the memory
                 free = [one for one in blocks.blocks if one.ref_cnt == 0 and one.block_hash is not None]
@@ -277,11 +280,13 @@ class History:
         if self._requests and rng.random() < 0.75:
             others = list(rng.choice(list(self._requests.values())).all_token_ids)
             prompt = others[: rng.choice([len(others), rng.randint(1, len(others))])]
-        more = rng.choice([0, 1, rng.randint(1, 150), BLOCK * rng.randint(1, 8)]) or 20 * (not prompt)
+        more = rng.choice(
+            [0, 1, rng.randint(1, 500 if self.setting.patient else 150), BLOCK * rng.randint(1, 8)]
+        ) or 20 * (not prompt)
         prompt += [rng.randrange(VOCABULARY) for _ in range(more)]
         params = SamplingParams(max_tokens=rng.choice([1, 1, 2, 5, 20]), ignore_eos=True, temperature=0)
         room = (self.setting.blocks - 2) * BLOCK - 24
-        prompt = prompt[: min(300, room)]
+        prompt = prompt[: min(900 if self.setting.patient else 300, room)]
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
         if rng.random() < self.setting.streams:
             told = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"stream": True}}}
@@ -322,8 +327,12 @@ class History:
     def _cancel(self) -> None:
         from vllm.v1.request import RequestStatus
 
-        while self._cancelled:
-            if (request_id := self._cancelled.pop()) in self.vllm.requests:
+        for request_id in list(self._cancelled):
+            request = self._requests.get(request_id.removesuffix("-stream"))
+            if self.setting.patient and not (request and (request.num_output_tokens or request.is_finished())):
+                continue
+            self._cancelled.remove(request_id)
+            if request_id in self.vllm.requests:
                 self._aborted.add(request_id)
                 self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
@@ -372,7 +381,7 @@ class History:
             invalid_block_ids=ended.bad_blocks,
             kv_connector_worker_meta=self.worker.take_report(),  # type: ignore[arg-type]
         )
-        if self.vllm.requests and self.rng.random() < 0.05:
+        if self.vllm.requests and not self.setting.patient and self.rng.random() < 0.05:
             self._abort()
         before = set(self.vllm.requests)
         places = {request_id: place for place, request_id in enumerate(sampled)}
@@ -486,6 +495,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(fail=0.2, blocks=80, drafts=True, resets=0.05),
         Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
         Setting(load="async", fail=0.1, blocks=200, streams=0.6),
+        Setting(load="async", fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
         Setting(load="async", fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),

@@ -80,6 +80,11 @@ class Prefix:
         self.epoch = cache.epoch
         """The version of the weights, as known before anything of the prompt was computed."""
 
+    @property
+    def current(self) -> bool:
+        """Whether the weights are still those with which it was loaded."""
+        return self.epoch == self._cache.epoch
+
     @functools.cached_property
     def names(self) -> list[bytes]:
         return self._cache.name_chunks(self._tokens, None, salt_keys(self._salt))

@@ -157,7 +157,7 @@ class ReferenceEngine:
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
         self._streams: list[_Active] = []
-        """They wait until they are cancelled; some have blocks and load."""
+        """They wait until they are cancelled, with blocks until a request takes these over or needs them."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
@@ -365,7 +365,12 @@ class ReferenceEngine:
             taken = () if stream is None else stream.blocks
             blocks = self.pool.allocate(max(0, self._blocks_needed(active) - len(taken)))
             if blocks is None:
-                return
+                # nothing else would give blocks back: the request that ends a stream may wait behind this one
+                holding = [one for one in self._streams if one.blocks and one is not stream]
+                if self._running or not holding:
+                    return
+                self._give_back(holding[-1])
+                continue
             self._waiting.popleft()
             self._running.append(active)
             active.blocks = taken + blocks
@@ -382,7 +387,7 @@ class ReferenceEngine:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _begin_stream(self, active: _Active) -> None:
-        """Begins to load its prompt, if there is room: it must not take what requests need that are answered."""
+        """Begins to load its prompt. Ends it at once if there is no room: it must not take what requests need that are to be answered."""
         self._streams.append(active)
         needed, streaming = self._blocks_needed(active), [one for one in self._streams if one.blocks]
         held = needed + sum(len(one.blocks) for one in streaming)
@@ -390,6 +395,8 @@ class ReferenceEngine:
             active.blocks = self.pool.allocate(needed) or ()
             active.phase = _Phase.PREFILL
             self._start_load(active)
+        if not active.blocks:
+            self._fail(active, GenerationError("aborted", "there is no room for a stream"))
 
     def _stream_of(self, active: _Active) -> _Active | None:
         """Returns the stream of the request's prompt, if there is one."""
@@ -397,7 +404,8 @@ class ReferenceEngine:
         if not request.announced_prefix or active.skip_cache:
             return None
         for one in self._streams:
-            of_use = one.blocks and (one.load is not None or one.result.outcome == "hit")
+            loaded = one.prefix is not None and one.prefix.current and one.result.outcome == "hit"
+            of_use = one.blocks and (one.load is not None or loaded)
             if of_use and one.prompt == active.prompt and one.generation.request.cache_salt == request.cache_salt:
                 return one
         return None
@@ -413,7 +421,8 @@ class ReferenceEngine:
         assert self._cache is not None
         announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
         until = time.monotonic() + self._handoff.wait_ms / 1000
-        load.owner, load.deadline, load.awaited.told = active, until + self._load_timeout_s, (announced, until)
+        load.owner, load.started = active, time.monotonic()
+        load.deadline, load.awaited.told = until + self._load_timeout_s, (announced, until)
         active.phase = _Phase.LOADING
 
     def _start_load(self, active: _Active) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -144,6 +146,32 @@ async def test_a_stream_ends_with_its_request(end: Callable[[Cluster, Any], None
         end(running, asking)
         await until(lambda: (running.prefill[0].hung_up, running.decode[0].hung_up) == (1, 1), "both cancelled")
         await asyncio.gather(asking, return_exceptions=True)
+
+
+@scenario
+async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream() -> None:
+    async with streaming() as running:
+        pool = running.proxy._pools.pools["decode"]
+        pool.failed(running.decode[0].url, "unreachable", time.monotonic() - 2)
+        running.decode[0].script = [hangs]
+        async with running.post(BODY) as response:
+            assert response.status == 200
+        assert pool.health(time.monotonic()) == {running.decode[0].url: True}
+
+
+@scenario
+async def test_streams_leave_half_of_the_memory_for_bodies_to_requests() -> None:
+    async with streaming() as running:
+        bodies = running.proxy.requests.bodies
+        bodies.limit = 8 * len(json.dumps(BODY))
+        running.decode[0].script = [hangs]
+        async with running.post(BODY) as response:
+            assert response.status == 200
+        bodies.limit = len(json.dumps(BODY)) * 5 // 2
+        async with running.post(BODY) as response:
+            assert response.status == 200
+        assert params_of(running.decode[0]) == [STREAM, PARAMS, PARAMS]
+        await until(lambda: not bodies.used, "all of it given back")
 
 
 @scenario

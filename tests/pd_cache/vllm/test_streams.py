@@ -75,6 +75,16 @@ def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -
     assert scene.step().loads == [], "a load that failed is left to the request that is to be answered"
 
 
+def test_blocks_at_hand_count_as_held() -> None:
+    """Several streams may begin with cached blocks of their own, and keep them from being evicted."""
+    scene = scene_of()
+    begun(scene, 2 * CHUNK)
+    begun(scene, 2 * CHUNK, "b")
+    assert scene.ask(Request("c", PROMPT, STREAM), 2 * CHUNK) == (None, False), (
+        "three times 7 of 64 are more than a quarter"
+    )
+
+
 def test_what_vllm_has_at_hand_is_not_written_to() -> None:
     scene = scene_of()
     stream = begun(scene, CHUNK + CHUNK // 2)
@@ -107,24 +117,40 @@ def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -
     part(scene)
     end(scene, 1)
     scene.clock.now += 601
-    assert scene.step().loads == [LoadOp("a", [], blocks_of(stream)[2:])], "all blocks behind the first chunk are bad"
+    assert scene.step().loads == [LoadOp("a", [], [])], "it has failed as a whole; vLLM's own cache has the first chunk"
     assert scene.ask(stream) == (0, False)
     assert scene.step().loads == []
 
 
-def test_after_a_reset_nothing_more_is_loaded_and_nothing_gets_into_vllms_own_cache() -> None:
+def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() -> None:
     scene = scene_of()
     stream = begun(scene)
     scene.has(stream)
     part(scene)
     assert scene.side.reset()
+    assert scene.step().loads == [], "a part is still being loaded"
     end(scene, 3)
     assert not scene.manager.cached_tokens
     scene.has(stream)
-    scene.clock.now += 1
-    assert scene.step().loads == []
-    scene.finish(stream)
-    assert scene.step().loads == [LoadOp("a", [], [])]
+    assert scene.step().loads == [LoadOp("a", [], [])], "its blocks are given back"
+    assert scene.ask(stream) == (None, False), "it waits on without any, and computes nothing"
+
+
+def test_the_newest_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on() -> None:
+    """vLLM asks about no request behind one for which it has no blocks: perhaps about the very one that would end the stream."""
+    scene, request = scene_of(), Request("c", PROMPT)
+    begun(scene)
+    newest = begun(scene, request_id="b")
+    assert scene.ask(request) == (0, False), "and then vLLM allocates nothing"
+    assert scene.step(d=1).loads == [], "another request computes, and will give back its blocks"
+    assert scene.ask(request) == (0, False)
+    assert scene.step().loads == [LoadOp("b", [], [])]
+    assert scene.ask(newest) == (None, False)
+    assert scene.step().loads == [], "vLLM has asked about no other request"
+    scene.load(request, 0, blocks_of(request, 40))
+    scene.begin(request, blocks_of(request, 40))
+    scene.side.allocated(request, scene.manager.allocate(request, blocks_of(request, 40)), 0)
+    assert scene.step().loads == [], "it has its blocks"
 
 
 def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
@@ -194,4 +220,6 @@ def test_an_engine_that_cannot_do_it_says_so(layers: Any, settings: dict[str, An
     scene = Scene(*layers, **settings)
     scene.manager.enable_caching = caching
     assert not scene.side.streams.possible
-    assert scene.ask(Request("a", PROMPT, STREAM)) == (0, False), "a request like any other"
+    assert scene.ask(Request("a", PROMPT, STREAM)) == (None, False), (
+        "it waits until it is cancelled, and computes nothing"
+    )

@@ -297,15 +297,44 @@ def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expect
     wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
 
 
-def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_wait_without_any(make_engine):
+def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_engine):
     engine = make_engine(FakeCache(), max_running=8)
     streams = [engine.submit(request_of(40, seed=seed, max_tokens=1, streams=True)) for seed in range(4)]
-    wait_for(lambda: len(engine._streams) == 4)
+    for stream in streams[2:]:
+        ends_as("aborted", stream)
     assert 64 - engine.pool.free == 12, "two of six blocks each"
     assert len(tokens_of(engine.submit(request_of(40, seed=9)))) == 6
-    for stream in streams:
+    for stream in streams[:2]:
         stream.cancel()
         ends_as("aborted", stream)
+
+
+def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(make_engine, expected):
+    """The request that would end the stream waits behind the one that lacks blocks."""
+    engine = make_engine(FakeCache(), num_blocks=32)
+    stream = engine.submit(request_of(60, max_tokens=1, streams=True))
+    wait_for(lambda: engine.pool.free == 24)
+    large = request_of(200, seed=5, max_tokens=40)
+    before, own = engine.submit(large), engine.submit(request_of(60))
+    assert tokens_of(own) == expected(request_of(60))
+    assert tokens_of(before) == expected(large)
+    stream.cancel()
+    ends_as("aborted", stream)
+
+
+def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expected):
+    cache = FakeCache()
+    answered(make_engine(cache), request_of(64))
+    cache.wait_for_chunks(4)
+    engine = make_engine(cache, wait_ms=1)
+    stream = engine.submit(request_of(64, max_tokens=1, streams=True))
+    wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 64)
+    cache.epoch, _ = "other weights", cache.chunks.clear()
+    tokens, stats = answered(engine, request_of(64, announced_prefix=64))
+    assert tokens == expected(request_of(64))
+    assert (stats.cached_tokens, stats.report.streamed) == (0, 0)
+    stream.cancel()
+    ends_as("aborted", stream)
 
 
 # --- queue, cancelling, closing --------------------------------------------------------------------------------------
