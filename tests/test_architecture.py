@@ -44,7 +44,7 @@ STRANGERS = (
 """Modules and packages of one layer that never import one another."""
 
 HOMES = {
-    "mooncake": ("transfer/store.py",),
+    "mooncake": ("transfer/store.py", "transfer/direct_reads.py"),
     "zmq": ("pd_cache/server/link.py", "pd_cache/events/subscriber.py"),
     "etcd3": ("launch/discovery/",),
     "grpc": ("launch/discovery/etcd.py",),

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from transfer.direct_reads import DirectReads, Read
 from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker, Peers
 from transfer.settings import TransferSettings, stall_seconds
@@ -154,6 +155,8 @@ class Moves:
         self._step = keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
+        self.direct: DirectReads | None = None
+        """Reads that do not go through Mooncake's client, if this store has them."""
         self.own_peer = ""
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: set[str] = set()
@@ -177,7 +180,8 @@ class Moves:
     def _get_part(self, part: Batch) -> list[int]:
         now = time.monotonic()
         # 1. objects of silent peers are left out: each would hold this thread for seconds
-        where = self._where(part.keys) if self.peers.any_silent(now) else {}
+        buffers = self._buffers(part.keys) if self.direct is not None or self.peers.any_silent(now) else {}
+        where = {key: buffer.transport_endpoint for key, buffer in buffers.items()}
         wanted = self._from_others_than_silent_peers(part.keys, where, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part
         if not wanted:
@@ -187,7 +191,7 @@ class Moves:
         self._reading[me] = (now, asked.keys)
         watch = self._watch()
         try:
-            found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
+            found = self._read(asked, buffers)
         finally:
             del self._reading[me]
             self._stalled.pop(me, None)
@@ -202,6 +206,28 @@ class Moves:
         for index, code in zip(wanted, found, strict=True):
             codes[index] = code
         return codes
+
+    def _read(self, asked: Batch, buffers: dict[str, Any]) -> list[int]:
+        """Reads the objects without Mooncake's client if all of them lie whole in the memory of peers that it has met, or else with it."""
+        direct = self.direct
+        found: list[int] | None = None
+        if direct is not None and all(
+            key in buffers and buffers[key].size <= size for key, size in zip(asked.keys, asked.sizes, strict=True)
+        ):
+            there = [buffers[key] for key in asked.keys]
+            found = direct.read(
+                [
+                    Read(one.transport_endpoint, one.buffer_address, address, one.size)
+                    for one, address in zip(there, asked.addresses, strict=True)
+                ],
+                time.monotonic() + _GIVES_UP_AFTER_S,
+            )
+        if found is None:
+            found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
+            if direct is not None:
+                keys = [key for key, code in zip(asked.keys, found, strict=True) if code >= 0 and key in buffers]
+                direct.meet({buffers[key].transport_endpoint for key in keys})
+        return found
 
     def suspect_slow_peers(self) -> None:
         """Marks peers as silent if reads of their objects have run for longer than a peer may stall.
@@ -327,18 +353,20 @@ class Moves:
         self.peers.tried(frozenset(peers))
 
     def _where(self, keys: list[str]) -> dict[str, str]:
-        """Returns the peer from which each object is read. Leaves out unknown keys, and keys that this process reads from its own segment.
+        """Returns the peer from which each object is read, as far as there is one."""
+        return {key: buffer.transport_endpoint for key, buffer in self._buffers(keys).items()}
+
+    def _buffers(self, keys: list[str]) -> dict[str, Any]:
+        """Returns where in a peer's memory each object is read. Leaves out unknown keys, and keys that this process reads from its own segment.
 
         If there are several copies in memory, Mooncake reads its own, or else the first that the master names. If that fails, it tries no
         other (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
         """
-        where: dict[str, str] = {}
+        found: dict[str, Any] = {}
         for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():
-            peers = [
-                replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
-                for replica in replicas
-                if replica.is_memory_replica()
+            buffers = [
+                replica.get_memory_descriptor().buffer_descriptor for replica in replicas if replica.is_memory_replica()
             ]
-            if peers and self.own_peer not in peers:
-                where[key] = peers[0]
-        return where
+            if buffers and all(buffer.transport_endpoint != self.own_peer for buffer in buffers):
+                found[key] = buffers[0]
+        return found

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.calls import Call, CallThreads
+from transfer.direct_reads import DirectReads
 from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.health import CircuitBreaker
 from transfer.lookup_rpc import lookup_rpc
@@ -58,16 +59,17 @@ MOST_SMALL = 64 << 10
 """The most bytes of a control object."""
 
 _undrained: list[object] = []
-"""Clients that could not be closed, with the memory that they may still write to."""
+"""Clients and engines that could not be closed, with the memory that they may still write to."""
 
 
 _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 def _outlive_the_child() -> None:
-    """Keeps clients from being destroyed in a forked child: a destructor would wait for threads that do not exist there."""
+    """Keeps clients and engines from being destroyed in a forked child: a destructor would wait for threads that do not exist there."""
     for store in _stores:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._client))
+        for kept in (store._client, store._moves):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 os.register_at_fork(after_in_child=_outlive_the_child)
@@ -295,11 +297,13 @@ class MooncakeStore:
         # the keeper may be inside setup() or a probe; to close the client meanwhile would be a use after free
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
+        if drained:
+            self._moves.direct = None  # its ports with it
         if drained and self._mounted:
             self._client.close()
         elif not drained:
             log.warning("a call into Mooncake outlived close(); its client stays open until this process ends")
-            _undrained.append((self._client, list(self._regions)))
+            _undrained.append((self._client, self._moves, list(self._regions)))
         with self._changed:
             self._state = "closed"
             self._changed.notify_all()
@@ -526,6 +530,8 @@ class MooncakeStore:
             self._moves.own_peer = first.transport_endpoint
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
+        if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE":
+            self._moves.direct = DirectReads.over_tcp()
         with self._changed:
             if self._state == "opening":
                 for pool in self._regions:

@@ -1,0 +1,188 @@
+"""Reads that do not go through Mooncake's client: on an engine that answers as told, and on a real pool."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from transfer.direct_reads import DirectReads, Read
+from transfer.errors import Status
+from transfer.store import GetResult, MooncakeStore
+
+FAILED = -800
+
+
+class Engine:
+    """A transfer engine that notes what it was asked to read."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.states: dict[int, list[int]] = {}
+        """For each transfer, what is answered when its state is asked, the last answer for good. Without an entry it has ended well."""
+        self.unreachable: set[str] = set()
+        self.hangs = threading.Event()
+        self.hangs.set()
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        return 0
+
+    def batch_transfer_async_read(
+        self, peer: str, addresses: list[int], peer_addresses: list[int], sizes: list[int]
+    ) -> int:
+        self.hangs.wait(60)
+        self.begun.append(peer)
+        return 0 if peer in self.unreachable else len(self.begun)
+
+    def transfer_check_status(self, transfer: int) -> int:
+        states = self.states.get(transfer, [1])
+        return states.pop(0) if len(states) > 1 else states[0]
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+def reads(*peers: str) -> list[Read]:
+    return [Read(peer, 4096 * index, 8192 * index, 100 + index) for index, peer in enumerate(peers)]
+
+
+def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read() -> None:
+    engine = Engine()
+    direct = DirectReads(engine)
+    direct.meet({"a"})
+    assert direct.read(reads("a", "b"), soon()) is None
+    direct.meet({"b"})
+    engine.states = {1: [0, 0, 1], 2: [0, 1]}
+    assert direct.read(reads("a", "b", "a"), soon()) == [100, 101, 102]
+    assert engine.begun == ["a", "b", "a"]
+
+
+def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good() -> None:
+    engine = Engine()
+    direct = DirectReads(engine)
+    direct.meet({"a", "b", "c"})
+    engine.states, engine.unreachable = {1: [0, -1]}, {"c"}
+    assert direct.read(reads("a", "b", "c"), soon()) == [FAILED, 101, FAILED]
+    direct.meet({"a", "b", "c"})
+    assert direct.read(reads("a"), soon()) is None
+    assert direct.read(reads("c"), soon()) is None
+    assert direct.read(reads("b"), soon()) == [100]
+
+
+def test_a_transfer_that_does_not_end_in_time_has_failed() -> None:
+    engine = Engine()
+    direct = DirectReads(engine)
+    direct.meet({"a"})
+    engine.states = {1: [0]}
+    assert direct.read(reads("a", "a"), time.monotonic() + 0.01) == [FAILED, 101]
+
+
+def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes_client() -> None:
+    engine = Engine()
+    direct = DirectReads(engine)
+    direct.meet({"well", "new"})
+    assert direct.read(reads("well"), soon()) == [100]
+    engine.hangs.clear()
+    found: list[list[int] | None] = []
+    first = threading.Thread(target=lambda: found.append(direct.read(reads("new"), soon())))
+    first.start()
+    wait_for(direct._opening.locked)
+    assert direct.read(reads("well"), soon()) is None
+    engine.hangs.set()
+    first.join(60)
+    assert found == [[100]]
+    assert direct.read(reads("well", "new"), soon()) == [100, 101]
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each read of the test went: `client` if it was left to Mooncake's, or else `direct`."""
+    taken: list[str] = []
+    read = DirectReads.read
+
+    def noted(self: DirectReads, some: list[Read], end: float) -> list[int] | None:
+        codes = read(self, some, end)
+        taken.append("client" if codes is None else "direct")
+        return codes
+
+    monkeypatch.setattr(DirectReads, "read", noted)
+    return taken
+
+
+def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_and_are_the_same(
+    pool: Pool, ways: list[str]
+) -> None:
+    with opened(pool, slots=16) as (store, staging):
+        keys = fresh(12)
+        assert put(store, staging, keys) == [Status.OK] * 12
+        for _ in range(2):
+            slots = leased(staging, 12, b"\0")
+            assert store.start_get(keys, slots, timeout=20).results() == [GetResult(Status.OK, SLOT)] * 12
+            assert [bytes(slot.view[:2]) for slot in slots] == [bytes([b"a"[0] + index] * 2) for index in range(12)]
+            for slot in slots:
+                slot.release()
+        assert ways == ["client", "direct"]
+        [slot, larger] = leased(staging, 2)
+        small = fresh(1)
+        assert store.start_put(small, [slot], [100], timeout=20).results() == [Status.OK]
+        assert store.start_get(small, [larger], timeout=20).results() == [GetResult(Status.OK, 100)]
+        assert ways[2:] == ["direct"]
+        missing = store.start_get([*small, *fresh(1)], [slot, larger], timeout=20).results()
+        assert [result.status for result in missing] == [Status.OK, Status.MISSING]
+        assert ways[3:] == [], "what the master does not know is Mooncake's client's to answer"
+        for one in (slot, larger):
+            one.release()
+
+
+def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(
+    make_pool: Callable[..., Pool], ways: list[str]
+) -> None:
+    pool = make_pool(client_ttl_s=600).start()
+    with opened(pool, timeouts={"get_ms": 2000, "put_ms": 2000}) as (store, staging):
+        keys = fresh(4)
+        assert put(store, staging, keys) == [Status.OK] * 4
+        slots = leased(staging, 4)
+
+        def got(timeout: float) -> list[Status]:
+            return [result.status for result in store.start_get(keys, slots, timeout=timeout).results()]
+
+        assert got(20) == got(20) == [Status.OK] * 4
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        try:
+            assert got(0.5) == [Status.TIMEOUT] * 4
+            wait_for(lambda: store._moves.peers.any_silent(time.monotonic()), 60, "a silent peer")
+        finally:
+            pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: got(20) == [Status.OK] * 4, 60, "the peer's objects")
+        assert ways[:3] == ["client", "direct", "direct"]
+        assert set(ways[3:]) == {"client"}
+        for slot in slots:
+            slot.release()
+
+
+def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(client_ttl_s=600).start()
+    with opened(pool, timeouts={"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}) as (store, staging):
+        keys = fresh(4)
+        assert put(store, staging, keys) == [Status.OK] * 4
+        slots = leased(staging, 4, b"\0")
+        assert store.start_get(keys, slots, timeout=20).results() == [GetResult(Status.OK, SLOT)] * 4
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        pending = store.start_get(keys, slots, timeout=20)
+        closing = threading.Thread(target=MooncakeStore.close, args=(store,))
+        closing.start()
+        wait_for(lambda: not store.available)
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        assert {result.status for result in pending.results()} <= {Status.OK, Status.TRANSFER_FAILED}
+        closing.join(60)
+        assert staging.in_use == 4
+        for slot in slots:
+            slot.release()
+        assert staging.in_use == 0

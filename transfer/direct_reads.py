@@ -1,0 +1,98 @@
+"""Reads of objects in peers' memory over a transfer engine of our own, whose caller sleeps until the bytes have come.
+
+Mooncake's client asks for a transfer's state again and again without a pause, which takes a core from whatever else the machine has to do
+(docs/mooncake.md, "It waits by spinning"). All other reads stay with the client: the first one from a peer, because it takes a minute if
+the peer is stopped; those from a peer from which a read has failed, because the engine goes on with addresses that it has heard once; and
+those of what does not lie in another node's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+_LOOK_S = 0.0005
+"""The pause between two looks at a transfer."""
+_FAILED = -800
+
+
+class TransferEngine(Protocol):
+    """The methods that we use of `mooncake.engine.TransferEngine`."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
+    def batch_transfer_async_read(
+        self, peer: str, addresses: list[int], peer_addresses: list[int], sizes: list[int]
+    ) -> int: ...
+    def transfer_check_status(self, transfer: int) -> int: ...
+
+
+class Read(NamedTuple):
+    """An object at a peer, and where its bytes go."""
+
+    peer: str
+    peer_address: int
+    address: int
+    nbytes: int
+
+
+class DirectReads:
+    """Reads from peers with which Mooncake's client has spoken. Thread-safe."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._met: set[str] = set()
+        """The peers that delivered to Mooncake's client, and have not failed us since."""
+        self._failed: set[str] = set()
+        self._open: set[str] = set()
+        """The peers to which the engine has a way. It holds a lock while it looks for one, and then begins no other transfer."""
+        self._opening = threading.Lock()
+
+    @classmethod
+    def over_tcp(cls) -> DirectReads | None:
+        """Returns reads over a new engine; None if Mooncake starts none."""
+        from mooncake.engine import TransferEngine as Engine
+
+        engine = Engine()
+        # no peer ever calls this one, so its address does not matter
+        return cls(engine) if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0 else None
+
+    def meet(self, peers: set[str]) -> None:
+        """Notes that peers delivered to Mooncake's client."""
+        self._met |= peers - self._failed
+
+    def read(self, reads: Sequence[Read], end: float) -> list[int] | None:
+        """Returns the bytes read, or Mooncake's code for a failed transfer, for each. None if they are the client's to read.
+
+        A transfer that has not ended by `end` counts as failed, and may still go on.
+        """
+        peers = {read.peer for read in reads}
+        if not peers <= self._met or not self._opening.acquire(blocking=False):
+            return None
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._opening.release)
+            if peers <= self._open:
+                stack.close()
+            transfers = [
+                self._engine.batch_transfer_async_read(peer, [address], [peer_address], [nbytes])
+                for peer, peer_address, address, nbytes in reads
+            ]
+        self._open |= peers
+        codes = [
+            read.nbytes if transfer and self._ends_well(transfer, end) else _FAILED
+            for read, transfer in zip(reads, transfers, strict=True)
+        ]
+        if failed := {read.peer for read, code in zip(reads, codes, strict=True) if code == _FAILED}:
+            self._failed |= failed
+            self._met -= failed
+        return codes
+
+    def _ends_well(self, transfer: int, end: float) -> bool:
+        """Waits for a transfer until `end`. Returns whether the bytes are there."""
+        while (state := self._engine.transfer_check_status(transfer)) == 0:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return state == 1
