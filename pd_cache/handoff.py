@@ -9,8 +9,8 @@ A proxy sends `do_remote_decode: true` to the prefill node, and forwards the nod
 The chunks may still be on their way when the answer arrives. The decode node waits for them, up to `handoff.wait_ms`.
 
 A proxy may send the prompt to the decode node before that, in a request of its own (a *stream*), so that the node loads chunks as they
-appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request when the one that is to be
-answered is under way, or when no prefill node computes the prompt any more.
+appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request at the first byte of the
+answer, or when no prefill node computes the prompt any more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reads of objects in peers' memory over a transfer engine of our own, whose caller sleeps until the bytes have come.
+"""Reads of objects in peers' memory over a transfer engine of our own. The caller sleeps until the bytes have come.
 
-Mooncake's client asks for a transfer's state again and again without a pause, which takes a core from whatever else the machine has to do
-(docs/mooncake.md, "It waits by spinning"). All other reads stay with the client: the first one from a peer, because it takes a minute if
-the peer is stopped; those from a peer from which a read has failed, because the engine goes on with addresses that it has heard once; and
-those of what does not lie in another node's memory.
+Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs (docs/mooncake.md, "It waits by
+spinning"). Other reads stay with the client: the first one from a peer, because it takes a minute if the peer is stopped; those from a peer
+from which a read has failed, because the engine keeps the addresses that it heard first; those that come while the engine connects to a
+peer; and those of what does not lie in another node's memory.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class DirectReads:
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
         self._met: set[str] = set()
-        """The peers that delivered to Mooncake's client, and have not failed us since."""
+        """The peers that have delivered to Mooncake's client, and from which no read of ours has failed."""
         self._failed: set[str] = set()
         self._open: set[str] = set()
-        """The peers to which the engine has a way. It holds a lock while it looks for one, and then begins no other transfer."""
+        """The peers to which the engine has connected. It begins no other transfer while it connects to one."""
         self._opening = threading.Lock()
 
     @classmethod
     def over_tcp(cls) -> DirectReads | None:
-        """Returns reads over a new engine; None if Mooncake starts none."""
+        """Returns reads over a new engine; None if it does not start."""
         from mooncake.engine import TransferEngine as Engine
 
         engine = Engine()
@@ -64,7 +64,7 @@ class DirectReads:
         self._met |= peers - self._failed
 
     def read(self, reads: Sequence[Read], end: float) -> list[int] | None:
-        """Returns the bytes read, or Mooncake's code for a failed transfer, for each. None if they are the client's to read.
+        """Returns for each the bytes read, or Mooncake's code for a failed transfer. Returns None if the client has to read them.
 
         A transfer that has not ended by `end` counts as failed, and may still go on.
         """

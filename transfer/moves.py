@@ -156,7 +156,7 @@ class Moves:
         self._stall_s = stall_seconds(settings)
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct: DirectReads | None = None
-        """Reads that do not go through Mooncake's client, if this store has them."""
+        """Reads that do not go through Mooncake's client; None if this store has none."""
         self.own_peer = ""
         """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
         self._unrevoked: set[str] = set()
@@ -208,7 +208,7 @@ class Moves:
         return codes
 
     def _read(self, asked: Batch, buffers: dict[str, Any]) -> list[int]:
-        """Reads the objects without Mooncake's client if all of them lie whole in the memory of peers that it has met, or else with it."""
+        """Reads the objects without Mooncake's client if all of them lie in the memory of peers that it has met, and fit; otherwise with it."""
         direct = self.direct
         found: list[int] | None = None
         if direct is not None and all(
@@ -332,7 +332,7 @@ class Moves:
     # --- peers ---------------------------------------------------------------------------------------------------
 
     def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
-        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, if any peer is silent."""
+        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, as far as they are known."""
         busy = frozenset[str]().union(*list(self._stalled.values()))
         # ask once for each peer, so that a silent one gets one trial and not one for each key
         asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}

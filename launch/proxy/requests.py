@@ -355,7 +355,7 @@ class Requests:
                 return answer
             handoff = answer
             if not handoff:
-                exchange.end_stream()  # nothing comes any more
+                exchange.end_stream()  # nothing will come
             result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
         else:
             result = "no_prefill_nodes"
@@ -509,7 +509,7 @@ class Requests:
             exchange.begin_stream(self._stream(exchange, node, body), share)
 
     async def _stream(self, exchange: Exchange, node: str, body: bytes) -> None:
-        """Keeps the stream open until it is cancelled. The request does not depend on it, so its failure counts against nobody."""
+        """Keeps the stream open until it is cancelled. The request does not depend on it, so its failure counts against no node."""
         assert self.session is not None
         with (
             self._pools["decode"].working(node),

@@ -68,7 +68,7 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
 
 
 def raise_limit_of_files() -> None:
-    """Raises the soft limit of open files to the hard one, or to a million; children inherit it. A stream through the proxy takes two."""
+    """Raises the soft limit of open files to the hard one, or to a million; children inherit it. An answer through the proxy takes two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

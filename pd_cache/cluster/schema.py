@@ -425,8 +425,8 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)] = 2_000
     """How long a decode node waits for a prefix that the prefill node announced."""
     stream: Literal["auto", "always", "never"] = "auto"
-    """Whether a decode node loads a prompt's chunks while the prefill node still computes others: prompts of many tokens, all, or none. Only
-    decode nodes that say that they can are asked to."""
+    """Whether a decode node loads a prompt's chunks while the prefill node computes others: of long prompts, of all, or of none. Only decode
+    nodes that report that they can are asked."""
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):

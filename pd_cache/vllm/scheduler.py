@@ -253,7 +253,7 @@ class SchedulerSide:
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
         now = self._clock()
-        # a request that waits for the blocks of streams may keep vLLM from the very requests that would end these streams
+        # a request that waits for the blocks of streams may hold up the requests that would end these streams
         self._loads += self.streams.give_way(now, needed=self._refused and not output.total_num_scheduled_tokens)
         self._refused = False
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:

@@ -1,8 +1,8 @@
 """Streams: prompts whose chunks are loaded while a prefill node computes them.
 
-A proxy sends a decode node the prompt before it is computed, in a request that only holds blocks: vLLM takes it for one with a long load. Each
-chunk that appears in the pool is loaded into these blocks and put into vLLM's own prefix cache. There the request that is to be answered finds
-them, which comes when the prompt has been computed. So a stream may end at any moment, and nothing but a head start is lost.
+Before a prompt is computed, a proxy sends it to a decode node in a request that only holds blocks. vLLM takes it for one with a long load. Each
+chunk that appears in the pool is loaded into these blocks and put into vLLM's own prefix cache. The request that is to be answered comes when
+the prompt has been computed, and finds the chunks there. So a stream may end at any moment: nothing but a head start is lost.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHARE, _OF_FREE = 4, 2
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.020
 """The first and the longest time between two lookups of one stream."""
 _APART_S = 0.005
-"""The least time between two lookups of all streams, however many there are."""
+"""The least time between two lookups of any streams."""
 _REMEMBERED = 1 << 14
 
 
 class Stream:
-    """One of them."""
+    """One prompt's, from when it has blocks."""
 
     def __init__(
         self, tracked: TrackedRequest, names: Sequence[bytes], blocks: Sequence[int], start: int, longest_s: float
@@ -37,20 +37,20 @@ class Stream:
         self.tracked = tracked
         self.names = names
         self.blocks = blocks
-        """Those of all its tokens. The first `start` tokens were at hand."""
+        """Of all its tokens, of which the first `start` were at hand."""
         self.start = start
         self.done = 0
         """How many chunks are loaded, or were at hand."""
         self.over = False
         """Whether nothing more is loaded."""
         self.outdated = False
-        """Whether the weights have changed since it began, so that nothing of it may get into vLLM's own cache."""
+        """Whether the weights have changed since it began: nothing of it may get into vLLM's own cache."""
         self.left = False
         """Whether the request has ended, so that vLLM waits for its blocks."""
         self.ranks = 0
-        """How many ranks still load a part of it. If any does, no other part is begun."""
+        """How many ranks still load a part of it. No other part begins before all have ended."""
         self.loaded = Loaded(0)
-        """What those did that have ended: the worst of them."""
+        """The worst result of the ranks that have ended."""
         self.until = tracked.arrived + longest_s
         self.poll_s = self.next_poll = 0.0
 
@@ -60,7 +60,7 @@ class Streams:
 
     def __init__(self, plan: ChunkPlan, chunks: PromptChunks, tracing: Tracing) -> None:
         self.longest_s = 600.0
-        """A stream that nobody cancelled ends after this time. vLLM then computes its prompt like any other."""
+        """A stream that nobody cancels ends after this time. vLLM then computes its prompt like any other."""
         self._plan = plan
         self._chunks = chunks
         self._tracing = tracing
@@ -85,7 +85,7 @@ class Streams:
 
     @property
     def leaving(self) -> bool:
-        """Whether requests have ended whose blocks are still to be given back. If so, the engine has to keep stepping."""
+        """Whether the blocks of requests that have ended are still to be given back. If so, the engine has to keep stepping."""
         return any(stream.left for stream in self._streams.values())
 
     # --- a stream's way ------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Streams:
         """Returns the load to propose to vLLM, whose own cache has the first `computed` tokens; None if there is no room or nothing to load."""
         block, plan, request = self._plan.layers[0].block_size, self._plan, tracked.request
         tokens = plan.loadable(request) - computed
-        # with the blocks at hand: a stream takes these from the free ones, too
+        # with the blocks at hand: they are among the free ones, too
         needed, free = -(-plan.loadable(request) // block), self._manager.block_pool.get_num_free_blocks()
         held = sum(len(stream.blocks) for stream in self._streams.values())
         if (
@@ -141,8 +141,8 @@ class Streams:
         return [LoadOp(stream.tracked.id, [part], [], epoch, streams=True)]
 
     def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> list[LoadOp]:
-        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache. Returns the end of a stream whose
-        request has ended."""
+        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache. If the request has ended, returns what
+        `leave` does."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
         stream.loaded = min(stream.loaded, loaded, key=lambda one: one.chunks)
@@ -160,9 +160,9 @@ class Streams:
         return self.leave(request_id) if stream.left else []
 
     def give_way(self, now: float, *, needed: bool) -> list[LoadOp]:
-        """Ends streams that nobody has cancelled, and outdated ones; otherwise the newest, if a request that is to be answered `needed` blocks.
+        """Ends streams whose time is over, and outdated ones. If there are none, ends the newest, if another request `needed` blocks.
 
-        Returns what to tell the workers: these loads have failed. Then vLLM gives the blocks back. What came stays in its own cache.
+        Returns what to tell the workers: that these loads have failed. Then vLLM gives the blocks back. What came stays in its own cache.
         """
         able = [one for one in self._streams.values() if not one.ranks and not one.left]
         ending = [one for one in able if one.outdated or now >= one.until] or (able[-1:] if needed else [])
@@ -196,7 +196,7 @@ class Streams:
         return any(one.ranks for one in same)
 
     def came(self, names: Sequence[bytes]) -> int:
-        """Returns how many of these chunks came by a stream. Says so only once."""
+        """Returns how many of these chunks came by a stream. Counts each only once."""
         count = 0
         for name in names:
             if name in self._came:

@@ -7,8 +7,8 @@ them. Each tick computes one step of one prompt and one token of every decoding 
 The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over on other
 blocks. Its first blocks return to the pool when the call has ended, because until then the call may still write to them.
 
-A *stream* is a request that only loads: chunks of its prompt, as they appear in the pool. The request with the same prompt that comes
-later takes over its blocks, and the load with them.
+A *stream* is a request that only loads its prompt's chunks as they appear in the pool. The request with the same prompt that comes later
+takes over its blocks and its load.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ReferenceEngine:
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
         self._streams: list[_Active] = []
-        """They wait until they are cancelled, with blocks until a request takes these over or needs them."""
+        """They wait until they are cancelled. They hold blocks until a request takes these over or needs them."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
@@ -365,7 +365,7 @@ class ReferenceEngine:
             taken = () if stream is None else stream.blocks
             blocks = self.pool.allocate(max(0, self._blocks_needed(active) - len(taken)))
             if blocks is None:
-                # nothing else would give blocks back: the request that ends a stream may wait behind this one
+                # nothing else gives blocks back: the request that ends a stream may wait behind this one
                 holding = [one for one in self._streams if one.blocks and one is not stream]
                 if self._running or not holding:
                     return
@@ -387,7 +387,7 @@ class ReferenceEngine:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _begin_stream(self, active: _Active) -> None:
-        """Begins to load its prompt. Ends it at once if there is no room: it must not take what requests need that are to be answered."""
+        """Begins to load its prompt. Ends it at once if there is no room: requests that are to be answered need the blocks."""
         self._streams.append(active)
         needed, streaming = self._blocks_needed(active), [one for one in self._streams if one.blocks]
         held = needed + sum(len(one.blocks) for one in streaming)
