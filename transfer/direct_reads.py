@@ -69,16 +69,19 @@ class DirectReads:
         A transfer that has not ended by `end` counts as failed, and may still go on.
         """
         peers = {read.peer for read in reads}
-        if not peers <= self._met or not self._opening.acquire(blocking=False):
+        if not peers <= self._met or self._opening.locked():
             return None
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._opening.release)
-            if peers <= self._open:
-                stack.close()
-            transfers = [
-                self._engine.batch_transfer_async_read(peer, [address], [peer_address], [nbytes])
-                for peer, peer_address, address, nbytes in reads
-            ]
+        transfers: list[int] = []
+        unreachable: set[str] = set()
+        with contextlib.nullcontext() if peers <= self._open else self._opening:
+            for peer, peer_address, address, nbytes in reads:
+                # looking for the way to a peer that has just stopped takes a minute: once, not for each object
+                begun = 0
+                if peer not in unreachable:
+                    begun = self._engine.batch_transfer_async_read(peer, [address], [peer_address], [nbytes])
+                if not begun:
+                    unreachable.add(peer)
+                transfers.append(begun)
         self._open |= peers
         codes = [
             read.nbytes if transfer and self._ends_well(transfer, end) else _FAILED
@@ -91,7 +94,7 @@ class DirectReads:
 
     def _ends_well(self, transfer: int, end: float) -> bool:
         """Waits for a transfer until `end`. Returns whether the bytes are there."""
-        while (state := self._engine.transfer_check_status(transfer)) == 0:
+        while (state := self._engine.transfer_check_status(transfer)) not in (1, -1):
             if time.monotonic() > end:
                 return False
             time.sleep(_LOOK_S)

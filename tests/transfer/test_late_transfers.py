@@ -31,7 +31,7 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
     for slot in slots:
         slot.view[:] = bytes([7]) * SIZE
     assert store.start_put(keys, slots, [SIZE] * 4, timeout=60).results() == [Status.OK] * 4
-    if sys.argv[2] == "second read":  # which does not go through Mooncake's client
+    for _ in range(2 * (sys.argv[2] == "later read")):  # which does not go through Mooncake's client
         assert all(result.status is Status.OK for result in store.start_get(keys, slots, timeout=60).results())
     for slot in slots:
         slot.view[:] = bytes(SIZE)
@@ -60,14 +60,9 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["first read", "second read"])
-def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(
-    which: str, make_pool: Callable[..., Pool]
-) -> None:
-    pool = make_pool(segment="64MiB", client_ttl_s=600).start()
-    # a time-out of TCP's own that lets Mooncake's be met first, as it may be met wherever this process stands still
-    reader = spawn_child(
+def reader_of(pool: Pool, which: str) -> subprocess.Popen[bytes]:
+    # a time-out of TCP's own that lets the other be met first, as it may be met wherever this process stands still
+    return spawn_child(
         (
             "env",
             "MC_TCP_PROGRESS_TIMEOUT_SEC=240",
@@ -83,21 +78,32 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )
+
+
+@pytest.mark.slow
+def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(segment="64MiB", client_ttl_s=600).start()
+    readers = [reader_of(pool, which) for which in ("first read", "later read")]
+
+    def all_say(word: bytes) -> None:
+        assert [reader.stdout and reader.stdout.readline() for reader in readers] == [word] * len(readers)
+
     try:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == b"stored\n"
+        all_say(b"stored\n")
         pool.nodes["store-0"].send(signal.SIGSTOP)
-        reader.stdin.write(b"\n")
-        reader.stdin.flush()
-        assert reader.stdout.readline() == b"reused\n"
+        for reader in readers:
+            assert reader.stdin is not None
+            reader.stdin.write(b"\n")
+            reader.stdin.flush()
+        all_say(b"reused\n")
         pool.nodes["store-0"].send(signal.SIGCONT)
-        assert reader.stdout.readline() == b"untouched\n"
-        assert reader.wait(60) == 0
+        all_say(b"untouched\n")
+        assert [reader.wait(60) for reader in readers] == [0, 0]
     finally:
         pool.nodes["store-0"].send(signal.SIGCONT)
-        reader.kill()
-        reader.wait()
-        for pipe in (reader.stdin, reader.stdout):
-            if pipe is not None:
-                pipe.close()
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+            for pipe in (reader.stdin, reader.stdout):
+                if pipe is not None:
+                    pipe.close()
