@@ -45,6 +45,12 @@ _RETRY_FULL_AFTER_S = 0.02
 
 _SILENT = -800
 """Mooncake's code for a transfer that failed."""
+_NO_ANSWER = -900
+"""Mooncake's code for a master that does not answer."""
+_UNANSWERED_S = 0.9
+"""The master has not answered if the question where objects lie took longer than this: MC_RPC_TIMEOUT_MS is at least a second."""
+_LEASE_EXPIRED = -707
+"""Mooncake's code for an object that may have been evicted while it was read."""
 LATE = -9001
 """Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a time-out."""
 
@@ -154,6 +160,8 @@ class Moves:
         self._watch = watch
         self._step = keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
+        self._lease_s = settings.timeouts.get_ms / 1000
+        """For how long an object is surely leased once the master has said where it lies: the checks of a cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct: DirectReads | None = None
         """Reads that do not go through Mooncake's client; None if this store has none."""
@@ -178,9 +186,11 @@ class Moves:
         return codes
 
     def _get_part(self, part: Batch) -> list[int]:
-        now = time.monotonic()
+        now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
         # 1. objects of silent peers are left out: each would hold this thread for seconds
         buffers = self._buffers(part.keys) if self.direct is not None or self.peers.any_silent(now) else {}
+        if not buffers and time.monotonic() - now > _UNANSWERED_S:  # the client would wait as long again
+            return [_NO_ANSWER] * len(part.keys)
         where = {key: buffer.transport_endpoint for key, buffer in buffers.items()}
         wanted = self._from_others_than_silent_peers(part.keys, where, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part
@@ -191,7 +201,7 @@ class Moves:
         self._reading[me] = (now, asked.keys)
         watch = self._watch()
         try:
-            found = self._read(asked, buffers)
+            found = self._read(asked, buffers, leased)
         finally:
             del self._reading[me]
             self._stalled.pop(me, None)
@@ -207,7 +217,7 @@ class Moves:
             codes[index] = code
         return codes
 
-    def _read(self, asked: Batch, buffers: dict[str, Any]) -> list[int]:
+    def _read(self, asked: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
         """Reads the objects without Mooncake's client if all of them lie in the memory of peers that it has met, and fit; otherwise with it."""
         direct = self.direct
         found: list[int] | None = None
@@ -222,6 +232,8 @@ class Moves:
                 ],
                 time.monotonic() + _GIVES_UP_AFTER_S,
             )
+        if found is not None and leased.may_have_given_up():  # this process may have stood still; Mooncake's client looks, too
+            found = [min(code, _LEASE_EXPIRED) for code in found]
         if found is None:
             found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
             if direct is not None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,11 @@ from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.direct_reads import DirectReads, Read
-from transfer.errors import Status
+from transfer.errors import Status, status_of
+from transfer.health import CircuitBreaker
+from transfer.moves import Batch, Moves
+from transfer.settings import Timeouts, TransferSettings
+from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
 FAILED = -800
@@ -100,6 +105,38 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
     first.join(60)
     assert found == [[100]]
     assert direct.read(reads("well", "new"), soon()) == [100, 101]
+
+
+class Descriptor:
+    """Says that an object of 4096 bytes lies at a peer."""
+
+    transport_endpoint, buffer_address, size = "a", 0, 4096
+
+    @property
+    def buffer_descriptor(self) -> Descriptor:
+        return self
+
+    def is_memory_replica(self) -> bool:
+        return True
+
+    def get_memory_descriptor(self) -> Descriptor:
+        return self
+
+
+def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
+    """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
+    engine, keys = Engine(), ["x", "y"]
+    client = SimpleNamespace(batch_get_replica_desc=lambda keys: dict.fromkeys(keys, [Descriptor()]))
+    given = TransferSettings(timeouts=Timeouts(get_ms=500))
+    moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
+    moves.direct = DirectReads(engine)
+    moves.direct.meet({"a"})
+    staging = StagingPool(2 * 4096, 4096, prefaulted=False)
+    slots = leased(staging, 2)
+    assert moves.get(Batch(keys, slots, [4096, 4096]), soon()) == [4096, 4096]
+    engine.states = {3: [0] * 2000 + [1], 4: [-1]}
+    codes = moves.get(Batch(keys, slots, [4096, 4096]), soon())
+    assert [status_of(code) for code in codes] == [Status.LEASE_EXPIRED, Status.TRANSFER_FAILED]
 
 
 @pytest.fixture
