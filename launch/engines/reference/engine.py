@@ -395,8 +395,8 @@ class ReferenceEngine:
             active.blocks = self.pool.allocate(needed) or ()
             active.phase = _Phase.PREFILL
             self._start_load(active)
-        if not active.blocks:
-            self._fail(active, GenerationError("aborted", "there is no room for a stream"))
+        if active.load is None:
+            self._fail(active, GenerationError("aborted", "there is no room for a stream, or nothing to load"))
 
     def _stream_of(self, active: _Active) -> _Active | None:
         """Returns the stream of the request's prompt, if there is one."""

@@ -309,6 +309,12 @@ def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_e
         ends_as("aborted", stream)
 
 
+def test_a_stream_for_which_nothing_is_loaded_holds_no_blocks(make_engine):
+    engine = make_engine()
+    ends_as("aborted", engine.submit(request_of(40, max_tokens=1, streams=True)))
+    assert engine.pool.free == 64
+
+
 def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(make_engine, expected):
     """The request that would end the stream waits behind the one that lacks blocks."""
     engine = make_engine(FakeCache(), num_blocks=32)
