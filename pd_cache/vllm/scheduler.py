@@ -85,6 +85,8 @@ class SchedulerSide:
         self._expecting = False
         self._refused = False
         """Whether vLLM has asked about a request in this step, and then found too few blocks for it. It asks about none behind that one."""
+        self._loads_nothing = False
+        """Whether nothing is loaded in the next step, because vLLM refuses blocks to each load and nothing else goes on."""
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
         self._lost = False
@@ -188,7 +190,7 @@ class SchedulerSide:
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
         loadable = self._plan.loadable(request)
         external = min(found.end, loadable) - computed
-        if external <= 0:
+        if external <= 0 or self._loads_nothing:
             return 0, False
         end = min(found.end, -(-loadable // self._chunk) * self._chunk)
         if not self._fits(request, end):
@@ -203,7 +205,7 @@ class SchedulerSide:
         if self._clock() >= tracked.arrived + self.streams.longest_s:
             return 0, False
         waits = self._lookup is not None and self._lookup.available and not tracked.has_streamed
-        if waits and self.streams.possible and self._chunks.nameable(tracked):
+        if waits and not self._loads_nothing and self.streams.possible and self._chunks.nameable(tracked):
             tracked.load = self.streams.propose(tracked, computed)
         if tracked.load is None:
             self._expecting = True
@@ -254,8 +256,10 @@ class SchedulerSide:
         """Returns what has to be done with this step, whatever else is planned."""
         now = self._clock()
         # a request that waits for the blocks of streams may hold up the requests that would end these streams
-        self._loads += self.streams.give_way(now, needed=self._refused and not output.total_num_scheduled_tokens)
-        self._refused = False
+        stuck = self._refused and not output.total_num_scheduled_tokens
+        ended = self.streams.give_way(now, needed=stuck)
+        self._loads += ended
+        self._loads_nothing, self._refused = stuck and not ended and self.streams.reserving, False
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
             stream.tracked.looked_up = True
             found = self._find(self._lookup, stream.names, stream.tracked.id, stream.done * self._chunk)

@@ -66,6 +66,8 @@ class Streams:
         self._tracing = tracing
         self._manager: KVCacheManager
         self._streams: dict[str, Stream] = {}
+        self._reserved: dict[str, int] = {}
+        """The blocks of streams that have given way. vLLM reserves as many until their requests end, for loads that never come."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
         """The names of the chunks that came last."""
@@ -84,6 +86,11 @@ class Streams:
         return bool(self._streams)
 
     @property
+    def reserving(self) -> bool:
+        """Whether vLLM reserves blocks for streams that have given way. It then refuses them to loads, but not to requests that compute."""
+        return bool(self._reserved)
+
+    @property
     def leaving(self) -> bool:
         """Whether the blocks of requests that have ended are still to be given back. If so, the engine has to keep stepping."""
         return any(stream.left for stream in self._streams.values())
@@ -96,7 +103,7 @@ class Streams:
         tokens = plan.loadable(request) - computed
         # with the blocks at hand: they are among the free ones, too
         needed, free = -(-plan.loadable(request) // block), self._manager.block_pool.get_num_free_blocks()
-        held = sum(len(stream.blocks) for stream in self._streams.values())
+        held = sum(len(stream.blocks) for stream in self._streams.values()) + sum(self._reserved.values())
         if (
             tokens <= 0
             or held + needed > self._manager.block_pool.num_gpu_blocks // _SHARE
@@ -166,10 +173,12 @@ class Streams:
         """
         able = [one for one in self._streams.values() if not one.ranks and not one.left]
         ending = [one for one in able if one.outdated or now >= one.until] or (able[-1:] if needed else [])
+        self._reserved.update({one.tracked.id: len(one.blocks) for one in ending})
         return [self._end(one, "given up") for one in ending]
 
     def leave(self, request_id: str) -> list[LoadOp]:
         """Notes that the request has ended. Returns what to tell the workers, so that vLLM gives its blocks back; nothing while they load."""
+        self._reserved.pop(request_id, None)
         if (stream := self._streams.get(request_id)) is None:
             return []
         stream.left = stream.over = True

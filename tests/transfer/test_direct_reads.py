@@ -126,7 +126,7 @@ class Descriptor:
 def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
     """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
     engine, keys = Engine(), ["x", "y"]
-    client = SimpleNamespace(batch_get_replica_desc=lambda keys: dict.fromkeys(keys, [Descriptor()]))
+    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Descriptor()] for key in keys})
     given = TransferSettings(timeouts=Timeouts(get_ms=500))
     moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
     moves.direct = DirectReads(engine)
@@ -137,6 +137,19 @@ def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
     engine.states = {3: [0] * 2000 + [1], 4: [-1]}
     codes = moves.get(Batch(keys, slots, [4096, 4096]), soon())
     assert [status_of(code) for code in codes] == [Status.LEASE_EXPIRED, Status.TRANSFER_FAILED]
+
+
+def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transfer.moves._UNANSWERED_S", -1)
+    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {})
+    given = TransferSettings()
+    moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
+    moves.direct = DirectReads(Engine())
+    staging = StagingPool(4096, 4096, prefaulted=False)
+    codes = moves.get(Batch(["x"], leased(staging, 1), [4096]), time.monotonic() + 60)
+    assert [status_of(code) for code in codes] == [Status.POOL_DOWN]
 
 
 @pytest.fixture

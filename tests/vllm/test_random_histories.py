@@ -126,7 +126,7 @@ class FailingCache:
             if epoch != history.epoch:
                 return Loaded(0, "reset")
         history.loaded += good == len(names)
-        history.streamed += session.endswith("-stream") and good == len(names)
+        history.streamed += "-stream" in session and good == len(names)
         return Loaded(good, "none" if good == len(names) else "damaged")
 
 
@@ -286,15 +286,21 @@ class History:
         prompt += [rng.randrange(VOCABULARY) for _ in range(more)]
         params = SamplingParams(max_tokens=rng.choice([1, 1, 2, 5, 20]), ignore_eos=True, temperature=0)
         room = (self.setting.blocks - 2) * BLOCK - 24
-        prompt = prompt[: min(900 if self.setting.patient else 300, room)]
+        most = min(900 if self.setting.patient else 300, room)
+        prompt = prompt[:most]
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
         if rng.random() < self.setting.streams:
             told = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"stream": True}}}
             one = SamplingParams(max_tokens=1, temperature=0, extra_args=told)
             self._elsewhere.append(request)
             self._learn(request)
-            request = Request(f"{request_id}-stream", prompt, one, None, block_hasher=self._hasher)
-        self._add(request)
+            # more than one, as if several proxies sent the same prompt, a part of it, or one that goes on
+            for number in range(rng.choice([1, 1, 2, 4])):
+                longer = [*prompt, *(rng.randrange(VOCABULARY) for _ in range(60))][:most]
+                some = rng.choice([prompt, prompt[: rng.randint(1, len(prompt))], longer]) if number else prompt
+                self._add(Request(f"{request_id}-stream{number}", some, one, None, block_hasher=self._hasher))
+        else:
+            self._add(request)
 
     def _add(self, request: Any) -> None:
         self._requests[request.request_id] = request
@@ -314,7 +320,7 @@ class History:
             if missing and rng.random() > 0.03:
                 continue
             self._elsewhere.remove(request)
-            self._cancelled.append(f"{request.request_id}-stream")
+            self._cancelled += [one for one in self._requests if one.startswith(f"{request.request_id}-stream")]
             if not missing:
                 tokens = {"prefix_tokens": len(names) * chunk}
                 request.kv_transfer_params = {"do_remote_prefill": True, "pd_cache": tokens}
@@ -328,7 +334,7 @@ class History:
         from vllm.v1.request import RequestStatus
 
         for request_id in list(self._cancelled):
-            request = self._requests.get(request_id.removesuffix("-stream"))
+            request = self._requests.get(request_id.partition("-stream")[0])
             if self.setting.patient and not (request and (request.num_output_tokens or request.is_finished())):
                 continue
             self._cancelled.remove(request_id)

@@ -153,6 +153,39 @@ def test_the_newest_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_
     assert scene.step().loads == [], "it has its blocks"
 
 
+def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed() -> None:
+    """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other loads."""
+    scene, request = scene_of(), Request("c", PROMPT[::-1])
+    streams = [begun(scene), begun(scene, request_id="b")]
+    scene.has(request)
+    loads = scene.ask(request)
+    assert loads[0]
+    scene.step(d=1)
+    for gone in ("b", "a"):
+        assert scene.ask(request) == loads
+        assert scene.step().loads == [LoadOp(gone, [], [])]
+    assert scene.ask(request) == loads, "there may be room now"
+    assert scene.step().loads == []
+    assert scene.ask(request) == (0, False), "a prompt that is computed gets blocks"
+    assert scene.ask(Request("d", PROMPT, STREAM)) == (None, False)
+    assert scene.step(c=1).loads == []
+    assert scene.ask(request) == loads
+    for stream in streams:
+        scene.finish(stream)
+    scene.step()
+    assert scene.ask(request) == loads, "it waits for others' blocks, as without streams"
+
+
+def test_the_blocks_of_a_stream_that_gave_way_count_as_held_until_its_request_ends() -> None:
+    scene = scene_of()
+    stream, request = begun(scene), Request("c", PROMPT)
+    assert scene.ask(request) == (0, False)
+    assert scene.step().loads == [LoadOp("a", [], [])]
+    assert scene.side.streams.reserving
+    scene.finish(stream)
+    assert not scene.side.streams.reserving
+
+
 def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
     scene = scene_of()
     stream, request = begun(scene), Request("b", PROMPT, announced(3 * CHUNK))
