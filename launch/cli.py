@@ -25,6 +25,8 @@ from pd_cache.errors import ConfigError, PdCacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from launch.pool import PoolReport
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
@@ -205,17 +207,13 @@ def top(file: Path, once: bool, interval: float) -> None:
 @click.option(
     "--version", help="The version of the new weights: 1 to 64 letters, digits, dots, dashes and underscores."
 )
-@click.option(
-    "--remove",
-    is_flag=True,
-    help="Remove the chunks of the version before at once, instead of leaving them to eviction.",
-)
-def reset(file: Path, model: str | None, version: str | None, remove: bool) -> None:
+def reset(file: Path, model: str | None, version: str | None) -> None:
     """Say that the weights of a model have changed: no node loads KV again that was computed with the old ones.
 
     Run it when all nodes have the new weights. It returns when no node can use KV of the old ones any more, and names the nodes that it
     could not reach: these load nothing until they are reached. With the --version that is current already, it only tells those nodes that
-    do not know yet that they have these weights, e.g. one that was started since.
+    do not know yet that they have these weights, e.g. one that was started since. Chunks of the version before are left to eviction;
+    `pd-cache pool rm --old` removes them at once.
     """
     from launch.reset import ResetModel, reset_models
     from pd_cache.versions import LABEL
@@ -226,13 +224,109 @@ def reset(file: Path, model: str | None, version: str | None, remove: bool) -> N
         )
 
     def report(one: ResetModel) -> None:
-        removed = "" if one.removed is None else f"; {one.removed} objects removed"
         told = ", ".join(one.processes.told) or "no process was there to be told"
-        click.echo(f"{one.name}: version {one.label} is current ({told}){removed}")
+        click.echo(f"{one.name}: version {one.label} is current ({told})")
         if untold := one.processes.untold:
             click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(untold)}", err=True)
 
-    reset_models(_running(file), model, version, remove=remove, told=report)
+    reset_models(_running(file), model, version, told=report)
+
+
+@main.group()
+def pool() -> None:
+    """See what the pool holds, and remove parts of it."""
+
+
+@pool.command("ls")
+@_file_option()
+@_json_option
+def pool_ls(file: Path, as_json: bool) -> None:
+    """List the namespaces in the pool, with their chunks and bytes.
+
+    A namespace is what keys of one model, layout and version of the weights begin with. `old`: other weights are current. `no node`: no
+    node of the cluster has it.
+    """
+    from rich.console import Console
+
+    from launch import pool as pooled
+
+    report = _survey(file)
+    if as_json:
+        click.echo(_as_json(report))
+    else:
+        Console().print(pooled.space_table(report.namespaces))
+
+
+@pool.command("du")
+@_file_option()
+@_json_option
+def pool_du(file: Path, as_json: bool) -> None:
+    """Show the bytes in the pool by model, and by segment.
+
+    Not by `cache_salt`: chunks of all salts lie under names that do not say it.
+    """
+    from rich.console import Console
+
+    from launch import pool as pooled
+
+    report = _survey(file)
+    if as_json:
+        models = [
+            {"model": model, "objects": objects, "bytes": size}
+            for model, (objects, size) in pooled.by_model(report).items()
+        ]
+        click.echo(_as_json({"models": models, "segments": report.segments}))
+    else:
+        Console().print(pooled.usage_table(report))
+
+
+@pool.command("rm")
+@_file_option()
+@click.argument("pattern", required=False)
+@click.option(
+    "--old", is_flag=True, help="Only versions that are not current any more; without PATTERN, of all models."
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
+    """Remove the namespaces whose name, or whose model, is PATTERN. It may have the wildcards of a shell.
+
+    Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and store them again: only what
+    no node uses stays away.
+    """
+    from rich.console import Console
+
+    from launch import pool as pooled
+
+    if not pattern and not old:
+        raise click.UsageError("give a PATTERN or --old")
+    named = pattern or "*"
+    report = _survey(file)
+    chosen = pooled.choose(report, named, old=old)
+    if not yes:
+        asked = pattern or "old"
+        Console().print(pooled.space_table(chosen))
+        if click.prompt(f"Type {asked} to remove these namespaces", default="", show_default=False) != asked:
+            raise PdCacheError("nothing was removed")
+    with Console(stderr=True).status("removing …"):
+        removed, busy = pooled.remove(_running(file), report, chosen)
+    stay = f"; {busy} are being written, and stay" if busy else ""
+    click.echo(f"{removed} objects removed{stay}")
+
+
+def _survey(file: Path) -> PoolReport:
+    from rich.console import Console
+
+    from launch.pool import survey
+
+    config = _running(file)
+    with Console(stderr=True).status("counting …"):
+        return survey(config)
+
+
+def _as_json(value: object) -> str:
+    import msgspec
+
+    return msgspec.json.encode(value).decode()
 
 
 @main.command()

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 import pd_cache
 from launch.supervise import RoleError
+from transfer.settings import mooncake_version
 
 _CONNECTIONS = 16
 """How many connections may be open at a time. One more is closed at once."""
@@ -32,6 +33,11 @@ class Response(NamedTuple):
     kind: str = "text/plain; charset=utf-8"
 
 
+def versions() -> dict[str, str]:
+    """Returns what a node's `/health` says of its versions."""
+    return {"version": pd_cache.__version__, "mooncake": mooncake_version()}
+
+
 @contextlib.contextmanager
 def exposed(
     host: str, port: int, registry: CollectorRegistry, available: Callable[[], bool | None]
@@ -47,7 +53,7 @@ def exposed(
             return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
         if path == "/health":
             up = available()
-            told = {"status": {None: "starting", True: "ok", False: "degraded"}[up], "version": pd_cache.__version__}
+            told = {"status": {None: "starting", True: "ok", False: "degraded"}[up], **versions()}
             return Response(503 if up is None else 200, msgspec.json.encode(told), "application/json")
         return Response(404, b"/metrics and /health are here\n")
 

@@ -10,6 +10,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from pd_cache.cluster import ClusterConfig
 
 _ANSWER_S = 2.0
 _LARGEST_ANSWER = 4 << 20
+_LONGEST_LINE = 64 << 10
 _END = "-----END CERTIFICATE-----"
 
 
@@ -131,6 +133,33 @@ def ask(
 
     Raises OSError if there is no answer, ValueError if it is not HTTP or has more than four MiB.
     """
+    with _asked(url, timeout, access, body) as answer:
+        answered = answer.read(_LARGEST_ANSWER + 1)
+    if len(answered) > _LARGEST_ANSWER:
+        raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
+    return Answer(answer.status, answer.reason, answer.headers, answered)
+
+
+def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
+    """Yields the lines of a body as they arrive, for lists that are longer than `fetch` takes; none is kept.
+
+    `timeout` bounds all of it together, with the time that the caller takes. Raises as `fetch`, and ValueError for a line of more than
+    64 KiB.
+    """
+    with _asked(url, timeout, NOBODY, None) as answer:
+        if answer.status != 200:
+            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO())
+        while line := answer.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"its answer has a line of more than {_LONGEST_LINE} bytes")
+            yield line.removesuffix(b"\n")
+        if answer.length:  # http.client raises only if all is read at once
+            raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
+
+
+@contextlib.contextmanager
+def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+    """Yields the answer, to be read inside the block; see `ask`."""
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     with contextlib.ExitStack() as stack:
@@ -153,12 +182,9 @@ def ask(
             if body is not None:
                 headers["Content-Type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
-            answer = connection.getresponse()
-            answered = answer.read(_LARGEST_ANSWER + 1)
+            yield connection.getresponse()
             if not late.is_set():
-                if len(answered) > _LARGEST_ANSWER:
-                    raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
-                return Answer(answer.status, answer.reason, answer.headers, answered)
+                return
         except (http.client.HTTPException, OSError) as error:
             if not late.is_set() and isinstance(error, OSError):
                 raise

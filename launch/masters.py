@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 
-from launch.http import fetch
+from launch.http import fetch, fetch_lines
+from pd_cache.cluster import NodeRecord, read_about
 from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import decode_json
 
 LEADER = "leader"
+_ANSWER_S = 2.0
 
 
 class MasterHealth(msgspec.Struct, frozen=True):
@@ -31,6 +34,20 @@ def read_master_health(body: bytes) -> MasterHealth:
 def master_health(metrics: str, timeout: float) -> MasterHealth:
     """Returns what the master with these metrics says about itself. Raises OSError or ValueError if it does not answer."""
     return read_master_health(fetch(f"{metrics}/health", timeout))
+
+
+def mooncake_of(record: NodeRecord, timeout: float = _ANSWER_S) -> str:
+    """Returns the version of Mooncake of a master with metrics; empty if it does not say.
+
+    Masters answer from 0.3.14 on, `0.3.14 (git: e1ea5d3)`. Of others, the process that has started them says it at its port for versions.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        told = fetch(f"{record.metrics}/version", timeout).decode("ascii").split()
+        return read_about(msgspec.json.encode({"mooncake": told[0] if told else ""})).mooncake
+    if record.versions is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return read_about(fetch(f"{record.versions}/health", timeout)).mooncake
+    return ""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -73,10 +90,12 @@ def read_segments(body: bytes) -> list[Segment]:
 
 class _Replica(msgspec.Struct, frozen=True):
     transport_endpoint_: str
+    size_: _Size = 0
 
 
 class _Replicas(msgspec.Struct, frozen=True):
-    values: Annotated[list[_Replica], msgspec.Meta(min_length=1)]
+    values: list[_Replica] | None = None
+    """The copies in memory; none if the key is not there."""
 
 
 class _KeyReplicas(msgspec.Struct, frozen=True):
@@ -85,14 +104,40 @@ class _KeyReplicas(msgspec.Struct, frozen=True):
 
 def read_places(body: bytes, keys: Iterable[str]) -> list[str]:
     """Returns where each key lies, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
-    told = decode_json(body, _KeyReplicas).data
-    missing = [key for key in keys if key not in told]
+    told = _read_copies(body)
+    missing = [key for key in keys if not told.get(key)]
     if missing:
         raise ValueError(f"it says nothing of {missing[0]}")
-    return [told[key].values[0].transport_endpoint_ for key in keys]
+    return [told[key][0].transport_endpoint_ for key in keys]
+
+
+def _read_copies(body: bytes) -> dict[str, list[_Replica]]:
+    return {key: one.values or [] for key, one in decode_json(body, _KeyReplicas).data.items()}
+
+
+def _ask_for(metrics: str, keys: Iterable[str], timeout: float) -> bytes:
+    listed = ",".join(urllib.parse.quote(key) for key in keys)
+    return fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout)
 
 
 def places_at(metrics: str, keys: Sequence[str]) -> list[str]:
     """Returns where each key lies, as its master says. Raises OSError or ValueError if it does not answer."""
-    listed = ",".join(urllib.parse.quote(key) for key in keys)
-    return read_places(fetch(f"{metrics}/batch_query_keys?keys={listed}"), keys)
+    return read_places(_ask_for(metrics, keys, _ANSWER_S), keys)
+
+
+def sizes_at(metrics: str, keys: Iterable[str], timeout: float) -> dict[str, int]:
+    """Returns how many bytes all copies of each key take in memory; of a key that is gone, nothing. No lease is taken.
+
+    `keys` are at most a hundred: they stand in the request's URL. Raises OSError or ValueError if the master does not answer.
+    """
+    told = _read_copies(_ask_for(metrics, keys, timeout))
+    return {key: sum(copy.size_ for copy in copies) for key, copies in told.items() if copies}
+
+
+def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
+    """Yields the keys of all objects of the default tenant that are whole, as the master lists them. No lease is taken.
+
+    The master makes the list, of 55 bytes a key, before it sends the first one. `timeout` bounds all of it. Raises OSError or ValueError
+    if the master does not answer.
+    """
+    return fetch_lines(f"{metrics}/get_all_keys", timeout)

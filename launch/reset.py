@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
-from launch.discovery import known_master
 from launch.status import ClusterStatus, cluster_status
 from launch.versions import Told, known_versions, tell_all
-from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
-from pd_cache.versions import FIRST, UnavailableError
-from transfer.store import MooncakeStore
-
-_OPEN_S = 10.0
-_REMOVAL_S = 60.0
+from pd_cache.versions import UnavailableError
 
 
 class ResetModel(NamedTuple):
@@ -27,17 +20,15 @@ class ResetModel(NamedTuple):
     """As the nodes call it."""
     label: str
     processes: Told
-    removed: int | None
-    """How many chunks of the version before were removed; None if they were left to eviction."""
 
 
 def reset_models(
-    config: ClusterConfig, model: str | None, version: str | None, *, remove: bool, told: Callable[[ResetModel], None]
+    config: ClusterConfig, model: str | None, version: str | None, *, told: Callable[[ResetModel], None]
 ) -> None:
     """Says that all nodes have other weights of the model that they call `model`, or of all models if it is None: those of `version`.
 
-    With `remove`, also removes the chunks of the version before. Calls `told` with each model as soon as it is done. Raises PdCacheError if
-    the authority refuses or does not answer: then nothing has changed for the models that `told` was not called with.
+    Calls `told` with each model as soon as it is done. Raises PdCacheError if the authority refuses or does not answer: then nothing has
+    changed for the models that `told` was not called with.
     """
     status = cluster_status(config)
     authorities = [row.record.versions for row in status.nodes if row.record.versions is not None]
@@ -56,9 +47,7 @@ def reset_models(
                 f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
                 f"try again with --version {label}"
             ) from error
-        before = known[weights].current.label if weights in known else FIRST
-        removed = _remove(config, status, weights, before) if remove and before != label else None
-        told(ResetModel(name, label, processes, removed))
+        told(ResetModel(name, label, processes))
 
 
 def _names(status: ClusterStatus) -> dict[str, str]:
@@ -72,23 +61,3 @@ def _with_unheard(processes: Told, status: ClusterStatus, weights: str) -> Told:
     nodes = [row.record for row in status.nodes if row.record.role in ("prefill", "decode")]
     serving = {record.name for record in nodes if any(space.model == weights for space in record.cache_namespaces)}
     return processes._replace(untold=sorted({*processes.untold, *serving.difference(processes.told)}))
-
-
-def _remove(config: ClusterConfig, status: ClusterStatus, weights: str, label: str) -> int:
-    """Removes all chunks of a version from the pool. Returns how many there were. Raises PdCacheError if the pool does not answer."""
-    # with etcd, a machine's file need not hold the master
-    masters = [row.record.address for row in status.nodes if row.record.role == "master"]
-    master = known_master(config) or next(iter(masters))
-    store = MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0)
-    removed = 0
-    try:
-        store.wait_open(_OPEN_S)
-        namespaces = {space for row in status.nodes for space in row.record.cache_namespaces if space.model == weights}
-        for namespace in namespaces:
-            prefix = re.escape(ChunkedTokenDatabase(namespace).prefix(label))
-            # the manifest of a namespace stands beside the chunks of its first version
-            pattern = f"^{prefix}/[0-9]+/" if label == FIRST else f"^{prefix}/"
-            removed += store.remove_matching(pattern, timeout=_REMOVAL_S)
-    finally:
-        store.close()
-    return removed

@@ -24,10 +24,10 @@ from rich.text import Text
 from launch.discovery import Directory, View, open_directory
 from launch.figures import read_node, read_samples, total
 from launch.http import NOBODY, Access, proxy_access
-from launch.masters import LEADER, Segment, master_health, segments_at
+from launch.masters import LEADER, Segment, master_health, mooncake_of, segments_at
 from launch.versions import known_versions
 from launch.watched import TIMEOUT_S, ask_server, get_text, is_asked
-from pd_cache.cluster import ClusterConfig, NodeRecord, differences, read_about
+from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
 from pd_cache.cluster.machine import host_of, is_local, shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
@@ -125,6 +125,13 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> list[str]:
         """Problems that no single row shows, and what to do about them."""
+        skew = self.skew
+        return [
+            *self._problems_of_masters(),
+            *([f"{skew.found}: {SKEW_FAILS}"] if skew is not None and skew.fails else []),
+        ]
+
+    def _problems_of_masters(self) -> list[str]:
         leading = [node.name for node in self.leading]
         if not any(node.asked for node in self.masters):
             return []
@@ -144,11 +151,18 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return []
 
     @property
+    def skew(self) -> Skew | None:
+        """How versions of Mooncake differ that do not work together, or were not tried together."""
+        return mooncake_skew(row.record for row in self.nodes)
+
+    @property
     def well(self) -> bool:
         """Whether discovery and all nodes answer, one master leads, no namespace differs, and every record can be read."""
         return self.fresh and not self.unreadable and all(node.well for node in self.nodes) and not self.problems
 
 
+SKEW_FAILS = "every put between these fails, without a word in any log; install one version on all nodes"
+SKEW_UNTRIED = "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
 _NO_LEADER = (
     "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd "
     "answers (`etcdctl endpoint health`), and within a minute where it lost its data"
@@ -254,7 +268,7 @@ def _ask_server(row: NodeStatus) -> None:
     report = ask_server(row.record)
     read_metrics(report.metrics, row)
     row.up_since, row.in_flight = report.up_since, report.in_flight
-    row.record = msgspec.structs.replace(row.record, version=report.software)
+    row.record = msgspec.structs.replace(row.record, version=report.software, mooncake=report.mooncake)
 
 
 def _ask_master(row: NodeStatus) -> None:
@@ -265,6 +279,8 @@ def _ask_master(row: NodeStatus) -> None:
     row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
     refused = total(samples, "master_put_start_alloc_failures_total")
     row.errors = {"store.no_space": refused} if refused else {}
+    if version := mooncake_of(row.record):
+        row.record = msgspec.structs.replace(row.record, mooncake=version)
 
 
 def _ask_http(row: NodeStatus, access: Access) -> None:
@@ -341,6 +357,8 @@ def status_table(status: ClusterStatus) -> Group:
     unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
     problems = [Text(problem, "red") for problem in status.problems]
     weights = [Text(line) for line in status.weights]
+    if (skew := status.skew) is not None and not skew.fails:
+        differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from launch.discovery import View, open_directory
-from launch.health_server import Response, serving
+from launch.health_server import Response, serving, versions
 from launch.http import fetch
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.decoding import UndecodableError, decode_json
@@ -236,7 +236,8 @@ def answering(authority: Authority, masters: Sequence[str] = ()) -> Callable[[st
 
     def respond(path: str, body: bytes | None) -> Response:
         if body is None:
-            return Response(200, msgspec.json.encode(authority.models()), "application/json")
+            told = versions() if path == "/health" else authority.models()
+            return Response(200, msgspec.json.encode(told), "application/json")
         try:
             reply = authority.answer(decode_json(body, Question))
         except UnavailableError as error:

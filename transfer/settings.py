@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 from pathlib import Path
@@ -17,8 +19,22 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 _LARGEST = 2**60
 
+WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+"""Mooncake's wheels, all of which install the package `mooncake`: without CUDA, for CUDA 12, for CUDA 13."""
+
 MIN_SEGMENT = 16 << 20
 """The smallest segment: Mooncake refuses smaller ones with -600 (measured). 0 means none and is allowed."""
+
+
+@functools.cache
+def mooncake_version() -> str:
+    """Returns the version of the installed wheel, as `0.3.13.post1`; empty if there is none. Does not load Mooncake."""
+    import importlib.metadata  # only commands and roles ask
+
+    for name in WHEELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 class ByteSize(int):

@@ -27,6 +27,7 @@ from pd_cache.cluster import (
 from pd_cache.cluster.checks import ELECTION_S
 from pd_cache.cluster.machine import port_of
 from pd_cache.errors import ConfigError
+from transfer.settings import mooncake_version
 
 
 def open_directory(config: ClusterConfig, on_change: Callable[[View], None] | None = None) -> Directory:
@@ -62,6 +63,8 @@ class Member:
         """How many tokens vLLM's own cache holds. Set it before `announce`, if the node is one of vLLM's."""
         self.streams = False
         """Whether the node can load a prompt while another computes it. Set it before `announce`."""
+        self.mooncake = mooncake_version()
+        """The version of Mooncake that the node uses. Set it before `announce`, if the node's program is in another environment."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -70,13 +73,14 @@ class Member:
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def about(self) -> dict[str, Any]:
-        """Returns version and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
-        return {"version": pd_cache.__version__, "streams": self.streams, **_described(self.namespaces)}
+        """Returns versions and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
+        told = {"version": pd_cache.__version__, "mooncake": self.mooncake, "streams": self.streams}
+        return told | _described(self.namespaces)
 
     def announce(self, address: str) -> None:
         """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer. Call it only once."""
         record = describe_node(self._config, self._node, address, self.namespaces)
-        told = About(kv_tokens=self.kv_tokens, streams=self.streams)
+        told = About(kv_tokens=self.kv_tokens, streams=self.streams, mooncake=self.mooncake)
         record = msgspec.structs.replace(record, master=self.master).telling(told)
         if self._registration is not None:
             self._registration.announce(record)

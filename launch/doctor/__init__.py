@@ -30,6 +30,7 @@ from launch.doctor.probe import (
     fingerprint_findings,
     listening_finding,
     master_findings,
+    mooncake_finding,
     node_findings,
     peer_findings,
     peer_report,
@@ -92,6 +93,7 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     yield from node_findings(status)
     yield from master_findings(config, status)
     yield from version_findings(status.nodes)
+    yield mooncake_finding(status)
     yield from fingerprint_findings(status.nodes)
     yield from segment_findings(status.nodes, status.segments)
     yield from _network(config, status)

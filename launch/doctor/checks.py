@@ -25,14 +25,11 @@ from pd_cache.cluster.machine import (
     shown_bytes,
     shown_needs,
 )
-from transfer.settings import TransferSettings, rdma_devices
+from transfer.settings import WHEELS, TransferSettings, rdma_devices
 from transfer.store import SYSTEM_PACKAGES
 
 # --- Mooncake's libraries ----------------------------------------------------------------------------------------------
 
-
-WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-"""Mooncake's wheels, all of which install the package `mooncake`: without CUDA, for CUDA 12, for CUDA 13."""
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
 _LINKED = ("store.so", "mooncake_master")

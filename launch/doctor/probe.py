@@ -27,7 +27,7 @@ from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.http import NOBODY, Access, fetch
 from launch.masters import Segment, places_at
 from launch.reachability import PeerAddress, PeerReport, Reach, reach
-from launch.status import ClusterStatus, NodeStatus
+from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
 from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.decoding import decode_json
@@ -94,6 +94,18 @@ def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
             )  # fmt: skip
     if same:
         yield ok(check, f"{ours} on {', '.join(same)}")
+
+
+def mooncake_finding(status: ClusterStatus) -> Finding:
+    """Returns whether the nodes' versions of Mooncake work together."""
+    check, skew = "cluster.mooncake", status.skew
+    versions = sorted({row.record.mooncake for row in status.nodes if row.record.mooncake})
+    if skew is None:
+        return ok(check, ", ".join(versions)) if versions else skipped(check, "no node says its version of Mooncake")
+    repair = "pip install the same version of Mooncake's wheel on all of them, the master first"
+    if skew.fails:
+        return broken(check, skew.found, why=SKEW_FAILS, repair=repair)
+    return warning(check, skew.found, why=SKEW_UNTRIED, repair=repair)
 
 
 def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ from launch.proxy.keys import Admission, Keys
 from launch.proxy.nodes import NodePools
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import KEY, RecentReports, RequestReport
+from transfer.settings import mooncake_version
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -167,7 +168,12 @@ class Overview:
         healthy = any(nodes["decode"].values()) and not self._admission.closing
         body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
         if self._keys.may_watch(request.headers.get("Authorization")):
-            body |= {"version": pd_cache.__version__, **nodes, **self._node_pools.describe(now)}
+            body |= {
+                "version": pd_cache.__version__,
+                "mooncake": mooncake_version(),
+                **nodes,
+                **self._node_pools.describe(now),
+            }
         return web.json_response(body, status=200 if healthy else 503)
 
     async def _samples(self, request: web.Request) -> web.Response:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pd_cache.cluster.checks import Problem
 from pd_cache.cluster.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
-from pd_cache.cluster.records import About, Capacity, NodeRecord, RecordError, decode_record, differences, read_about
+from pd_cache.cluster.records import (
+    About,
+    Capacity,
+    NodeRecord,
+    RecordError,
+    Skew,
+    decode_record,
+    differences,
+    mooncake_skew,
+    read_about,
+)
 from pd_cache.cluster.schema import (
     LARGEST_BODY,
     ROLES,
@@ -62,6 +72,7 @@ __all__ = [
     "RecordError",
     "ReferenceEngineConfig",
     "ServerTlsConfig",
+    "Skew",
     "Source",
     "StoreNode",
     "SupervisorConfig",
@@ -72,6 +83,7 @@ __all__ = [
     "differences",
     "dump_config",
     "load_config",
+    "mooncake_skew",
     "parse_config",
     "read_about",
     "read_config",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -107,6 +108,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     replays: EventAddress | None = None
     """Where it sends them again."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    """The version of its Mooncake; empty if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
 
@@ -118,6 +121,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
             record = msgspec.structs.replace(record, capacity=capacity)
         if told.streams:
             record = msgspec.structs.replace(record, streams=True)
+        if told.mooncake:  # vLLM may run in an environment of its own
+            record = msgspec.structs.replace(record, mooncake=told.mooncake)
         if record.fingerprint is not None:
             return record
         return msgspec.structs.replace(
@@ -137,6 +142,8 @@ class About(Namespaced, frozen=True, kw_only=True):
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    """The version of Mooncake in the process that has the cache."""
 
 
 def decode_record(raw: bytes) -> NodeRecord:
@@ -190,6 +197,38 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
         for record in known
         if usual is not None and spaces[record.name] != spaces[usual.name]
     }
+
+
+_TOGETHER = {(0, 3, 13), (0, 3, 14)}
+"""Versions of Mooncake that were seen to work with one another, in all pairs of client and master."""
+_NAMED = 4
+
+
+class Skew(NamedTuple):
+    """Nodes whose versions of Mooncake differ."""
+
+    found: str
+    fails: bool
+    """Whether they are known not to work together. Otherwise it was not tried."""
+
+
+def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
+    """Returns how the versions of Mooncake differ between nodes that say theirs; None if they are known to work together.
+
+    With 0.3.12 beside 0.3.13, reads work and every put fails (Mooncake#2579).
+    """
+    nodes: dict[str, list[str]] = {}
+    for record in records:
+        if record.mooncake[:1].isdigit():
+            nodes.setdefault(record.mooncake, []).append(record.name)
+    releases = {version: tuple(map(int, re.findall(r"\d+", version)[:3])) for version in nodes}
+    if len(set(releases.values())) < 2 or _TOGETHER.issuperset(releases.values()):
+        return None
+    shown = []
+    for version in sorted(nodes, key=releases.__getitem__):
+        more = f" and {len(nodes[version]) - _NAMED} more" if len(nodes[version]) > _NAMED else ""
+        shown.append(f"{one_line(version)} ({', '.join(sorted(nodes[version])[:_NAMED])}{more})")
+    return Skew(f"Mooncake {' beside '.join(shown)}", min(releases.values()) < min(_TOGETHER) <= max(releases.values()))
 
 
 def _difference(here: NodeRecord, there: NodeRecord) -> str:

@@ -322,6 +322,8 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     available: bool
     metrics: str
     """All counters, in Prometheus' text format."""
+    mooncake: str = ""
+    """The version of Mooncake."""
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -49,6 +49,7 @@ from pd_cache.server.protocol import (
     failed,
     split_names,
 )
+from transfer.settings import mooncake_version
 
 T = TypeVar("T")
 
@@ -242,6 +243,7 @@ class CacheServer:
             in_flight=self._lookups.in_flight + self._moves.in_flight,
             available=any(backend.available for backend in self.models.backends),
             metrics=generate_latest(self.metrics.registry).decode(),
+            mooncake=mooncake_version(),
         )
 
     def close(self) -> None:

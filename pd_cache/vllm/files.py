@@ -19,6 +19,7 @@ import pd_cache
 from pd_cache.chunks import Namespace
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RequestReport
+from transfer.settings import mooncake_version
 
 NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
 """The environment variable that names the file to the API server."""
@@ -31,8 +32,14 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 def write_about(file: Path, namespaces: Sequence[Namespace], kv_tokens: int, streams: bool = False) -> None:
     """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, how many
-    tokens vLLM's own cache holds, and whether it loads prompts that another node computes. Raises OSError if the file cannot be written."""
-    told = {"version": pd_cache.__version__, "kv_tokens": kv_tokens, "streams": streams}
+    tokens vLLM's own cache holds, whether it loads prompts that another node computes, and the versions of pd-cache and Mooncake. Raises OSError
+    if the file cannot be written."""
+    told = {
+        "version": pd_cache.__version__,
+        "mooncake": mooncake_version(),
+        "kv_tokens": kv_tokens,
+        "streams": streams,
+    }
     if namespaces:
         told |= namespaces[0].described(namespaces[1:])
     new = file.with_name(f"{file.name}.{os.getpid()}.new")

@@ -32,6 +32,7 @@ from tests.support.proxy import (
     until,
     view,
 )
+from transfer.settings import mooncake_version
 
 GOLDEN = Path(__file__).with_name("proxy_answers.json")
 KEY, OTHER_KEY, MONITOR = (f"sk-{name}-0123456789abcdef" for name in ("alice", "bob", "monitor"))
@@ -95,6 +96,7 @@ class Recorder:
     def _said(self, text: str) -> Any:
         for url, word in self._words.items():
             text = text.replace(url, word)
+        text = text.replace(mooncake_version(), "MOONCAKE")
         text = re.sub(r"\b[0-9a-f]{32}\b", "GENERATED", text.replace(pd_cache.__version__, "VERSION"))
         text = re.sub(r"within [0-9.]+ s", "within SOME s", text)
         try:

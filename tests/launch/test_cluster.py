@@ -29,6 +29,7 @@ from tests.support.cluster import (
     started,
 )
 from tests.support.waiting import PATIENCE_S, wait_for
+from transfer.settings import mooncake_version
 
 pytestmark = pytest.mark.slow(seconds=90)
 
@@ -134,6 +135,7 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: st
     rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
     assert {row["state"] for row in rows.values()} == {"up"}
+    assert {row["mooncake"] for row in rows.values()} == {mooncake_version()}
     assert rows["master"]["bytes_by_tier"]["mooncake"] > 0
     assert 0 < rows["decode-0"]["hit_rate"] <= 1
     assert rows["prefill-0"]["hit_rate"] is not None
@@ -181,17 +183,24 @@ def test_after_a_reset_a_prompt_is_computed_and_stored_again(
     tokens = prompt(3 * CHUNK + 2)
     complete(url_of(cluster), tokens)
     assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
-    done = CliRunner().invoke(main, ["reset", "-c", file, "--model", "tiny", "--remove"])
+    done = CliRunner().invoke(main, ["reset", "-c", file, "--model", "tiny"])
     assert done.exit_code == 0, done.output
     assert "tiny: version " in done.stdout
     assert "decode-0" in done.stdout
-    assert int(done.stdout.rpartition("; ")[2].split()[0]) >= 3
     unknown = CliRunner().invoke(main, ["reset", "-c", file, "--model", "none"])
     assert (unknown.exit_code, unknown.stdout) == (1, "")
     assert "no node serves none: they serve tiny" in unknown.stderr
     answers = [complete(url_of(cluster), tokens) for _ in range(2)]
     assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
     assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
+    listed = json.loads(CliRunner().invoke(main, ["pool", "ls", "-c", file, "--json"]).stdout)["namespaces"]
+    assert {(one["model"], one["current"]) for one in listed} == {("tiny", True), ("tiny", False)}
+    assert all("decode-0" in one["nodes"] for one in listed)
+    old = CliRunner().invoke(main, ["pool", "rm", "-c", file, "tiny", "--old", "--yes"])
+    assert int(old.stdout.split()[0]) >= 3
+    assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK), "what is current stays"
+    (left,) = json.loads(CliRunner().invoke(main, ["pool", "ls", "-c", file, "--json"]).stdout)["namespaces"]
+    assert left["current"] is True
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------

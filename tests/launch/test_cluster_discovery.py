@@ -31,7 +31,7 @@ from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
-from transfer.settings import ByteSize, Timeouts, TransferSettings
+from transfer.settings import ByteSize, Timeouts, TransferSettings, mooncake_version
 
 pytestmark = [pytest.mark.slow(seconds=100), needs_etcd]
 TTL_S = 4  # a machine is not so busy that a node does not get to renew its lease
@@ -218,6 +218,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
         assert told.exit_code == 1, "it shares no hit with the others"
         found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
+        assert found["mooncake"] == mooncake_version(), "what the connector has written"
         assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
         node.send(signal.SIGTERM)
         try:

@@ -24,6 +24,7 @@ from launch.doctor.checks import (
 from launch.doctor.probe import (
     advertised_findings,
     fingerprint_findings,
+    mooncake_finding,
     node_findings,
     peer_findings,
     segment_findings,
@@ -299,6 +300,30 @@ def test_nodes_of_another_version_are_a_warning() -> None:
     rows = [node("a", version="0.0.9"), node("b", version=pd_cache.__version__), node("c")]
     found = {one.about: one.verdict for one in version_findings(rows)}
     assert found == {"a": Verdict.WARNING, "": Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("versions", "verdict", "found"),
+    [
+        ((), Verdict.SKIPPED, "no node says its version of Mooncake"),
+        (("0.3.13.post1", "", "0.3.14"), Verdict.OK, "0.3.13.post1, 0.3.14"),
+        (("0.4.0", "0.4.0.post2"), Verdict.OK, "0.4.0, 0.4.0.post2"),
+        (("0.3.13", "0.3.12.post1", "0.3.13"), Verdict.BROKEN, "Mooncake 0.3.12.post1 (b) beside 0.3.13 (a, c)"),
+        (("0.3.14", "0.3.9", "0.4.0"), Verdict.BROKEN, "Mooncake 0.3.9 (b) beside 0.3.14 (a) beside 0.4.0 (c)"),
+        (("0.3.14", "0.4.0") + ("0.4.0",) * 4, Verdict.WARNING, "Mooncake 0.3.14 (a) beside 0.4.0 (b, c, d, e and 1 more)"),
+        (("0.3.11", "0.3.12"), Verdict.WARNING, "Mooncake 0.3.11 (a) beside 0.3.12 (b)"),
+        (("0.3.13", "unknown"), Verdict.OK, "0.3.13, unknown"),
+    ],
+)  # fmt: skip
+def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(
+    versions: tuple[str, ...], verdict: Verdict, found: str
+) -> None:
+    rows = [node("abcdefgh"[index], mooncake=version) for index, version in enumerate(versions)]
+    status = ClusterStatus("static", True, rows)
+    finding = mooncake_finding(status)
+    assert (finding.check, finding.verdict, finding.found) == ("cluster.mooncake", verdict, found)
+    assert status.problems == ([f"{found}: {finding.why}"] if verdict is Verdict.BROKEN else [])
+    assert status.well is (verdict is not Verdict.BROKEN)
 
 
 @pytest.mark.parametrize(("model", "verdict"), [("m", Verdict.BROKEN), ("other", Verdict.WARNING)])

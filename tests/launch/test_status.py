@@ -6,12 +6,14 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from launch.masters import Segment
+from launch.masters import Segment, mooncake_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
 from pd_cache.cluster import Capacity, NodeRecord
+from tests.launch.conftest import serving
 
 GIB = 1 << 30
 
@@ -58,6 +60,40 @@ pd_cache_prompt_tokens_total{source="computed"} 30
 pd_cache_tier_bytes{tier="\x1b[2Jdisk"} 7
 pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 """
+
+
+@pytest.mark.parametrize(
+    ("pages", "version"),
+    [
+        ({"/version": b"0.3.14 (git: e1ea5d3)\n", "/health": b'{"mooncake": "0.3.13"}'}, "0.3.14"),
+        ({"/health": b'{"version": "0.2.0", "mooncake": "0.3.13.post1"}'}, "0.3.13.post1"),
+        ({"/version": b"\xff", "/health": b"{}"}, ""),
+        ({"/version": b"\x1b[2J", "/health": b"[]"}, ""),
+        ({}, ""),
+    ],
+    ids=["from 0.3.14 on", "older", "neither says it", "control sequences", "nothing"],
+)
+def test_a_masters_version_is_its_own_word_or_that_of_the_process_that_started_it(
+    pages: dict[str, bytes], version: str
+) -> None:
+    with serving(pages.get) as port:
+        url = f"http://127.0.0.1:{port}"
+        assert mooncake_of(NodeRecord(name="m", role="master", address="a:1", metrics=url, versions=url)) == version
+
+
+def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
+    for versions, line, well in (
+        (("0.3.12", "0.3.13"), "Mooncake 0.3.12 (a) beside 0.3.13 (b): every put between these fails, without a word", False),
+        (("0.3.14", "0.5.0"), "Mooncake 0.3.14 (a) beside 0.5.0 (b): these have not been tried together", True),
+        (("0.3.13", "0.3.14"), "", True),
+    ):  # fmt: skip
+        nodes = [master("a", "leader"), master("b", "standby")]
+        for row, version in zip(nodes, versions, strict=True):
+            row.record = msgspec.structs.replace(row.record, mooncake=version)
+        status, text = ClusterStatus("static", True, nodes), io.StringIO()
+        Console(file=text, width=80).print(status_table(status))
+        assert line in " ".join(text.getvalue().split())
+        assert ("Mooncake" in text.getvalue(), status.well) == (bool(line), well)
 
 
 def engine() -> NodeStatus:

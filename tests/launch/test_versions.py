@@ -727,7 +727,7 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
     near = opened(service, name="near")
     assert near.current() == FIRST
     done: list[ResetModel] = []
-    reset_models(ClusterConfig(nodes=(MasterNode(name="m"),)), None, "w1", remove=False, told=done.append)
+    reset_models(ClusterConfig(nodes=(MasterNode(name="m"),)), None, "w1", told=done.append)
     assert [(one.label, one.processes) for one in done] == [("w1", Told(["near"], ["far"]))]
 
 

@@ -23,6 +23,7 @@ from pd_cache.vllm.files import (
     report_file,
     write_about,
 )
+from transfer.settings import mooncake_version
 
 NAMESPACE = Namespace(
     model="m", kv_dtype="bfloat16", layout="l", layers=2, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
@@ -69,6 +70,7 @@ def test_a_health_of_200_tells_what_was_written(namespaces: tuple[Namespace, ...
     assert (status, body) == (200, about(file))
     told = read_about(body)
     assert (told.version, told.kv_tokens, told.cache_namespaces) == (pd_cache.__version__, tokens, namespaces)
+    assert told.mooncake == mooncake_version() != ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,331 @@
+"""`pd-cache pool`: the namespaces that the pool holds, what they take, and their removal.
+
+The master makes one list of all keys. It is read as it arrives, and only counts are kept. Sizes are asked of the first keys of each namespace,
+one short request after the other, until a deadline. None of this takes a lease, so nothing stays in the pool longer because it was counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import itertools
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from launch.discovery import known_master
+from launch.masters import Segment, keys_at, sizes_at
+from launch.status import ClusterStatus, cluster_status
+from launch.versions import known_versions
+from pd_cache.chunks import KEY_FORMAT, Namespace
+from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.machine import shown_bytes
+from pd_cache.decoding import one_line
+from pd_cache.errors import PdCacheError
+from pd_cache.objects.values import KEY_FORMAT as VALUE_FORMAT
+from transfer.errors import PoolUnavailableError, Status
+from transfer.store import MooncakeStore
+
+SAMPLES = 100
+"""Of how many keys of a namespace the size is asked, at most. All chunks of a namespace have one size; values by name have any."""
+_BATCH = 64
+_LONGEST = 256
+"""Keys in a request for sizes, and the most bytes of one: they stand in its URL."""
+_SIZES_S = 5.0
+_LISTING_S = 120.0
+_OPEN_S = 10.0
+_MANIFESTS_S = 5.0
+_REMOVALS = 1000
+"""Keys in a request for removal: the answer takes milliseconds, and the client waits for a second."""
+_REMOVAL_S = 10.0
+OTHERS = "(other)"
+"""The name under which the objects of other programs are counted, and those of `pd-cache doctor`."""
+_CHUNK = rf"{KEY_FORMAT}/([0-9a-f]{{16}}(?:\.[A-Za-z0-9._-]{{1,64}})?)/[0-9]+"
+_PREFIX = re.compile(rf"{_CHUNK}|{VALUE_FORMAT}/([0-9a-f]{{16}})".encode())
+_MANIFEST = re.compile(rf"{KEY_FORMAT}/([0-9a-f]{{16}})/manifest".encode())
+
+
+# --- counting ----------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """The keys of one namespace."""
+
+    def __init__(self) -> None:
+        self.prefixes: Counter[bytes] = Counter()
+        """How many keys have each prefix; chunks have one for each shard."""
+        self.sample: list[str] = []
+
+
+class Tally:
+    """Counts keys by namespace. However many there are, it holds only `SAMPLES` keys of each namespace: the first, which are as good as any,
+    because a master lists keys by their hashes."""
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self.spaces: defaultdict[str, Counted] = defaultdict(Counted)
+        self.manifests: set[str] = set()
+        """Fingerprints of the namespaces whose manifest is there."""
+        for key in keys:
+            prefix = key[: key.rfind(b"/")]
+            name = _namespace(prefix)
+            if name == OTHERS:
+                prefix = b""
+                if (manifest := _MANIFEST.fullmatch(key)) is not None:
+                    self.manifests.add(manifest[1].decode())
+                    continue
+            counted = self.spaces[name]
+            counted.prefixes[prefix] += 1
+            if len(counted.sample) < SAMPLES and len(key) <= _LONGEST:
+                counted.sample.append(key.decode(errors="replace"))
+
+
+@functools.lru_cache(1 << 12)
+def _namespace(prefix: bytes) -> str:
+    """Returns the name of the namespace whose keys begin so; `OTHERS` for keys that are not ours, and for manifests."""
+    match = _PREFIX.fullmatch(prefix)
+    return OTHERS if match is None else (match[1] or match[2]).decode()
+
+
+def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Returns the sizes of keys, of all namespaces alike if the time does not suffice for all."""
+    alike = (key for keys in itertools.zip_longest(*samples) for key in keys if key is not None)
+    end, found = time.monotonic() + _SIZES_S, dict[str, int]()
+    while (batch := list(itertools.islice(alike, _BATCH))) and (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(OSError, ValueError):  # keys of other programs may be of any kind
+            found |= sizes_at(metrics, batch, left)
+    return found
+
+
+# --- what is there -----------------------------------------------------------------------------------------------------
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """A namespace in one version of the weights."""
+
+    name: str
+    """What its keys have after the format: the fingerprint, and after a dot the version, if it is not the first."""
+    kind: str
+    """`chunks`, `values` (of `ObjectCache` and of adapters), or `other`."""
+    model: str
+    """As nodes call it, or else as its manifest does; empty if it is not known."""
+    nodes: list[str]
+    """The nodes that have this namespace."""
+    current: bool | None
+    """Whether its version of the weights is the current one; None if no running engine has asked the authority for that."""
+    shards: int
+    """Into how many objects a chunk is cut, as far as there are keys."""
+    objects: int
+    bytes: int | None
+    """Of all copies in memory; None if the master said nothing of them. Estimated, unless `sampled` is `objects`."""
+    sampled: int
+    """Of how many objects the size is known."""
+    namespace: dict[str, Any] | None
+    """The fields of the manifest, if they are known."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.name.partition(".")[0]
+
+
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pool holds."""
+
+    namespaces: list[Space]
+    segments: list[Segment]
+
+
+def survey(config: ClusterConfig) -> PoolReport:
+    """Returns what the pool holds. Takes seconds for a million keys. Raises PdCacheError if no master lists its keys."""
+    status = cluster_status(config)
+    metrics, records = _leading(status), [row.record for row in status.nodes]
+    with _asking():
+        tally = Tally(keys_at(metrics, _LISTING_S))
+    sizes = _sizes(metrics, [one.sample for one in tally.spaces.values()])
+    known = {space.fingerprint(): space for record in records for space in record.cache_namespaces}
+    known |= _manifests(config, status, tally.manifests.difference(known))
+    for fingerprint in tally.manifests.difference(name.partition(".")[0] for name in tally.spaces):
+        tally.spaces[fingerprint]  # nothing is left of it but the manifest
+    versions = known_versions(record.versions for record in records if record.versions is not None)
+    spaces = []
+    for name, counted in tally.spaces.items():
+        fingerprint, _, version = name.partition(".")
+        space, objects = known.get(fingerprint), counted.prefixes.total()
+        having = [record for record in records if space is not None and space in record.cache_namespaces]
+        told = None if space is None else versions.get(space.model)
+        found = [sizes[key] for key in counted.sample if key in sizes]
+        values = any(prefix.startswith(VALUE_FORMAT.encode()) for prefix in counted.prefixes)
+        spaces.append(
+            Space(
+                name=name,
+                kind="other" if name == OTHERS else "values" if values else "chunks",
+                model=next((one.model for one in having if one.model), "" if space is None else space.model),
+                nodes=[one.name for one in having],
+                current=None if told is None else told.current.label == version,
+                shards=len(counted.prefixes),
+                objects=objects,
+                bytes=round(objects * sum(found) / len(found)) if found else None if objects else 0,
+                sampled=len(found),
+                namespace=None if space is None else msgspec.to_builtins(space),
+            )
+        )
+    spaces.sort(key=lambda one: (one.kind == "other", -(one.bytes or 0), one.name))
+    return PoolReport(namespaces=spaces, segments=status.segments or [])
+
+
+def _leading(status: ClusterStatus) -> str:
+    for row in status.leading:
+        if row.record.metrics is not None:
+            return row.record.metrics
+    raise PdCacheError("no master leads, or none can be asked: see `pd-cache status`")
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise PdCacheError(f"the master does not list its keys: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeStore]:
+    """Opens a client of the pool. Raises PoolUnavailableError."""
+    # with etcd, a machine's file need not hold the master
+    master = known_master(config) or status.leading[0].record.address
+    with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
+        store.wait_open(_OPEN_S)
+        yield store
+
+
+def _manifests(config: ClusterConfig, status: ClusterStatus, fingerprints: Collection[str]) -> dict[str, Namespace]:
+    """Returns namespaces that no node has told, as far as their manifests can be read within a few seconds."""
+    found: dict[str, Namespace] = {}
+    if not fingerprints:
+        return found
+    with contextlib.suppress(PoolUnavailableError), _opened(config, status) as store:
+        end = time.monotonic() + _MANIFESTS_S
+        for fingerprint in sorted(fingerprints):
+            left = end - time.monotonic()
+            manifest = store.get_small(_manifest_key(fingerprint), timeout=left) if left > 0 else None
+            with contextlib.suppress(ValueError):
+                found[fingerprint] = Namespace.read(manifest or b"")
+    return found
+
+
+def _manifest_key(fingerprint: str) -> str:
+    return f"{KEY_FORMAT}/{fingerprint}/manifest"
+
+
+# --- removal -----------------------------------------------------------------------------------------------------------
+
+
+def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
+    """Returns the namespaces whose name or model matches a shell pattern; with `old`, only versions that are known not to be current.
+
+    Raises PdCacheError if there is none.
+    """
+    ours = [one for one in report.namespaces if one.kind != "other" and (one.objects or not one.nodes)]
+    chosen = [
+        one
+        for one in ours
+        if (one.current is False or not old)
+        and (fnmatch.fnmatchcase(one.name, pattern) or fnmatch.fnmatchcase(one.model, pattern))
+    ]
+    if not chosen:
+        what = "namespace of an old version" if old else "namespace"
+        raise PdCacheError(f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed")
+    return chosen
+
+
+def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -> tuple[int, int]:
+    """Removes all objects of namespaces, leased or not. A manifest goes with the last version of a namespace that no node has.
+
+    Returns how many were removed, and how many stay because they are being written. Raises PdCacheError, which says how many are gone
+    already, if the master or the pool does not answer.
+    """
+    names = {one.name for one in chosen}
+    stay = {one.fingerprint for one in report.namespaces if one.nodes or one.name not in names}
+    manifests = {_manifest_key(one.fingerprint).encode() for one in chosen if one.fingerprint not in stay}
+    status, removed, busy = cluster_status(config), 0, 0
+    try:
+        with _opened(config, status) as store, _asking():
+            keys = (
+                key.decode()
+                for key in keys_at(_leading(status), _LISTING_S)
+                if _namespace(key[: key.rfind(b"/")]) in names or key in manifests
+            )
+            while batch := list(itertools.islice(keys, _REMOVALS)):
+                outcomes = Counter(store.remove(batch, timeout=_REMOVAL_S, force=True))
+                removed, busy = removed + outcomes[Status.OK], busy + outcomes[Status.BUSY]
+                if failed := outcomes.keys() - {Status.OK, Status.BUSY, Status.MISSING}:
+                    raise PdCacheError(f"the pool answers {', '.join(one.value for one in failed)}")
+    except PdCacheError as error:
+        raise PdCacheError(f"{removed} objects were removed, and then: {error}; run it again for the others") from error
+    return removed, busy
+
+
+# --- showing -----------------------------------------------------------------------------------------------------------
+
+
+def space_table(spaces: Sequence[Space]) -> Group:
+    """Returns namespaces as text for people, to be read in 80 columns."""
+    table = _table("namespace", "state", ">chunks", ">bytes", "model")
+    for one in spaces:
+        state, chunks, about = (
+            "",
+            "",
+            f"{one.objects:,} objects of {'other programs' if one.kind == 'other' else 'ObjectCache'}",
+        )
+        if one.kind == "chunks":
+            group = (one.namespace or {}).get("group")
+            state = "old" if one.current is False else "in use" if one.nodes else "no node"
+            chunks = f"{one.objects // max(1, one.shards):,}"
+            about = f"{one.model or '?'}, layers {group}" if group else one.model or "?"
+        table.add_row(one.name, state, chunks, _shown(one.bytes), escape(one_line(about)))
+    return Group(table, *_estimate(spaces))
+
+
+def usage_table(report: PoolReport) -> Group:
+    """Returns the bytes by model and by segment as text for people, to be read in 80 columns."""
+    models, segments = _table("model", ">bytes", ">objects"), _table("segment", ">used", ">size")
+    for model, (objects, size) in by_model(report).items():
+        models.add_row(escape(one_line(model)), _shown(size), f"{objects:,}")
+    for one in report.segments:
+        sizes = shown_bytes(one.allocator_used_bytes), shown_bytes(one.size_bytes)
+        segments.add_row(escape(one_line(one.segment_name)), *sizes)
+    return Group(models, *_estimate(report.namespaces), Text(), segments)
+
+
+def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:
+    """Returns how many objects each model has, and their bytes; under the name of a namespace what has no known model."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for one in report.namespaces:
+        objects, size = found.get(one.model or one.name, (0, 0))
+        both = None if size is None or one.bytes is None else size + one.bytes
+        found[one.model or one.name] = objects + one.objects, both
+    return found
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name[0] == ">" else "left", overflow="fold")
+    return table
+
+
+def _shown(size: int | None) -> str:
+    return "?" if size is None else shown_bytes(size)
+
+
+def _estimate(spaces: Sequence[Space]) -> list[Text]:
+    sampled, objects = sum(one.sampled for one in spaces), sum(one.objects for one in spaces)
+    return [Text(f"bytes are estimated from {sampled:,} of {objects:,} objects")] if sampled < objects else []

@@ -1,0 +1,274 @@
+"""`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a real pool. `rm --old`:
+test_cluster.py."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import itertools
+import json
+import secrets
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from launch import pool as pooled
+from launch.cli import main
+from launch.masters import Segment, keys_at, sizes_at
+from launch.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
+from pd_cache.chunks import ChunkedTokenDatabase, Namespace
+from pd_cache.errors import PdCacheError
+from tests.support.pool import Pool
+
+SPACE = Namespace(
+    model="some/model@3f2a", kv_dtype="float16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=64,
+    chunk_size=32, shards=2, hash_mode="tokens",
+)  # fmt: skip
+OF_SPACE = SPACE.fingerprint()
+VALUES = "22dae4edae526bb1"
+NAME = "0" * 32
+
+
+def chunk_keys(count: int, version: str = "") -> list[str]:
+    return ChunkedTokenDatabase(SPACE).all_shard_keys([secrets.token_bytes(16) for _ in range(count)], version)
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def master(keys: Callable[[], Iterator[bytes]], asked: list[list[str]]) -> Iterator[str]:
+    """A master that lists keys as they are made, and says that an object has 10 bytes, in two copies."""
+
+    class Pages(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            if self.path == "/get_all_keys":
+                for piece in keys():
+                    self.wfile.write(piece)
+                return
+            asked.append(urllib.parse.unquote(self.path).partition("=")[2].split(","))
+            copies = {
+                "values": [{"size_": 10, "transport_endpoint_": "a:1"}, {"size_": 10, "transport_endpoint_": "b:1"}]
+            }
+            body = {key: copies if key[-1] != "9" else {"ok": False, "values": None} for key in asked[-1]}
+            self.wfile.write(json.dumps({"data": body}).encode())
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def million() -> Iterator[bytes]:
+    """57 MB of keys: of four versions of a namespace with two shards, and of another program."""
+    for start in range(0, 1_000_000, 1000):
+        names = range(start, start + 1000, 10)
+        lines = (
+            f"pdc1/{OF_SPACE}{version}/{shard}/{name:032x}\n"
+            for name in names
+            for version in ("", ".v1", ".v2", ".v3")
+            for shard in (0, 1)
+        )
+        yield "".join([*lines, *(f"other-{name:040x}/{name}\nno slash {name:040x}\n" for name in names)]).encode()
+
+
+def test_of_a_million_keys_only_counts_and_a_few_are_held() -> None:
+    sent = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal sent
+        for piece in million():
+            yield piece
+            sent += len(piece)
+
+    with master(pieces, []) as url:
+        keys = keys_at(url, 600.0)
+        first = next(keys)
+        held = sent
+        tally = Tally(itertools.chain([first], keys))
+    assert held < 30 << 20 < 50 << 20 < sent, (
+        "no more comes than is read: the rest of 57 MB waits at the master, but for buffers of sockets"
+    )
+    assert {name: one.prefixes.total() for name, one in tally.spaces.items()} == {
+        **{f"{OF_SPACE}{version}": 200_000 for version in ("", ".v1", ".v2", ".v3")},
+        OTHERS: 200_000,
+    }
+    assert [len(one.sample) for one in tally.spaces.values()] == [SAMPLES] * 5
+    assert [len(one.prefixes) for one in tally.spaces.values()] == [2, 2, 2, 2, 1], "one number a shard"
+    assert pooled._namespace.cache_info().currsize <= 4096
+
+
+def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike() -> None:
+    samples = [[f"{space}-{number}" for number in range(50)] for space in range(5)]
+    asked: list[list[str]] = []
+    with master(lambda: iter(()), asked) as url:
+        sizes = pooled._sizes(url, samples)
+    assert [len(keys) for keys in asked] == [64, 64, 64, 58]
+    assert [key.partition("-")[0] for key in asked[0][:10]] == list("0123401234")
+    assert sizes["0-0"] == 20, "both copies count"
+    assert "0-9" not in sizes, "it is gone"
+
+
+def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    now = iter(range(100))
+    monkeypatch.setattr(
+        pooled, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now))
+    )  # a request takes two seconds
+    with master(lambda: iter(()), asked) as url:
+        monkeypatch.setattr(pooled, "sizes_at", lambda metrics, keys, _: sizes_at(metrics, keys, 60.0))
+        assert len(pooled._sizes(url, [[f"k{number}0" for number in range(1000)]])) == 128
+    assert len(asked) == 2
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def space(name: str, **fields: Any) -> Space:
+    usual = {"kind": "chunks", "model": "", "nodes": [], "current": None, "shards": 1, "objects": 10, "bytes": 1 << 30}
+    return Space(**({"name": name, "sampled": 10, "namespace": None} | usual | fields))
+
+
+def shown(group: Any) -> str:
+    text = io.StringIO()
+    Console(file=text, width=80).print(group)
+    assert "…" not in text.getvalue()
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def test_eighty_columns_show_namespaces_with_long_names_and_what_was_estimated() -> None:
+    rows = [
+        space(f"{OF_SPACE}.{'5' * 16}", model="org/a-model-with-a-long-name", nodes=["a"], current=True, objects=12_345_678, shards=8),
+        space(OF_SPACE, current=False, namespace={"group": "0-4,6-10"}, bytes=None, sampled=0),
+        space(OTHERS, kind="other"),
+    ]  # fmt: skip
+    text = shown(pooled.space_table(rows))
+    assert "bytes are estimated from 20 of 12,345,698 objects" in text
+    assert text.count("5") >= 16
+    for part in (OF_SPACE, "1,543,209", "layers 0-4,6-10", "in use", "old", " ? ", "other"):
+        assert part in text
+
+
+def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is() -> None:
+    spaces = [space("a", model="m"), space("a.v1", model="m"), space("b", bytes=None), space(OTHERS, kind="other")]
+    report = PoolReport(namespaces=spaces, segments=[Segment("10.0.0.1:3", 4 << 30, "", 3 << 30)])
+    assert by_model(report) == {"m": (20, 2 << 30), "b": (10, None), OTHERS: (10, 1 << 30)}
+    lines = [line.split() for line in shown(pooled.usage_table(report)).splitlines()]
+    assert ["m", "2.0", "GiB", "20"] in lines
+    assert ["10.0.0.1:3", "3.0", "GiB", "4.0", "GiB"] in lines
+
+
+def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_may_be_current() -> None:
+    spaces = [
+        space("aa", model="m", current=False),
+        space("aa.v1", model="m", current=True),
+        space("bb", current=None),
+        space("cc", nodes=["n"], objects=0),
+        space(OTHERS, kind="other"),
+    ]
+    report = PoolReport(namespaces=spaces, segments=[])
+
+    def chosen(pattern: str, *, old: bool = False) -> list[str]:
+        return [one.name for one in choose(report, pattern, old=old)]
+
+    assert chosen("aa") == ["aa"]
+    assert chosen("m") == ["aa", "aa.v1"]
+    assert chosen("*") == ["aa", "aa.v1", "bb"], "the manifest of a node's namespace stays"
+    assert chosen("*", old=True) == ["aa"]
+    for pattern, old in ((OTHERS, False), ("a", False), ("bb", True)):
+        with pytest.raises(
+            PdCacheError, match=f"matches {pattern.replace('(', '.').replace(')', '.')}: .*nothing was removed"
+        ):
+            chosen(pattern, old=old)
+
+
+# --- a real pool -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(make_pool: Callable[..., Pool]) -> Pool:
+    """A pool with 12 chunks of the first version and 3 of another one, a value by name, and an object of another program."""
+    pool = make_pool(client_ttl_s=60).start()
+    with pool.bare_client() as client:
+        for key in [*chunk_keys(12), *chunk_keys(3, "v1.2")]:
+            assert client.put(key, b"x" * 1000) == 0
+        assert client.put(f"pdc1/{OF_SPACE}/manifest", SPACE.manifest()) == 0
+        assert client.put(f"pdo1/{VALUES}/{NAME}", b"y" * 500) == 0
+        assert client.put("someone-elses", b"z" * 100) == 0
+    return pool
+
+
+def run(pool: Pool, *arguments: str, code: int = 0, typed: str = "") -> Result:
+    command, *others = arguments
+    result = CliRunner().invoke(main, ["pool", command, "-c", str(pool.file), *others], input=typed)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_ls_and_du_say_what_is_there_and_lease_nothing(filled: Pool) -> None:
+    found = {one["name"]: one for one in json.loads(run(filled, "ls", "--json").stdout)["namespaces"]}
+    assert {name: (one["kind"], one["objects"], one["shards"], one["bytes"]) for name, one in found.items()} == {
+        OF_SPACE: ("chunks", 24, 2, 24_000),
+        f"{OF_SPACE}.v1.2": ("chunks", 6, 2, 6_000),
+        VALUES: ("values", 1, 1, 500),
+        OTHERS: ("other", 1, 1, 100),
+    }
+    assert found[f"{OF_SPACE}.v1.2"]["model"] == "some/model@3f2a", "its manifest says so"
+    assert found[OF_SPACE]["namespace"]["layers"] == 2
+    lines = [line.split() for line in run(filled, "ls").stdout.splitlines()]
+    assert [OF_SPACE, "no", "node", "12", "23.4", "KiB", "some/model@3f2a"] in lines
+    used = json.loads(run(filled, "du", "--json").stdout)
+    assert {"model": "some/model@3f2a", "objects": 30, "bytes": 30_000} in used["models"]
+    assert [one["segment_name"] for one in used["segments"]] == [filled.segment(0)]
+    assert used["segments"][0]["allocator_used_bytes"] >= 30_600
+    keys = filled.keys()
+    with filled.bare_client() as client:
+        assert {client.remove(key, False) for key in keys} == {0}, "a leased key would refuse"
+
+
+def test_rm_asks_for_the_name_and_removes_what_it_showed_leased_or_not(filled: Pool) -> None:
+    before = filled.ask("/get_all_keys")
+    with filled.bare_client() as client:
+        client.batch_is_exist(before.split())
+    asked = run(filled, "rm", OF_SPACE, code=1, typed="yes\n")
+    assert f"Type {OF_SPACE} to remove these namespaces" in asked.stdout
+    assert "12" in asked.stdout
+    assert asked.stderr.endswith("pd-cache: nothing was removed\n")
+    assert sorted(filled.ask("/get_all_keys").split()) == sorted(before.split())
+    assert run(filled, "rm", OF_SPACE, typed=f"{OF_SPACE}\n").stdout.endswith("24 objects removed\n")
+    again = run(filled, "rm", OF_SPACE, "--yes", code=1)
+    assert f"pd-cache: no namespace in the pool matches {OF_SPACE}" in again.stderr
+    assert f"pdc1/{OF_SPACE}/manifest" in filled.ask("/get_all_keys"), "it is the other version's, too"
+    assert run(filled, "rm", "some/model@*", "--yes").stdout == "7 objects removed\n", "with the manifest"
+    assert sorted(filled.ask("/get_all_keys").split()) == [f"pdo1/{VALUES}/{NAME}", "someone-elses"]
+    assert run(filled, "rm", "*", "--yes").stdout == "1 objects removed\n"
+    assert filled.ask("/get_all_keys").split() == ["someone-elses"]
+
+
+def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled: Pool, tmp_path: Path) -> None:
+    assert "give a PATTERN or --old" in run(filled, "rm", code=2).stderr
+    assert "no namespace of an old version in the pool matches *" in run(filled, "rm", "--old", "--yes", code=1).stderr
+    filled.kill("master")
+    for command in (("ls",), ("du", "--json"), ("rm", "*", "--yes")):
+        result = run(filled, *command, code=1)
+        assert (result.stdout, result.stderr) == (
+            "",
+            "pd-cache: no master leads, or none can be asked: see `pd-cache status`\n",
+        )
