@@ -152,6 +152,8 @@ COUNTERS = {
     ),
 }
 TROUBLES = ("vllm:pd_cache_troubles_total",)
+SECONDS = {"lookup": "lookup", "load": "retrieve"}
+"""What our connector spends seconds on before the first token, and the name of that on `/metrics`."""
 
 
 def arguments(positions: int, kind: ModelKind) -> dict[str, Any]:
@@ -271,8 +273,12 @@ def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures)
             for tokens, several in prompts.items():
                 before = _counted(server, counters)
                 for prompt in several:
+                    spent = _spent(server)
                     found.took(tokens, f"{name}_{node}", server.first_token(prompt[:tokens]))
                     server.forget()
+                    if name == "ours" and node == "b":
+                        for what, seconds in _spent(server).items():
+                            found.took(tokens, f"ours_{what}", seconds - spent[what])
                 for what, now, then in zip(
                     ("stored", "loaded", "found"), _counted(server, counters), before, strict=True
                 ):
@@ -286,6 +292,12 @@ def _counted(server: OpenAIServer, counters: Counters) -> tuple[float, float, fl
     """Returns the bytes stored, the bytes loaded, and the tokens found, since the server was started."""
     stored, loaded = (sum(server.metric(*one).values()) for one in counters)
     return stored, loaded, sum(server.metric("vllm:external_prefix_cache_hits_total").values())
+
+
+def _spent(server: OpenAIServer) -> dict[str, float]:
+    """Returns the seconds that our connector has spent on each of `SECONDS` since the server was started."""
+    name = "vllm:pd_cache_op_seconds_total"
+    return {what: sum(server.metric(name, "op", op).values()) for what, op in SECONDS.items()}
 
 
 def lookup_p99_ms(master: str, tokens: int) -> float:
