@@ -20,6 +20,13 @@ AbsolutePath = Annotated[
     str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+MasterAddress = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(etcd://[^\s/]+(/\S+)?|[^\s:/]+:[1-9][0-9]{0,4}|\[[0-9a-fA-F:]+\]:[1-9][0-9]{0,4})\Z",
+        description="an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379",
+    ),
+]
 
 USUAL_CHUNK = 256
 """Tokens per chunk unless the model or the user wants another size."""
@@ -70,12 +77,15 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go."""
+    """The shared pool, and where in it this node's chunks go; or, with a `master`, a second pool, in which nothing is stored."""
 
     pipelined: bool = True
     """Whether the next chunks are fetched while the last are scattered and checked; otherwise one batch moves at a time."""
     blocking: bool = True
     """Whether a store waits for the pool."""
+    master: MasterAddress | None = None
+    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. It is asked for what the first pool lacks, and what is
+    loaded from it is put into the first. None for the first pool, whose master is that of the node."""
 
 
 StorageTier = LocalTier | DiskTier | MooncakeTier
@@ -132,6 +142,18 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def pooled(self) -> bool:
         """Whether other nodes may have the chunks, too."""
         return any(isinstance(tier, MooncakeTier) for tier in self.cache.tiers)
+
+    @property
+    def second_pool(self) -> NodeSettings | None:
+        """The settings of a client of the second pool; None if there is none. A lookup there has what the first pool leaves of its time, so
+        one that fails after half of `exist_ms` counts against the second pool."""
+        tier = next((tier for tier in self.cache.tiers if isinstance(tier, MooncakeTier) and tier.master), None)
+        if tier is None or tier.master is None:
+            return None
+        timeouts = self.transfer.timeouts
+        timeouts = msgspec.structs.replace(timeouts, exist_ms=max(1, timeouts.exist_ms // 2))
+        transfer = msgspec.structs.replace(self.transfer, timeouts=timeouts)
+        return msgspec.structs.replace(self, master=tier.master, transfer=transfer, segment_size=0)
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):

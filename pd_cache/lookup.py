@@ -242,7 +242,8 @@ class PoolLookup(PrefixLookup):
 
 
 class MooncakeLookupClient(LookupClient):
-    """Does one `batch_is_exist` per lookup, for all chunks and all shards, in all groups of layers."""
+    """Does one `batch_is_exist` per lookup, for all chunks and all shards, in all groups of layers; and one more for what is not there, if
+    `cache.tiers` has a second pool."""
 
     def __init__(
         self,
@@ -263,9 +264,15 @@ class MooncakeLookupClient(LookupClient):
         databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
+        second = config.second_pool
+        self.second: MooncakeStore | None = None
+        """The client of the second pool, if there is one."""
+        if second is not None:
+            self.second = MooncakeStore(second.transfer, master=second.master, host=config.host, segment_size=0)
         self.version = WeightsVersion.of(config, metadata.model, watches=watches)
         self._history = history
-        self._asks = PoolLookup(LayerGroups(databases), self.store.batch_exist, self.version, self.metrics, history)
+        exists = self.store.batch_exist if self.second is None else self._exist
+        self._asks = PoolLookup(LayerGroups(databases), exists, self.version, self.metrics, history)
         self._timeout = config.transfer.timeouts.exist_ms / 1000
 
     @property
@@ -279,6 +286,20 @@ class MooncakeLookupClient(LookupClient):
     def close(self) -> None:
         self.version.close()
         self.store.close()
+        if self.second is not None:
+            self.second.close()
+
+    def _exist(self, keys: list[str], *, timeout: float) -> list[Status]:
+        """Asks the pool, and then, in the time that is left, the second one for what the first lacks."""
+        assert self.second is not None
+        end = time.monotonic() + timeout
+        statuses = self.store.batch_exist(keys, timeout=timeout)
+        lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
+        asked, seconds = [keys[index] for index in lacking], max(0.0, end - time.monotonic())
+        for index, status in zip(lacking, self.second.batch_exist(asked, timeout=seconds), strict=True):
+            if status is Status.OK:  # any other answer says nothing of the first pool
+                statuses[index] = status
+        return statuses
 
 
 class BypassLookupClient(LookupClient):

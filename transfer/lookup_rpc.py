@@ -66,9 +66,36 @@ class NoVerdictError(Exception):
 
 def lookup_rpc(master: str) -> LookupRpc | None:
     """Returns a `LookupRpc` to the master at `host:port`; None for elected masters, and if requests do not go over TCP."""
+    address = _address(master)
+    return LookupRpc(*address) if address is not None and _over_tcp() else None
+
+
+def why_silent(master: str, seconds: float) -> str | None:
+    """Returns why no master answers at `host:port`, of whatever version; None if one does, for elected ones, and if that cannot be asked.
+
+    Takes at most twice `seconds`, for each of the host's addresses.
+    """
+    if (address := _address(master)) is None:
+        return None
+    try:
+        with socket.create_connection(address, timeout=seconds) as connection:
+            if not _over_tcp():
+                return None
+            body = _spelled(())
+            connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, 0, _METHOD, len(body), 0) + body)
+            answer = connection.recv(2)
+    except OSError as error:
+        return f"no connection: {error.strerror or error}"
+    return None if answer == bytes((_MAGIC, 0)) else f"what answers there is no master: it begins with {answer!r}"
+
+
+def _address(master: str) -> tuple[str, int] | None:
     host, _, port = master.rpartition(":")
-    usable = host and "/" not in host and port.isdecimal() and os.environ.get("MC_RPC_PROTOCOL", "tcp") == "tcp"
-    return LookupRpc(host.strip("[]"), int(port)) if usable else None
+    return (host.strip("[]"), int(port)) if host and "/" not in host and port.isdecimal() else None
+
+
+def _over_tcp() -> bool:
+    return os.environ.get("MC_RPC_PROTOCOL", "tcp") == "tcp"
 
 
 class LookupRpc:

@@ -340,7 +340,7 @@ class Moves:
                 len(part.keys),
             )
             for pool in self._memory:
-                pool.forfeit(part.slots, self._client)
+                pool.forfeit(part.slots)
         return failed
 
     # --- peers ---------------------------------------------------------------------------------------------------

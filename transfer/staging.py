@@ -134,14 +134,19 @@ class StagingPool:
         self.nbytes = count * stride
         self.forfeited_bytes = 0
         """How many bytes of memory were given up because a transfer may still write to them."""
-        self.reclaim: Callable[[], None] = _nothing
-        """Makes overdue calls let go of their slots. Called when a lease finds none."""
+        self.reclaims: list[Callable[[], None]] = []
+        """Make overdue calls let go of their slots. Called when a lease finds none."""
         self._changed = threading.Condition()
         """Guards all slots, and says when one was given back or settled."""
         self._prefaulted = prefaulted
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._closed = False
+        self._clients: list[RegistersMemory] = []
+        """Those that can transfer from and to this memory. `_registering` guards them, and the mappings."""
+        self._mappings: list[tuple[int, int]] = []
+        """The address and the bytes of all memory that was ever mapped."""
+        self._registering = threading.Lock()
         self.address, memory = self._map(count)
         self._places = self._cut(self.address, memory)
         """All slots, by address."""
@@ -192,14 +197,29 @@ class StagingPool:
                         return None
                     self._changed.wait(min(remaining, _RECLAIM_S))
             # without the lock, because a call may let go of slots of another pool
-            self.reclaim()
+            for reclaim in self.reclaims:
+                reclaim()
             looked = True
 
     def try_lease(self, quota: Quota | None = None) -> Slot | None:
         """Returns a slot if one is free now, beyond the headroom."""
         return self.lease(0.0, quota)
 
-    def forfeit(self, slots: Sequence[Slot], client: RegistersMemory) -> None:
+    def register(self, client: RegistersMemory) -> int:
+        """Registers all of the memory with a client of a pool, and whatever takes its place later. Returns 0, or a negative code if the client
+        refuses."""
+        with self._registering:
+            code = min(client.register_buffer(address, nbytes) for address, nbytes in self._mappings)
+            if code == 0:
+                self._clients.append(client)
+        return code
+
+    def forget(self, client: RegistersMemory) -> None:
+        """Registers nothing with this client any more: it is about to be closed."""
+        with self._registering:
+            self._clients = [one for one in self._clients if one is not client]
+
+    def forfeit(self, slots: Sequence[Slot]) -> None:
         """Gives up the memory of these leased slots for good, because a transfer that was given up may still use it.
 
         New memory takes its place until `_FORFEITS` times the pool's size was given up. After that the pool shrinks. The contents of the
@@ -216,14 +236,15 @@ class StagingPool:
             replace = bool(count) and self.forfeited_bytes <= _FORFEITS * self.nbytes
         if not replace:
             return
-        try:
-            address, memory = self._map(count)
-        except OSError as error:  # the pool shrinks
-            log.error("staging: %d slots are lost: could not map new memory for them: %s", count, error)
-            return
-        if (code := client.register_buffer(address, len(memory))) != 0:
-            log.error("staging: %d slots are lost: Mooncake refused new memory for them (%d)", count, code)
-            return
+        with self._registering:
+            try:
+                address, memory = self._map(count)
+            except OSError as error:  # the pool shrinks
+                log.error("staging: %d slots are lost: could not map new memory for them: %s", count, error)
+                return
+            if any(code := client.register_buffer(address, len(memory)) for client in self._clients):
+                log.error("staging: %d slots are lost: Mooncake refused new memory for them (%d)", count, code)
+                return
         places = self._cut(address, memory)
         with self._changed:
             self.slots += count
@@ -262,6 +283,7 @@ class StagingPool:
         nbytes = count * self.stride_of(self.slot_bytes)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._mappings.append((address, nbytes))
         if self._prefaulted and (seconds := prefault(address, nbytes)) is not None:
             log.info("staging: %d slots of %d bytes prefaulted in %.3f s", count, self.slot_bytes, seconds)
         return address, memoryview(memory)
@@ -274,10 +296,6 @@ class StagingPool:
             address + start: _SlotMemory(address + start, memory[start : start + stride])
             for start in range(0, len(memory) - stride + 1, stride)
         }
-
-
-def _nothing() -> None:
-    return
 
 
 # --- resident memory -------------------------------------------------------------------------------------------------

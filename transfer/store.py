@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from transfer.calls import Call, CallThreads
 from transfer.direct_reads import DirectReads
 from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.health import CircuitBreaker
-from transfer.lookup_rpc import lookup_rpc
+from transfer.lookup_rpc import lookup_rpc, why_silent
 from transfer.moves import Batch, Moves, MovesClient
 from transfer.settings import MAX_TRANSFERS, Placement, TransferSettings, prepare, split_master
 from transfer.staging import Pin, Slot, StagingPool, prefault_segment
@@ -273,7 +272,7 @@ class MooncakeStore:
 
         Raises TransferError if Mooncake refuses it now.
         """
-        pool.reclaim = self._drop_overdue
+        pool.reclaims.append(self._drop_overdue)
         with self._changed:
             self._regions.append(pool)
             if self._state == "open":
@@ -297,6 +296,8 @@ class MooncakeStore:
         # the keeper may be inside setup() or a probe; to close the client meanwhile would be a use after free
         self._keeper.join(max(0.0, end - time.monotonic()))
         drained &= not self._keeper.is_alive()
+        for pool in self._regions:  # another store may go on to use it
+            pool.forget(self._client)
         if drained:
             self._moves.direct = None  # its ports with it
         if drained and self._mounted:
@@ -465,7 +466,7 @@ class MooncakeStore:
 
     def _register(self, pool: StagingPool) -> None:
         """Registers the pool's memory. Raises TransferError if Mooncake refuses it."""
-        if (code := self._client.register_buffer(pool.address, pool.nbytes)) != 0:
+        if (code := pool.register(self._client)) != 0:
             raise TransferError(
                 f"Mooncake refused to register {pool.nbytes} bytes of staging memory ({code}); with rdma, "
                 "raise the limit of locked memory (ulimit -l) or lower staging_size"
@@ -501,7 +502,9 @@ class MooncakeStore:
 
     def _open(self) -> bool:
         settings = self._settings
-        if (why := self._refused()) is not None:
+        # setup() holds the GIL for 4.5 s if the connection is refused, and for 1.1 s if nothing answers (a stopped master, another program):
+        # no other thread would end at its deadline, nor would the calls to another pool
+        if (why := why_silent(self._master, _CONNECT_S)) is not None:
             if self._setup_error != why:
                 log.warning("Mooncake master %s: %s; trying again until it succeeds", self._master, why)
             self._setup_error = why
@@ -545,20 +548,6 @@ class MooncakeStore:
                     self._client.get_hostname(),
                 )
         return True
-
-    def _refused(self) -> str | None:
-        """Returns why nothing can be there; None if something listens, or if that cannot be asked.
-
-        `setup()` holds the GIL for 4.5 s if the connection is refused: no other thread would end at its deadline.
-        """
-        host, _, port = self._master.rpartition(":")
-        if self._master.startswith("etcd://") or not port.isdecimal():
-            return None
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-        except OSError as error:
-            return f"no connection: {error.strerror or error}"
-        return None
 
     def _probe_segment(self) -> Any | None:
         """Returns the descriptor of a small object put into the fresh segment, whose address is that of the segment; None if that failed.

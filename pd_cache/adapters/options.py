@@ -8,19 +8,11 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pd_cache.cluster import decode_custom, load_config
-from pd_cache.config import CacheConfig, LineOrEmpty, NodeSettings, Seconds, Section, StorageTier
+from pd_cache.cluster import decode_custom, load_config, tier_problems
+from pd_cache.config import CacheConfig, LineOrEmpty, MasterAddress, NodeSettings, Seconds, Section, StorageTier
 from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
 from transfer.settings import ByteSize, TransferSettings
-
-MasterAddress = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=r"^(etcd://[^\s/]+(/\S+)?|[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5})\Z",
-        description="an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379",
-    ),
-]
 
 
 class AdapterOptions(Section, frozen=True, kw_only=True):
@@ -70,6 +62,11 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
         raise ConfigError(f"{where}.versions: goes with master; the config_file says where its master is")
     if options.config_file is None and options.node is not None:
         raise ConfigError(f"{where}.node: names a node of a config_file, and there is none")
+    if options.master is not None:
+        elected = options.master.startswith("etcd://")
+        for path, message in tier_problems(options.tiers or (), [options.master], elected=elected):
+            key = f".{path[3]}" if len(path) > 3 else ""
+            raise ConfigError(f"{where}.tiers[{path[2]}]{key}: {message}")
     return options
 
 

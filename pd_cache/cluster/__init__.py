@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_cache.cluster.checks import Problem
+from pd_cache.cluster.checks import Problem, tier_problems
 from pd_cache.cluster.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
 from pd_cache.cluster.records import (
     About,
@@ -87,4 +87,5 @@ __all__ = [
     "parse_config",
     "read_about",
     "read_config",
+    "tier_problems",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
@@ -16,6 +16,7 @@ from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory, Staged, slots_of
 from transfer.staging import Pin, StagingPool
 
 if TYPE_CHECKING:
+    from pd_cache.tiers.mooncake import MooncakeBackend
     from transfer.store import MooncakeStore
 
 __all__ = ["PutOutcome", "Staged", "StorageBackend", "open_backend"]
@@ -82,10 +83,23 @@ def open_backend(
         shelves: list[LocalBackend] = []
         for tier, name in zip(tiers, names, strict=True):
             counts = metrics.tier(name)
-            if isinstance(tier, MooncakeTier):
-                parts.append(Tier(opened[0], counts, tier.blocking, "never"))
-                continue
             backend: StorageBackend
+            if isinstance(tier, MooncakeTier):
+                if tier is pool:
+                    parts.append(Tier(mooncake, counts, tier.blocking))
+                elif (second := settings.second_pool) is not None:
+                    behind = MooncakeBackend(
+                        second,
+                        payload_bytes,
+                        read_ahead=tier.pipelined,
+                        batch_bytes=batch_bytes or BATCH_BYTES,
+                        metrics=counts,
+                        shared=mooncake.memory,
+                    )
+                    opened.append(behind)
+                    counts.off_unless(_up(behind))
+                    parts.append(Tier(behind, counts, blocking=False, stores=False))
+                continue
             if isinstance(tier, DiskTier):
                 backend = LocalDiskBackend(memory, tier, transfer.timeouts, counts, slots=staging)
             else:
@@ -128,6 +142,17 @@ def _report_levels(
         return BackendLevels(total, used, forfeited, store.available, segment, store.segment_size if segment else 0)
 
     metrics.levels.add(levels)
+
+
+def _up(second: MooncakeBackend) -> Callable[[], bool]:
+    """Returns a function that returns False while a second pool is known to be unusable, until it is closed. Keeps nothing alive."""
+    opened, reached = weakref.ref(second.memory), weakref.ref(second.store)
+
+    def up() -> bool:
+        memory, store = opened(), reached()
+        return memory is None or memory.pool.closed or store is None or store.available
+
+    return up
 
 
 def _reserved(tier: object, payload_bytes: int) -> int:

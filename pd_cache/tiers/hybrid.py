@@ -8,6 +8,7 @@
 4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
    tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
    of the staging memory. What does not fit is dropped and counted.
+5. Behind the pool there may be a second one, in which nothing is stored. Whatever it cannot answer or deliver is missing there, and counted.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Tier(NamedTuple):
     """Whether a put waits for this tier."""
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
+    stores: bool = True
+    """False for a second pool, which stands last and is only read. No trouble of its own says anything of the cache."""
 
 
 class HybridBackend(StorageBackend):
@@ -56,7 +59,9 @@ class HybridBackend(StorageBackend):
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
-        self.batch_size = min(tier.backend.batch_size for tier in tiers)
+        self._stored = [tier for tier in tiers if tier.stores]
+        """The tiers in which chunks are stored. The last one decides what became of a put."""
+        self.batch_size = min(tier.backend.batch_size for tier in self._stored)
         self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
         self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
         self._closed = False
@@ -66,34 +71,39 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until every tier is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
+        """Waits until every tier is open in which chunks are stored. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
         end = time.monotonic() + timeout
-        for tier in self.tiers[:-1]:
+        for tier in self._stored[:-1]:
             with contextlib.suppress(PoolUnavailableError):
                 tier.backend.wait_available(max(0.0, end - time.monotonic()))
-        self.tiers[-1].backend.wait_available(max(0.0, end - time.monotonic()))
+        self._stored[-1].backend.wait_available(max(0.0, end - time.monotonic()))
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
+        deadline = None if timeout is None else time.monotonic() + timeout
         for tier in self.tiers:
             lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
             if not lacking:
                 break
-            answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=timeout)
+            # a second pool has the time that the tiers before it have left
+            seconds = timeout if tier.stores else _seconds_to(deadline)
+            answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=seconds)
             for index, answer in zip(lacking, answers, strict=True):
                 # a tier that could not answer might have the key, so this is not a plain miss
-                if answer is not Status.MISSING or statuses[index] is Status.MISSING:
+                if answer is Status.OK or (tier.stores and answer is not Status.MISSING):
                     statuses[index] = answer
         return statuses
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        """Returns MISSING for a key that the last tier lacks, or that no tier has while the last one cannot find out."""
-        statuses = self.tiers[-1].backend.batched_wants(keys, timeout=timeout)
+        """Returns MISSING for a key that the last tier lacks in which chunks are stored, or that no such tier has while that one cannot find
+        out."""
+        *before, last = self._stored
+        statuses = last.backend.batched_wants(keys, timeout=timeout)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
-        others = [tier.backend for tier in self.tiers[:-1] if tier.backend.available]
+        others = [tier.backend for tier in before if tier.backend.available]
         if unsure and others:
             asked = [keys[index] for index in unsure]
             answers = [other.batched_contains(asked, timeout=timeout) for other in others]
@@ -113,11 +123,11 @@ class HybridBackend(StorageBackend):
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.wait_room(timeout) and timeout == 0.0:
             return None  # the caller already holds memory; it puts that first
-        return self.tiers[-1].backend.stage(payload_bytes=payload_bytes, timeout=_seconds_to(deadline))
+        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, timeout=_seconds_to(deadline))
 
     def wait_room(self, timeout: float | None = None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self.tiers if tier.blocking)
+        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self._stored if tier.blocking)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -127,7 +137,7 @@ class HybridBackend(StorageBackend):
             for key, item in zip(keys, items, strict=True):
                 item.seal(key)  # once, and before any tier reads the bytes
             begun: list[_TierWrite] = []
-            for tier in self.tiers:
+            for tier in self._stored:
                 if tier.blocking:
                     begun.append(_begin(tier, keys, items, timeout))
                 else:
@@ -154,7 +164,7 @@ class HybridBackend(StorageBackend):
         self.tiers[0].backend.unpin(keys)
 
     def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
-        answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self.tiers]
+        answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self._stored]
         return answers[-1]
 
     def close(self) -> None:
@@ -202,6 +212,12 @@ class HybridBackend(StorageBackend):
                         break
                     if fetched.payload is not None:
                         fetched.when_checked(functools.partial(self._checked, level, key))
+                    elif not tier.stores:
+                        if fetched.reason != Status.MISSING.value:
+                            tier.metrics.missed(fetched.reason)
+                        # the pool before it may be away, too
+                        lost = Status.MISSING if self._stored[-1].backend.available else Status.POOL_DOWN
+                        fetched = Fetched(None, lost.value)
                     done += 1
                     yield fetched
             together *= 2
@@ -220,7 +236,8 @@ class HybridBackend(StorageBackend):
                 continue
             answers = tier.backend.batched_contains([keys[index] for index in unknown], timeout=timeout)
             for index, answer in zip(unknown, answers, strict=True):
-                if answer is Status.OK:
+                # if the pool cannot find out, a read does; the second one is read after it
+                if answer is Status.OK or (answer is not Status.MISSING and tier is self._stored[-1]):
                     levels[index] = level
             unknown = [index for index in unknown if levels[index] == last]
         return levels

@@ -27,9 +27,10 @@ _READ_AHEAD = 4
 _SHARE = 8
 """The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
 batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
-_READS, _PUTS = 5, 4
+_READS, _PUTS, _SECOND_READS = 5, 4, 2
 """How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has one eighth
-besides the two eighths of its own late calls. A reader whose object is damaged reads it again into a slot that no longer counts."""
+besides the two eighths of its own late calls. A reader whose object is damaged reads it again into a slot that no longer counts. Of a second
+pool, reads have two eighths, and batches are half as large, so that late calls leave room for others."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is that of Mooncake itself, for an object that another client wrote."""
@@ -44,7 +45,7 @@ class _ReadBatch(NamedTuple):
 
 
 class MooncakeBackend(StorageBackend):
-    """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool."""
+    """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool, which a second pool shares."""
 
     def __init__(
         self,
@@ -56,12 +57,14 @@ class MooncakeBackend(StorageBackend):
         read_ahead: bool = True,
         batch_bytes: int = BATCH_BYTES,
         metrics: TierMetrics | None = None,
+        shared: ObjectMemory | None = None,
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
         tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
-        the last; a batch has about `batch_bytes`. Raises ValueError if `transfer.staging_size` is too small for one chunk.
+        the last; a batch has about `batch_bytes`. `shared`: the memory of the first pool, if this is a second one, which then maps none. Raises
+        ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
@@ -78,18 +81,25 @@ class MooncakeBackend(StorageBackend):
             segment_size=settings.segment_size,
             placement=placement,
         )
+        self._owns_memory = shared is None
         try:
-            self.staging: StagingPool = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
+            if shared is None:
+                staging = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
+                shared = ObjectMemory(staging, payload_bytes)
+            else:
+                self.store.attach(shared.pool)
         except BaseException:
             self.store.close()
             raise
-        self.memory = ObjectMemory(self.staging, payload_bytes)
+        self.memory = shared
+        self.staging: StagingPool = shared.pool
         # without the slots in which a local tier keeps objects
         slots = slots_of(transfer.staging_size, payload_bytes)
-        self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
+        share, reads = (_SHARE, _READS) if self._owns_memory else (2 * _SHARE, _SECOND_READS)
+        self._reads = Quota(min(slots - 1, -(-reads * slots // _SHARE)), headroom=slots // share)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
         per_call = min(_BATCH_KEYS, batch_bytes // max(1, payload_bytes))
-        self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
+        self.batch_size = max(1, min(per_call, slots // (share * transfer.threads)))
 
     @property
     def available(self) -> bool:
@@ -168,7 +178,8 @@ class MooncakeBackend(StorageBackend):
     def close(self) -> None:
         self._closed = True
         self.store.close()
-        self.staging.close()
+        if self._owns_memory:
+            self.staging.close()
 
     def _seconds(self, timeout: float | None, default_ms: int) -> float:
         return default_ms / 1000 if timeout is None else timeout

@@ -267,7 +267,7 @@ def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(
     make_staging: type[StagingPool], make_held: type[Held]
 ) -> None:
     staging, held = make_staging(1), make_held()
-    staging.reclaim = held.threads.drop_overdue
+    staging.reclaims.append(held.threads.drop_overdue)
     held.held("running", soon())
     slot = lease(staging)
     assert held.threads.submit(lambda: 1, soon(0.05), slot.release) is not None
@@ -293,9 +293,10 @@ def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place
     slots = all_free(staging)
     lost = slots[:2]
     lost[0].view[:4] = b"read"
-    staging.forfeit(lost, client)
-    staging.forfeit(lost, client)
-    assert client.registered == [2 * PAGE], "once, as much as was lost"
+    assert staging.register(client) == 0
+    staging.forfeit(lost)
+    staging.forfeit(lost)
+    assert client.registered == [4 * PAGE, 2 * PAGE], "all of it, and once as much as was lost"
     assert bytes(lost[0].view[:4]) == b"read", "its holder may still read it"
     addresses = {slot.address for slot in lost}
     for slot in slots:
@@ -313,14 +314,35 @@ def test_memory_that_cannot_be_replaced_or_was_replaced_too_often_makes_the_pool
 ) -> None:
     staging = make_staging(4)
     slot = lease(staging)
-    staging.forfeit([slot], Registry(-600))
+    moody = Registry()
+    assert staging.register(moody) == 0
+    moody.code = -600
+    assert staging.register(Registry(-600)) == -600
+    staging.forfeit([slot])
     slot.release()
     assert staging.slots == len(all_free(staging)) == 3
     one, client = make_staging(1), Registry()
+    one.register(client)
     while (slot_left := one.try_lease()) is not None:
-        one.forfeit([slot_left], client)
-    assert len(client.registered) == 8
+        one.forfeit([slot_left])
+    assert len(client.registered) == 1 + 8
     assert one.slots == 0
+
+
+def test_memory_that_took_the_place_of_other_memory_is_known_to_every_client_that_is_open(
+    make_staging: type[StagingPool],
+) -> None:
+    staging, clients = make_staging(4), [Registry(), Registry(), Registry()]
+    slots = all_free(staging)
+    for client in clients[:2]:
+        staging.register(client)
+    staging.forfeit(slots[:1])
+    staging.forget(clients[0])  # it is closed, and would crash
+    staging.forfeit(slots[1:2])
+    staging.register(clients[2])
+    assert [client.registered for client in clients] == [
+        [4 * PAGE, PAGE], [4 * PAGE, PAGE, PAGE], [4 * PAGE, PAGE, PAGE],
+    ]  # fmt: skip
 
 
 def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel() -> None:
@@ -333,7 +355,7 @@ def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel()
     staging = StagingPool(2 * PAGE, PAGE, prefaulted=False, pin=pin)  # type: ignore[arg-type]
     slot = lease(staging)
     slot.view[:4] = b"read"
-    staging.forfeit([slot], Registry())
+    staging.forfeit([slot])
     slot.release()
     assert bytes(slot.view[:4]) == b"read", "a GPU may still have its pages"
     staging.close()

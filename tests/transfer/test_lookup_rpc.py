@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import struct
@@ -20,7 +21,7 @@ from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
-from transfer.lookup_rpc import LookupRpc, lookup_rpc
+from transfer.lookup_rpc import LookupRpc, lookup_rpc, why_silent
 
 PATIENCE = 60.0
 
@@ -251,6 +252,25 @@ def rpc_to(master: Master, clock: Callable[[], float] = time.monotonic) -> Looku
     rpc = LookupRpc("127.0.0.1", master.port, clock=clock)
     rpc.connect()
     return rpc
+
+
+def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: Pool) -> None:
+    assert why_silent(pool.address, PATIENCE) is None
+    assert why_silent("etcd://10.0.0.1:2379", 0.1) is None, "elected: not asked"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert why_silent(address, 0.1) == "no connection: timed out"
+
+        def answer() -> None:
+            for _ in range(2):  # the first connection has been given up
+                with server.accept()[0] as connection, contextlib.suppress(OSError):
+                    connection.sendall(b"HTTP/1.1 400 Bad Request")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert why_silent(address, PATIENCE) == "what answers there is no master: it begins with b'HT'"
+        thread.join(PATIENCE)
+    assert why_silent(address, PATIENCE) == "no connection: Connection refused"
 
 
 def test_an_answer_may_come_byte_by_byte() -> None:

@@ -59,6 +59,14 @@ def test_a_file_and_a_node_become_settings(tmp_path: Path) -> None:
         ({"master": "a:1", "timeout_s": 0}, "timeout_s"),
         ({"master": "a:1", "part_size": "much"}, "much"),
         ({"master": "a:1", "transfer": {"protocol": "smoke"}}, "protocol"),
+        (
+            {"master": "a:1", "tiers": [{"kind": "mooncake"}, {"kind": "mooncake"}]},
+            r"tiers\[1\]: is the second pool; say whose",
+        ),
+        (
+            {"master": "a:1", "tiers": [{"kind": "mooncake"}, {"kind": "mooncake", "master": "a:1"}]},
+            r"tiers\[1\].master: is the master of the first",
+        ),
         ({"master": 5}, "master"),
         ({"master": ""}, "master"),
         ({"master": "nonsense"}, "master"),

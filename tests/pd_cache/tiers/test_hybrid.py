@@ -300,7 +300,7 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: P
         kinds = [type(tier.backend) for tier in backend.tiers]
         assert kinds == [LocalBackend, LocalDiskBackend, MooncakeBackend]
         assert [(tier.blocking, tier.promote) for tier in backend.tiers] == [
-            (True, "always"), (False, "second_hit"), (True, "never"),
+            (True, "always"), (False, "second_hit"), (True, "always"),
         ]  # fmt: skip
         assert len({id(tier.backend.memory.pool) for tier in backend.tiers}) == 1
         staging = (16 << 20) // 8192

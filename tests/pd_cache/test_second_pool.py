@@ -1,0 +1,250 @@
+"""A second pool behind the first: what only it has is found, loaded and put into the first; whatever it does, the first pool serves."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from pd_cache import ObjectCache
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
+from pd_cache.lookup import MooncakeLookupClient
+from pd_cache.tiers.hybrid import HybridBackend
+from tests.support.backends import count
+from tests.support.engines import CHUNK, FAST, Host, host
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from transfer.errors import Status
+from transfer.settings import ByteSize
+
+TOKENS, SLOTS = list(range(7000, 7000 + 4 * CHUNK)), list(range(4 * CHUNK))
+OTHERS = [token + 1000 for token in TOKENS]
+
+
+@pytest.fixture
+def green(make_pool: Callable[..., Pool]) -> Pool:
+    """The first pool."""
+    return make_pool().start()
+
+
+@pytest.fixture
+def blue(make_pool: Callable[..., Pool]) -> Pool:
+    """The second."""
+    return make_pool().start()
+
+
+def both(address: str, *before: LocalTier) -> CacheConfig:
+    return CacheConfig(chunk_size=CHUNK, tiers=(*before, MooncakeTier(), MooncakeTier(master=address)))
+
+
+def fill(pool: Pool, model: str, *prompts: list[int]) -> None:
+    """Have a node of that pool alone store prompts."""
+    with host(pool, model=model) as node:
+        for tokens in prompts:
+            node.compute(tokens, SLOTS)
+            assert node.store(tokens, SLOTS) == len(tokens)
+
+
+def second(node: Host) -> Any:
+    backend = node.engine.backend
+    assert isinstance(backend, HybridBackend)
+    return backend.tiers[-1].backend
+
+
+@contextlib.contextmanager
+def between(green: Pool, blue: Pool, model: str, *before: LocalTier, **transfer: Any) -> Iterator[Host]:
+    with host(green, model=model, cache=both(blue.address, *before), **transfer) as node:
+        second(node).wait_available(60)
+        yield node
+
+
+def hits(node: Host, tier: str) -> float:
+    return count(node.engine.metrics, "pd_cache_tier_hits_total", tier=tier)
+
+
+def off(node: Host) -> bool:
+    return bool(count(node.engine.metrics, "pd_cache_tier_off", tier="mooncake-1"))
+
+
+@pytest.mark.parametrize("before", [(), (LocalTier(capacity=ByteSize(1 << 20)),)], ids=["pools alone", "memory before"])
+def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(
+    green: Pool, blue: Pool, before: tuple[LocalTier, ...]
+) -> None:
+    model = uuid.uuid4().hex
+    fill(blue, model, TOKENS)
+    there = blue.keys()
+    with between(green, blue, model, *before) as node:
+        assert node.lookup(TOKENS) == len(TOKENS)
+        assert green.keys() == set(), "a lookup moves nothing"
+        assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+        assert node.holds(TOKENS, SLOTS)
+        wait_for(lambda: green.keys() == set(node.keys(TOKENS)), what="all of it in the first pool")
+        assert (hits(node, "mooncake"), hits(node, "mooncake-1")) == (0, 4)
+        assert node.store(TOKENS, SLOTS) == 0, "it is there"
+        node.compute(OTHERS, SLOTS)
+        assert node.store(OTHERS, SLOTS) == len(OTHERS)
+        assert blue.keys() == there, "nothing is stored in the second"
+        assert not off(node)
+        assert node.troubles("lookup") == node.troubles("retrieve") == node.troubles("store") == {}
+    blue.end()
+    with host(green, model=model) as later:
+        for tokens in (TOKENS, OTHERS):
+            assert later.retrieve(tokens, SLOTS) == [True] * len(tokens)
+            assert later.holds(tokens, SLOTS)
+
+
+def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_the_first_lacks(
+    green: Pool, blue: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = uuid.uuid4().hex
+    fill(blue, model, TOKENS)
+    with host(green, model=model) as node:
+        node.compute(TOKENS[: 2 * CHUNK], SLOTS[: 2 * CHUNK])
+        node.store(TOKENS[: 2 * CHUNK], SLOTS[: 2 * CHUNK])
+    with between(green, blue, model) as node:
+        engine = node.engine
+        client = MooncakeLookupClient(engine.settings, engine.metadata, green.address)
+        with contextlib.closing(client):
+            assert client.second is not None
+            for store in (client.store, client.second):
+                store.wait_open(60)
+            assert client.version.wait_known(60)
+            asked: list[list[str]] = []
+            real = client.second.batch_exist
+            monkeypatch.setattr(
+                client.second, "batch_exist", lambda keys, **how: asked.append(list(keys)) or real(keys, **how)
+            )
+            assert client.lookup(TOKENS) == node.lookup(TOKENS) == len(TOKENS)
+            assert asked == [node.keys(TOKENS)[2:]]
+            assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+            assert (hits(node, "mooncake"), hits(node, "mooncake-1")) == (2, 2)
+            wait_for(lambda: len(green.keys()) == 4)
+            asked.clear()
+            assert client.lookup(TOKENS) == len(TOKENS)
+            assert asked in ([], [[]])
+
+
+def _stop_master(blue: Pool) -> None:
+    node = blue.nodes["master"]
+    for process in (psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children()):
+        process.suspend()
+    wait_for(lambda: psutil.Process(node.process.pid).status() == psutil.STATUS_STOPPED)
+
+
+OUTAGES: dict[str, Callable[[Pool], object]] = {
+    "master killed": lambda blue: blue.kill("master"),
+    "all killed": lambda blue: blue.end(),
+    "master stopped": _stop_master,
+    "store killed": lambda blue: blue.kill("store-0"),
+    "store stopped": lambda blue: blue.nodes["store-0"].send(signal.SIGSTOP),
+    "master started anew": lambda blue: (blue.stop("master"), blue.start("master")),
+}
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_the_first_pool_serves_whatever_becomes_of_the_second(green: Pool, blue: Pool, outage: str) -> None:
+    model = uuid.uuid4().hex
+    fill(blue, model, OTHERS)
+    fill(green, model, TOKENS)
+    with between(green, blue, model, **FAST) as node:
+        assert node.lookup(OTHERS) == len(OTHERS)
+        OUTAGES[outage](blue)
+        begun = time.monotonic()
+        for _ in range(12):
+            found = node.lookup(OTHERS)
+            assert found in (0, len(OTHERS))
+            # a load of what has gone, or cannot be had, is a miss
+            mask = node.retrieve(OTHERS, SLOTS, timeout=5)
+            assert node.holds(OTHERS[: sum(mask)], SLOTS[: sum(mask)])
+            assert node.lookup(TOKENS) == len(TOKENS)
+            assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+        assert node.holds(TOKENS, SLOTS)
+        fresh = [token + 2000 for token in TOKENS]
+        node.compute(fresh, SLOTS)
+        assert node.store(fresh, SLOTS) == len(fresh)
+        assert time.monotonic() - begun < 60, "each outage is noticed once, not by each call"
+        assert node.engine.backend.available
+        if "master" in outage and "anew" not in outage:
+            assert off(node)
+            assert node.lookup(OTHERS) == 0
+        assert node.troubles("lookup") == {}, "the cache itself is well"
+        assert set(node.troubles("retrieve")) <= {"missing", "deadline"}
+
+
+def test_a_second_pool_that_comes_late_is_found(green: Pool, make_pool: Callable[..., Pool]) -> None:
+    model, blue = uuid.uuid4().hex, make_pool()
+    with host(green, model=model, cache=both(blue.address), **FAST) as node:
+        assert off(node)
+        assert node.lookup(TOKENS) == 0
+        assert node.troubles("lookup") == {}
+        blue.start()
+        wait_for(lambda: not off(node))
+        fill(blue, model, TOKENS)
+        assert node.lookup(TOKENS) == len(TOKENS)
+
+
+def test_what_is_no_master_holds_nothing_up(green: Pool) -> None:
+    """Something takes the connection and never answers: Mooncake's client would hold the whole process, again and again."""
+    model = uuid.uuid4().hex
+    fill(green, model, TOKENS)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        with host(green, model=model, cache=both(address), **FAST) as node:
+            pauses, ended = [0.0], threading.Event()
+
+            def tick() -> None:
+                last = time.thread_time(), time.monotonic()
+                while not ended.wait(0.01):
+                    now = time.thread_time(), time.monotonic()
+                    pauses.append(now[1] - last[1])
+                    last = now
+
+            thread = threading.Thread(target=tick)
+            thread.start()
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                assert node.lookup(TOKENS) == len(TOKENS)
+                assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+                time.sleep(0.02)
+            ended.set()
+            thread.join()
+            assert off(node)
+            assert sum(pause > 1 for pause in pauses) < 2, "not once a second"
+
+
+def test_both_pools_need_the_same_version_of_the_weights(green: Pool, blue: Pool) -> None:
+    model = uuid.uuid4().hex
+    with host(blue, model=model) as old:
+        assert not blue.reset(model, "w2").untold
+        old.compute(TOKENS, SLOTS)
+        assert old.store(TOKENS, SLOTS) == len(TOKENS)
+        with between(green, blue, model) as node:
+            assert old.lookup(TOKENS) == len(TOKENS)
+            assert node.lookup(TOKENS) == 0, "the new master knows of no change of the weights"
+            assert not green.reset(model, "w2").untold
+            assert node.lookup(TOKENS) == len(TOKENS)
+            assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+            assert node.holds(TOKENS, SLOTS)
+
+
+def test_a_value_that_is_removed_does_not_come_back_from_the_second_pool(green: Pool, blue: Pool) -> None:
+    with ObjectCache.open(blue.settings(), "values", part_bytes=4096) as old:
+        old.wait_available(60)
+        assert old.put("name", b"old") is Status.OK
+    with ObjectCache.open(green.settings(both(blue.address)), "values", part_bytes=4096) as cache:
+        cache.wait_available(60)
+        cache.backend.tiers[-1].backend.wait_available(60)  # type: ignore[attr-defined]
+        assert cache.get("name") == b"old"
+        wait_for(lambda: green.keys(), what="it is in the first pool, too")
+        assert cache.remove("name") is Status.OK
+        assert cache.get("name") is None
+        assert (green.keys(), blue.keys()) == (set(), set())
