@@ -20,6 +20,7 @@ import click
 
 import pd_cache
 from pd_cache.cluster import ROLES, ClusterConfig, Problem, load_config, read_config
+from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
 
 if TYPE_CHECKING:
@@ -327,6 +328,55 @@ def _as_json(value: object) -> str:
     import msgspec
 
     return msgspec.json.encode(value).decode()
+
+
+@main.command()
+@click.argument("node")
+@_file_option()
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(1.0, 604_800.0),
+    default=3600.0,
+    show_default=True,
+    help="After how many seconds to cancel. At most 16 objects move in a second.",
+)
+@click.option(
+    "--job", help="Follow the job with this id, which an earlier command has begun, instead of beginning one."
+)
+@_json_option
+def drain(node: str, file: Path, timeout_s: float, job: str | None, as_json: bool) -> None:
+    """Move the objects of NODE to the memory of the others, so that it can be stopped and nothing is lost.
+
+    Hits go on meanwhile, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from launch import drain as drained
+    from launch.supervise import signals_as_exceptions
+
+    config = _running(file)
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar, signals_as_exceptions():
+        task = bar.add_task(node, total=None)
+        shown = 0.0
+
+        def told(state: drained.Drain) -> None:
+            nonlocal shown
+            whole = f" of {shown_bytes(state.bytes)}" if state.bytes else ""
+            sizes = f"{shown_bytes(state.moved_bytes)}{whole}"
+            line = f"{node}: {state.moved} objects moved ({sizes}), {state.in_use} in use"
+            bar.update(task, completed=state.moved_bytes, total=state.bytes or None, description=line)
+            if not shown or (not screen.is_terminal and state.seconds >= shown):
+                screen.print(f"{line}; job {state.job}", soft_wrap=True, highlight=False)
+                shown = state.seconds + 5.0
+
+        found = drained.drain(config, node, timeout_s=timeout_s, job=job, told=told)
+    click.echo(msgspec.json.encode(found).decode() if as_json else drained.text_of(found, str(file)))
+    if found.outcome != "drained":
+        raise SystemExit(1)
 
 
 @main.command()

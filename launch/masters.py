@@ -1,21 +1,24 @@
-"""What Mooncake's master answers over HTTP: its role, its segments, and where keys lie."""
+"""What Mooncake's master answers over HTTP: its role, its segments and their drain jobs, and where keys lie."""
 
 from __future__ import annotations
 
 import contextlib
+import http
+import itertools
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 
-from launch.http import fetch, fetch_lines
+from launch.http import Answer, ask, fetch, fetch_lines
 from pd_cache.cluster import NodeRecord, read_about
 from pd_cache.cluster.machine import host_of
-from pd_cache.decoding import decode_json
+from pd_cache.decoding import decode_json, one_line
 
 LEADER = "leader"
 _ANSWER_S = 2.0
+_KEYS_IN_A_URL = 64
 
 
 class MasterHealth(msgspec.Struct, frozen=True):
@@ -64,6 +67,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Where its owner accepts connections: `host:port`."""
     allocator_used_bytes: _Size = 0
     protocol: str = ""
+    status: Annotated[str, msgspec.Meta(pattern=r"^[A-Z_]{0,40}\Z")] = "OK"
+    """`OK`; `DRAINING` or `DRAINED`, when nothing is put there any more; or another word of Mooncake's."""
 
     @property
     def host(self) -> str:
@@ -72,6 +77,11 @@ class Segment(msgspec.Struct, frozen=True):
     @property
     def free(self) -> int:
         return max(0, self.size_bytes - self.allocator_used_bytes)
+
+    @property
+    def shown_status(self) -> str:
+        """`draining`, `drained` or such; empty if it takes objects."""
+        return "" if self.status == "OK" else self.status.lower()
 
 
 class _Segments(msgspec.Struct, frozen=True):
@@ -141,3 +151,77 @@ def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
     if the master does not answer.
     """
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
+
+
+def keys_in(metrics: str, endpoint: str, timeout: float) -> list[str]:
+    """Returns the keys that have a copy at an endpoint, of those that `keys_at` yields. Takes two seconds for each 100,000 keys of the pool;
+    `timeout` bounds all of it. Raises OSError or ValueError if the master does not answer.
+    """
+    keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
+    found = []
+    while some := list(itertools.islice(keys, _KEYS_IN_A_URL)):
+        told = _read_copies(_ask_for(metrics, some, _ANSWER_S))
+        found += [key for key, copies in told.items() if any(copy.transport_endpoint_ == endpoint for copy in copies)]
+    return found
+
+
+# --- drain jobs --------------------------------------------------------------------------------------------------------
+
+
+class DrainJob(msgspec.Struct, frozen=True):
+    """A drain job, as the master reports it."""
+
+    job_id: str
+    status_name: str
+    """`CREATED`, `PLANNING` or `RUNNING`; in the end `SUCCEEDED`, `FAILED` or `CANCELED`."""
+    segments: list[str]
+    succeeded_units: _Size
+    """Objects that were moved. A unit is an object in a segment."""
+    failed_units: _Size
+    """Attempts that failed. The master makes three for each object."""
+    blocked_units: _Size
+    """Objects that it leaves alone for now: leased, still being written, or without another segment to go to."""
+    active_units: _Size
+    migrated_bytes: _Size
+
+    @property
+    def ended(self) -> bool:
+        return self.status_name in ("SUCCEEDED", "FAILED", "CANCELED")
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9-]{1,80}\Z")]
+
+
+def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | None:
+    """Has the master move all objects out of these segments; returns the job's id, or None if one of them is being drained already.
+
+    `at_a_time`: how many moves may wait or be under way. Raises OSError or ValueError if the master does not answer, or refuses.
+    """
+    wanted = {"segments": list(segments), "target_segments": [], "max_concurrency": at_a_time}
+    answer = ask(f"{metrics}/api/v1/drain_jobs", body=msgspec.json.encode(wanted))
+    if answer.status == http.HTTPStatus.CONFLICT:
+        return None
+    return decode_json(_accepted(answer), _Begun).job_id
+
+
+def drain_job(metrics: str, job: str) -> DrainJob | None:
+    """Returns how a job stands; None if the master knows no such job, as after its start. Raises OSError or ValueError if it does not answer."""
+    answer = ask(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}")
+    if answer.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
+        return None
+    return decode_json(_accepted(answer), DrainJob)
+
+
+def cancel_drain(metrics: str, job: str) -> bool:
+    """Cancels a job: its segments take objects again. Returns False if the master refuses, as it does while any move is under way.
+
+    Raises OSError or ValueError if it does not answer.
+    """
+    return ask(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}").status == 200
+
+
+def _accepted(answer: Answer) -> bytes:
+    if answer.status != http.HTTPStatus.OK:
+        raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
+    return answer.body

@@ -57,6 +57,10 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """Errors by operation and reason, since the start."""
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
+    segments: tuple[str, ...] = ()
+    """The names of the segments that it gives to the pool, as far as they are known."""
+    memory: str = ""
+    """`draining` or `drained` if the pool puts nothing into its segments any more (`pd-cache drain`); otherwise empty."""
 
     @property
     def name(self) -> str:
@@ -205,7 +209,11 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
             row.state += "; not registered again since discovery was away"
     fresh = synced and view.stale_since is None
     found = ClusterStatus(_source(config, view, synced), fresh, rows, dict(view.unreadable))
-    return msgspec.structs.replace(found, segments=_segments(found.leading), weights=_weights(rows))
+    segments = _segments(found.leading)
+    for row in rows:
+        mine = {segment.shown_status for segment in segments or () if segment.segment_name in row.segments}
+        row.memory = " ".join(sorted(filter(None, mine)))
+    return msgspec.structs.replace(found, segments=segments, weights=_weights(rows))
 
 
 def _weights(rows: Iterable[NodeStatus]) -> list[str]:
@@ -244,6 +252,8 @@ def _source(config: ClusterConfig, view: View, synced: bool) -> str:
 def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     """`access`: key and certificates for proxies."""
     row = NodeStatus(record=record)
+    if record.role == "store" and not record.address.endswith(":0"):
+        row.segments = (record.address,)
     try:
         if not is_asked(record):
             row.state = NOT_ASKED
@@ -322,6 +332,7 @@ def read_metrics(text: str, row: NodeStatus) -> None:
         if value and labels.get("reason") != "missing"
     }
     row.up_since = reading.started
+    row.segments = reading.segments or row.segments
     if reading.queued is not None or reading.running is not None:
         row.in_flight = int((reading.queued or 0) + (reading.running or 0))
 
@@ -342,7 +353,7 @@ def status_table(status: ClusterStatus) -> Group:
         table.add_row(
             row.name,
             row.record.role,
-            escape(f"{state}, {row.leads}" if row.leads else state),
+            escape(", ".join(filter(None, (state, row.leads, row.memory)))),
             _shown_time(row.up_since),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),

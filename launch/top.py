@@ -216,6 +216,8 @@ def _breaker(row: NodeRow) -> str:
 
 
 def _given(row: NodeRow) -> str:
+    if any(segment.shown_status for segment in row.segments) and row.role != "master":
+        return "drain"  # the details say how far it is
     size = sum(segment.size_bytes for segment in row.segments)
     return percent(sum(segment.allocator_used_bytes for segment in row.segments) / size) if size else ""
 
@@ -325,7 +327,8 @@ def details(row: NodeRow, width: int) -> RenderableType:
     state += [f"{tier} evicts {rate(value)}/s" for tier, value in rates.evictions.items() if value]
     add("now", *state, *([f"{rate(rates.requests)} requests/s"] if rates.requests else []))
     for one in row.segments:
-        add("gives", _bar(one.allocator_used_bytes, one.size_bytes, one_line(one.segment_name)))
+        name = f"{one_line(one.segment_name)}  {one.shown_status}".rstrip()
+        add("gives", _bar(one.allocator_used_bytes, one.size_bytes, name))
     for reason, tokens, when in rates.missed[:5]:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {_ago(when)} ago: {reason}: {meaning}")

@@ -92,6 +92,7 @@ class _MooncakeClient(MovesClient, Protocol):
     def get(self, key: str) -> bytes: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
     def remove_by_regex(self, pattern: str, force: bool) -> int: ...
+    def create_move_task(self, key: str, source: str, target: str) -> tuple[Any, int]: ...
     def get_replica_desc(self, key: str) -> list[Any]: ...
 
 
@@ -406,6 +407,11 @@ class MooncakeStore:
     def remove_matching(self, pattern: str, *, timeout: float) -> int:
         """Removes all keys in which a regular expression (ECMAScript's) is found, leased or not. Returns how many there were."""
         return max(0, self._call(self._control, timeout, self._client.remove_by_regex, pattern, True) or 0)
+
+    def start_move(self, key: str, source: str, target: str, *, timeout: float) -> Status:
+        """Has a key moved from one segment to another, leased or not. OK means that the owner of `source` will be asked to, within seconds."""
+        told = self._call(self._control, timeout, self._client.create_move_task, key, source, target)
+        return Status.TIMEOUT if told is None else status_of(told[1])
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""

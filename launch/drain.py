@@ -1,0 +1,238 @@
+"""`pd-cache drain`: the objects of one node move to the memory of the others, so that the node can leave and nothing is lost.
+
+Mooncake's master has them moved by a drain job (docs/mooncake.md, "Drain jobs"). The job leaves alone what is leased, and so just the
+objects that are looked up again and again. When nothing else is left, we ask for their moves, key by key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Literal
+
+import msgspec
+
+from launch.discovery import known_master
+from launch.masters import DrainJob, Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
+from launch.status import cluster_status
+from launch.supervise import StoppedError
+from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster.machine import shown_bytes
+from pd_cache.errors import ConfigError, PdCacheError
+from transfer.errors import Status
+from transfer.store import MooncakeStore
+
+_PER_S = 16
+"""How many moves a node begins in a second, whatever its objects' size."""
+_AT_A_TIME = 2 * _PER_S
+"""Moves that wait or are under way: a node that looks for new ones always finds some."""
+_LEASED_AT_A_TIME = 64
+"""So few that they are moved before their leases end, by default after ten seconds."""
+_POLL_S = 0.5
+_CALL_S = 10.0
+_CANCEL_S = 20.0
+_LISTING_S = 300.0
+
+
+class Drain(msgspec.Struct, kw_only=True):
+    """A drain: how it stands, or how it ended."""
+
+    node: str
+    segment: str
+    job: str = ""
+    """The id of the master's job; empty if the node was drained before."""
+    outcome: Literal["drained", "failed", "canceled", "goes on"] = "goes on"
+    """`failed`: the master has given up what is left. `canceled`: by a signal or the deadline. After both, the node takes objects again.
+    `goes on`: the master still moves objects."""
+    moved: int = 0
+    """Objects."""
+    failed: int = 0
+    """Attempts to move an object that failed; the master makes up to three for each."""
+    in_use: int = 0
+    """Objects that the job leaves alone for now, because they are leased or still being written."""
+    left: int = 0
+    """Objects that are still there, once this has ended."""
+    bytes: int = 0
+    """What lay there when this command began; 0 if it follows an earlier one."""
+    moved_bytes: int = 0
+    """What the job has moved; objects in use are not counted."""
+    seconds: float = 0.0
+
+
+def drain(
+    config: ClusterConfig, name: str, *, timeout_s: float, job: str | None, told: Callable[[Drain], None]
+) -> Drain:
+    """Moves the objects of a node to the others, and returns how that ended. After `timeout_s` seconds it cancels, as it does on a signal
+    (`signals_as_exceptions`); that takes up to 20 seconds more.
+
+    `job`: follow this one, instead of beginning one. Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no
+    memory, PdCacheError if it cannot be drained now, or if the master stops to answer.
+    """
+    status = cluster_status(config)
+    row = next((row for row in status.nodes if row.name == name), None)
+    giving = [row.name for row in status.nodes if row.record.capacity.segment_bytes]
+    if row is None or name not in giving:
+        what = "no node of that name" if row is None else f"that {row.record.role} node gives no memory to the pool"
+        there = ", ".join(giving) or "there is none"
+        raise ConfigError(f"expected a node that gives memory to the pool ({there}), got {name}: {what}")
+    if not status.leading or status.segments is None:
+        said = "; ".join(f"{master.name}: {master.state}" for master in status.masters) or "none is known"
+        raise PdCacheError(f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`")
+    own = next((one for one in status.segments if one.segment_name in row.segments), None)
+    if own is None:
+        named = ", ".join(row.segments) or "unknown: give the node a `port`, or a `metrics_port`"
+        raise PdCacheError(f"the master knows no segment of {name} (its name: {named}); is {name} running?")
+    if own.status == "DRAINED" and job is None:
+        return Drain(node=name, segment=own.segment_name, outcome="drained")
+    leader = status.leading[0].record
+    assert leader.metrics is not None, "a master without metrics has not said that it leads"
+    if job is None:
+        _check_room(name, own, status.segments)
+    try:
+        if job is not None:
+            found = drain_job(leader.metrics, job)
+            if found is None or own.segment_name not in found.segments:
+                raise PdCacheError(
+                    f"the master knows no job {job} that drains {name}; it forgets jobs when it is started"
+                )
+        elif (job := begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)) is None:
+            raise PdCacheError(
+                f"{name} is being drained already: `pd-cache drain {name} --job ID` follows that, with the id that the other command printed"
+            )
+    except (OSError, ValueError) as error:
+        raise PdCacheError(f"the master does not begin to drain {name}: {error}") from error
+    state = Drain(node=name, segment=own.segment_name, job=job, bytes=own.allocator_used_bytes)
+    with ExitStack() as stack:
+        # with etcd, a machine's file need not hold the master
+        master = known_master(config) or leader.address
+        return _Follower(config, master, leader.metrics, own, state, stack).follow(timeout_s, told)
+
+
+def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
+    """Raises PdCacheError if the other segments cannot take what lies in this one."""
+    others = [one for one in segments if one.status == "OK" and one.segment_name != own.segment_name]
+    if not others:
+        raise PdCacheError(f"{name} has the only memory that takes objects: there is nowhere to move what it holds")
+    # the allocator sets aside up to an eighth more than an object's size (docs/mooncake.md)
+    room = sum(max(0, one.free - one.size_bytes // 8) for one in others)
+    if own.allocator_used_bytes > room:
+        raise PdCacheError(
+            f"{name} holds {shown_bytes(own.allocator_used_bytes)}, and the others have room for {shown_bytes(room)}: add a node first, or "
+            f"stop {name} as it is; what it holds is then computed again"
+        )
+
+
+class _Follower:
+    """Follows a job to its end."""
+
+    def __init__(
+        self, config: ClusterConfig, master: str, metrics: str, own: Segment, state: Drain, stack: ExitStack
+    ) -> None:
+        self._config = config
+        self._master = master
+        self._metrics = metrics
+        self._own = own
+        self._state = state
+        self._stack = stack
+        self._store: MooncakeStore | None = None
+        self._asked_for: set[str] = set()
+        """Keys whose moves we have asked for."""
+        self._ask_again = 0.0
+        self._begin = time.monotonic()
+
+    def follow(self, timeout_s: float, told: Callable[[Drain], None]) -> Drain:
+        try:
+            while not (job := self._look()).ended:
+                told(self._state)
+                if self._state.seconds > timeout_s:
+                    job = self._cancel()
+                    break
+                if job.blocked_units and not job.active_units and time.monotonic() > self._ask_again:
+                    self._move_leased()
+                time.sleep(_POLL_S)
+        except StoppedError:
+            job = self._cancel()
+        except (OSError, ValueError) as error:
+            raise PdCacheError(
+                f"the master did not answer a question about its keys: {error}; {self._again}"
+            ) from error
+        outcomes: dict[str, Literal["drained", "failed", "canceled"]]
+        outcomes = {"SUCCEEDED": "drained", "FAILED": "failed", "CANCELED": "canceled"}
+        state = self._state
+        state.outcome = outcomes.get(job.status_name, "goes on")
+        left = set() if state.outcome == "drained" else set(self._left())
+        state.left = len(left)
+        state.moved += len(self._asked_for - left)
+        return state
+
+    @property
+    def _again(self) -> str:
+        return f"what was moved stays so: `pd-cache drain {self._state.node}` goes on where this has ended"
+
+    def _look(self) -> DrainJob:
+        """Returns how the job stands. Raises PdCacheError if the master does not say so in time."""
+        deadline = time.monotonic() + _CALL_S
+        while True:
+            try:
+                job = drain_job(self._metrics, self._state.job)
+                break
+            except (OSError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise PdCacheError(
+                        f"the master has not answered for {_CALL_S:g} s ({error}); {self._again}"
+                    ) from error
+                time.sleep(_POLL_S)
+        if job is None:
+            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {self._again}")
+        state = self._state
+        state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
+        state.moved_bytes, state.seconds = job.migrated_bytes, time.monotonic() - self._begin
+        return job
+
+    def _left(self) -> list[str]:
+        return keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
+
+    def _pool(self) -> MooncakeStore:
+        if self._store is None:
+            self._store = MooncakeStore(self._config.transfer, master=self._master, host="127.0.0.1", segment_size=0)
+            self._stack.callback(self._store.close)
+            self._store.wait_open(_CALL_S)
+        return self._store
+
+    def _move_leased(self) -> None:
+        """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
+        keys, store = self._left()[:_LEASED_AT_A_TIME], self._pool()
+        roomy = sorted(segments_at(self._metrics), key=lambda one: one.free, reverse=True)
+        targets = [one.segment_name for one in roomy if one.status == "OK"]
+        store.batch_exist(keys, timeout=_CALL_S)  # leased for so long that the job does not want to move them, too
+        for key, target in zip(keys, itertools.cycle(targets), strict=False):
+            if store.start_move(key, self._own.segment_name, target, timeout=_CALL_S) is Status.OK:
+                self._asked_for.add(key)
+        self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
+
+    def _cancel(self) -> DrainJob:
+        """Cancels the job. A second signal ends the attempt."""
+        keys = self._left()
+        deadline = time.monotonic() + _CANCEL_S
+        while not (job := self._look()).ended and time.monotonic() < deadline:
+            # the master cancels only while no move is under way, and begins no move of a leased object
+            self._pool().batch_exist(keys, timeout=_CALL_S)
+            if not job.active_units:
+                cancel_drain(self._metrics, self._state.job)
+            time.sleep(_POLL_S)
+        return job
+
+
+def text_of(found: Drain, file: str) -> str:
+    """Returns how a drain ended, for people, and what to do next."""
+    node, again = found.node, f"`pd-cache drain {found.node} -c {file}"
+    counted = f"{found.moved} objects moved in {found.seconds:.0f} s, {found.failed} attempts failed, {found.left} objects left"
+    return {
+        "drained": f"{node} is drained ({counted if found.job else 'it was before'}). Stop it now: `systemctl stop`, or SIGTERM to its `pd-cache "
+        "launch` or `up`. When it is started again, it takes objects again",
+        "failed": f"{node} is not drained ({counted}): the master gave these up, and {node} takes objects again. Try again with {again}`",
+        "canceled": f"{node} is not drained ({counted}): canceled, and {node} takes objects again. Go on with {again}`",
+        "goes on": f"{node} is not drained yet ({counted}): the master did not cancel, and goes on. Follow it with {again} --job {found.job}`",
+    }[found.outcome]

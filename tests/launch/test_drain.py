@@ -1,0 +1,250 @@
+"""`pd-cache drain` on real pools: what moves, what is found and loaded meanwhile, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from launch.cli import main
+from launch.drain import Drain, drain
+from launch.masters import Segment, begin_drain, drain_job, segments_at
+from launch.status import cluster_status
+from launch.supervise import StoppedError
+from pd_cache.cluster import dump_config, load_config
+from tests.support.cluster import CHUNK, complete, kill, started
+from tests.support.engines import Host, host
+from tests.support.etcd import Etcd
+from tests.support.needs import needs_etcd
+from tests.support.pool import ROOT, Pool, free_port
+from tests.support.waiting import wait_for
+from transfer.store import load_mooncake
+
+pytestmark = pytest.mark.slow(seconds=160)
+
+SLOTS = list(range(40))
+PROMPTS = [[100 * number + token for token in SLOTS] for number in range(16)]
+OBJECTS = 5 * len(PROMPTS)
+
+
+def run(pool: Pool, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["drain", *arguments, "-c", str(pool.file)])
+
+
+def drained(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", "drain", *arguments, "-c", str(file)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def metrics(pool: Pool) -> str:
+    return f"http://127.0.0.1:{pool.metrics_port}"
+
+
+def segment(pool: Pool, store: int) -> Segment:
+    return next(one for one in segments_at(metrics(pool)) if one.segment_name == pool.segment(store))
+
+
+def store_all(node: Host) -> None:
+    for prompt in PROMPTS:
+        node.compute(prompt, SLOTS)
+        wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, what="a prompt is stored")
+
+
+def loads(node: Host, prompt: list[int]) -> bool:
+    """Whether the whole prompt is found and loaded; AssertionError for a wrong byte."""
+    node.compute([-1 - token for token in SLOTS], SLOTS)
+    if node.lookup(prompt) != 40 or not all(node.retrieve(prompt, SLOTS)):
+        return False
+    assert node.holds(prompt, SLOTS)
+    return True
+
+
+def put(pool: Pool, store: int, count: int, size: int) -> None:
+    config = load_mooncake().ReplicateConfig()
+    config.preferred_segment = pool.segment(store)
+    with pool.bare_client() as client:
+        assert [client.put(f"{store}/{number}", bytes(size), config) for number in range(count)] == [0] * count
+
+
+def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_the_node_may_go_and_come_back(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(lease_ttl_ms=5_000).start()
+    with host(pool, model="drained") as node, host(pool, model="drained") as busy:
+        store_all(node)
+        pool.start("store-1")
+        assert segment(pool, 0).allocator_used_bytes > 0
+        stop, hits = threading.Event(), []
+
+        def work() -> None:
+            new = 0
+            while not stop.is_set():
+                hits.extend(loads(busy, prompt) for prompt in PROMPTS[:8])  # always leased
+                new += 1
+                prompt = [10_000 + 100 * new + token for token in SLOTS]
+                busy.compute(prompt, SLOTS)
+                busy.store(prompt, SLOTS)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            # in a process of its own: a client of Mooncake's that closes holds up all threads for a second
+            done = drained(pool.file, "store-0", "--json")
+        finally:
+            stop.set()
+            worker.join()
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["outcome"], found["failed"], found["left"]) == ("drained", 0, 0)
+        assert found["moved"] > OBJECTS  # the namespace's manifest, too
+        assert "objects moved" in done.stderr
+        assert len(hits) > 8
+        assert all(hits)
+        assert segment(pool, 0).status == "DRAINED"
+        assert {row.name: row.memory for row in cluster_status(load_config(pool.file)).nodes if row.memory} == {
+            "store-0": "drained"
+        }
+        for command, shown in (["status"], "not asked, drained"), (["top", "--once"], "drain"):
+            page = CliRunner().invoke(main, [*command, "-c", str(pool.file)], env={"COLUMNS": "200"}).stdout
+            assert shown in next(line for line in page.splitlines() if line.startswith("store-0"))
+        again = run(pool, "store-0")
+        assert again.exit_code == 0
+        assert again.stdout.startswith("store-0 is drained (it was before). Stop it now: ")
+        pool.stop("store-0")
+        assert all(loads(node, prompt) for prompt in PROMPTS)
+        pool.start("store-0")
+        assert segment(pool, 0).status == "OK"
+
+
+@pytest.mark.parametrize("how", ["a signal", "the deadline"])
+def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(
+    how: str, make_pool: Callable[..., Pool]
+) -> None:
+    pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
+    put(pool, 0, 200, 4096)
+    states: list[Drain] = []
+
+    def told(state: Drain) -> None:
+        states.append(state)
+        if how == "a signal" and state.moved:
+            raise StoppedError(130)
+
+    config = load_config(pool.file)
+    timeout_s = 3600.0 if how == "a signal" else 1.5
+    found = drain(config, "store-0", timeout_s=timeout_s, job=None, told=told)
+    assert found.outcome == "canceled"
+    assert found.moved + found.left == 200
+    assert found.moved > 0
+    assert found.left > 0
+    assert segment(pool, 0).status == "OK"
+    with pool.bare_client() as client:
+        assert all(client.get(f"0/{number}") == bytes(4096) for number in range(200))
+
+
+@pytest.fixture(scope="module")
+def two_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(tmp_path_factory.mktemp("two"), segment="32MiB", client_ttl_s=60)
+    try:
+        yield pool.start("master", "store-0", "store-1")
+    finally:
+        pool.end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["store-7"], 2, "expected a node that gives memory to the pool (store-0, store-1), got store-7: no node of that name"),
+        (["master"], 2, "(store-0, store-1), got master: that master node gives no memory to the pool"),
+        ([""], 2, "got : no node of that name"),
+        (["store-0", "--timeout", "0"], 2, "0.0 is not in the range 1.0<=x<=604800.0"),
+        (["store-0", "--timeout", "soon"], 2, "'soon' is not a valid float"),
+        (["store-0", "--job", "1-2"], 1, "the master knows no job 1-2 that drains store-0; it forgets jobs when it is started"),
+        (["store-0", "--job", "a&b=c d"], 1, "the master knows no job a&b=c d that drains store-0"),
+        ([], 2, "Missing argument 'NODE'"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_and_changes_nothing(
+    arguments: list[str], code: int, said: str, two_stores: Pool
+) -> None:
+    done = run(two_stores, *arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+    assert {one.status for one in segments_at(metrics(two_stores))} == {"OK"}
+
+
+def test_a_node_cannot_be_drained_twice_at_once_nor_into_too_little_room_nor_into_nothing(two_stores: Pool) -> None:
+    def refused() -> str:
+        done = run(two_stores, "store-0")
+        assert (done.exit_code, done.stdout) == (1, "")
+        return done.stderr
+
+    put(two_stores, 0, 20, 1 << 20)
+    put(two_stores, 1, 16, 1 << 20)
+    assert "store-0 holds 20.0 MiB, and the others have room for 12.0 MiB: add a node first" in refused()
+    with two_stores.bare_client() as client:
+        client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end
+        job = begin_drain(metrics(two_stores), [two_stores.segment(0)], 4)
+        assert job is not None
+        assert begin_drain(metrics(two_stores), [two_stores.segment(0)], 4) is None
+        assert "store-0 is being drained already: `pd-cache drain store-0 --job ID` follows that" in refused()
+        other = run(two_stores, "store-1", "--job", job)
+        assert f"the master knows no job {job} that drains store-1" in other.stderr
+        assert run(two_stores, "store-1").stderr.startswith("pd-cache: store-1 has the only memory that takes objects")
+        state = drain_job(metrics(two_stores), job)
+        assert state is not None
+        assert (state.ended, state.succeeded_units) == (False, 0)
+        client.batch_remove([f"1/{number}" for number in range(16)], True)
+        followed = run(two_stores, "store-0", "--job", job)
+        assert followed.exit_code == 0, followed.output
+        assert "store-0 is drained (20 objects moved" in followed.stdout
+    two_stores.stop("store-0")
+    assert "the master knows no segment of store-0 (its name: 127.0.0.1:" in refused()
+    two_stores.kill("master")
+    assert "no master that leads has answered (master: no answer: Connection refused)" in refused()
+
+
+def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
+    put(pool, 0, 100, 4096)
+
+    def told(state: Drain) -> None:
+        if state.moved and "master" in pool.nodes:
+            pool.stop("master")
+            pool.start("master")
+
+    with pytest.raises(
+        Exception, match=r"the master no longer knows the job, because it was started anew; what was moved"
+    ):
+        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, job=None, told=told)
+
+
+@needs_etcd
+def test_of_elected_masters_the_leader_drains(make_etcd: Callable[..., Etcd], tmp_path: Path) -> None:
+    masters = [
+        {"name": f"master-{n}", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 20} for n in range(2)
+    ]
+    stores = [{"name": f"store-{n}", "role": "store", "segment_size": "64MiB", "port": free_port()} for n in range(2)]
+    engine = {"name": "decode-0", "role": "decode", "port": 0, "segment_size": 0}
+    discovery = {"kind": "etcd", "endpoints": [make_etcd().start().endpoint], "ttl_s": 2}
+    nodes = [*masters, *stores, engine, {"name": "proxy", "role": "proxy", "port": 0}]
+    prompt = list(range(5 * CHUNK + 3))
+    with started(tmp_path, name="drained", master={"ha": True}, discovery=discovery, nodes=nodes) as cluster:
+        file = tmp_path / "running.yaml"
+        file.write_text(dump_config(cluster.config))
+        first = complete(cluster.urls["proxy"], prompt)
+        wait_for(lambda: complete(cluster.urls["proxy"], prompt).cached[1] == 5 * CHUNK, what="a hit")
+        # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
+        done = drained(file, "store-0")
+        assert done.returncode == 0, done.stderr
+        states = {row.name: row.memory for row in cluster_status(cluster.config).nodes}
+        assert (states["store-0"], states["store-1"]) == ("drained", "")
+        kill(cluster, "store-0")
+        again = complete(cluster.urls["proxy"], prompt)
+        assert (again.tokens, again.cached[1]) == (first.tokens, 5 * CHUNK)
