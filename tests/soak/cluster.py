@@ -354,9 +354,10 @@ class Footprint(NamedTuple):
     def beyond(self, before: Footprint) -> list[str]:
         """Returns in words what is held beyond what was held before and what is allowed.
 
-        Connections to peers come and go, and threads are started when they are first needed.
+        Connections to peers come and go, of a peer that has died up to eight stay (docs/mooncake.md), and threads are started when they are
+        first needed.
         """
-        allowed = Footprint(before.processes, before.descriptors + 24, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
+        allowed = Footprint(before.processes, before.descriptors + 96, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
         rows = zip(self._fields, before, self, allowed, strict=True)
         return [f"{now} {what} instead of {was}" for what, was, now, limit in rows if now > limit]
 
