@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -441,6 +441,70 @@ def explain(
         click.echo(msgspec.json.encode({"nodes": nodes}).decode() if as_json else explained.prompt_text(nodes))
         known = any(node.found is not None for node in nodes)
     if not known:
+        raise SystemExit(1)
+
+
+def _hint_options(command: F) -> F:
+    """The options of `pin` and `unpin`, except that of the pin's time."""
+    for option in (
+        _json_option,
+        click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
+        click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
+        click.option("--text", help="The prompt as text, which a node turns into tokens."),
+        click.option(
+            "--tokens", type=click.File("rb"), help="A file with the prompt's token ids, a JSON list; -: stdin."
+        ),
+        _file_option(),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_hint_options
+@click.option(
+    "--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), required=True, help="For how many seconds."
+)
+def pin(**options: Any) -> None:
+    """Keep a prompt in the pool for a while: its chunks are not evicted (docs/hints.md). Exits with 1 if that is refused."""
+    _send_hint("kv.retain", **options)
+
+
+@main.command()
+@_hint_options
+def unpin(**options: Any) -> None:
+    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if no proxy has such a pin."""
+    _send_hint("kv.release", **options)
+
+
+def _send_hint(
+    kind: str,
+    *,
+    file: Path,
+    tokens: IO[bytes] | None,
+    text: str | None,
+    cache_salt: str | None,
+    action_id: str | None,
+    as_json: bool,
+    ttl_s: float | None = None,
+) -> None:
+    import msgspec
+
+    from launch import pin as pins
+    from pd_cache.decoding import decode_json
+
+    payload: dict[str, Any] = {"action_id": action_id} if ttl_s is None else {"ttl_s": ttl_s}
+    if ttl_s is not None or action_id is None:
+        if (tokens is None) == (text is None):
+            raise click.UsageError("give the prompt either by --tokens FILE or by --text TEXT")
+        try:
+            payload |= {"prompt": text} if tokens is None else {"tokens": decode_json(tokens.read(), list[int])}
+        except ValueError as error:
+            raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
+        payload |= {} if cache_salt is None else {"cache_salt": cache_salt}
+    answer = pins.send_action(_running(file), kind, payload, action_id)
+    click.echo(msgspec.json.encode(answer).decode() if as_json else pins.answer_text(answer))
+    if answer.status == "refused":
         raise SystemExit(1)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from launch.discovery import View, known_master
+from launch.masters import segments_at
 from pd_cache.chunks import (
     SEED_VARIABLE,
     BlockHasher,
@@ -17,7 +18,7 @@ from pd_cache.chunks import (
     stride_hashes,
 )
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
-from pd_cache.config import NodeSettings
+from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
 
 
@@ -37,6 +38,23 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 def versions_of(config: ClusterConfig, view: View) -> str:
     """Returns where to ask which version of the weights is current; see `NodeSettings.versions`."""
     return config.versions or ",".join(one.versions for one in view.by_role("master") if one.versions is not None)
+
+
+def pool_bytes(config: ClusterConfig, view: View) -> int:
+    """Returns how many bytes the pool holds, if each object is there as often as the file says. Raises OSError or ValueError if no master
+    answers."""
+    tiers = (tier for tier in config.cache.tiers if isinstance(tier, MooncakeTier) and tier.master is None)
+    copies = next((tier.replicas for tier in tiers), 1)
+    failure: OSError | ValueError = ValueError("no master of the pool is known")
+    sizes = []
+    for record in view.by_role("master"):
+        try:
+            sizes.append(sum(one.size_bytes for one in segments_at(record.metrics or "")))
+        except (OSError, ValueError) as error:
+            failure = error
+    if not sizes:
+        raise failure
+    return max(sizes) // copies  # of elected masters, only the leader knows the segments
 
 
 def open_lookup(

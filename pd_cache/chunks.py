@@ -107,6 +107,12 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail, ahead=self.ahead)
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a chunk's pages, in all shards."""
+        planes = 2 if self.layout.startswith("kv_outer.") else 1
+        return planes * self.layers * self.page_bytes * self.shards * (self.chunk_size // self.block_size)
+
     def _fields(self) -> dict[str, Any]:
         """Returns all fields. Those that came later are left out where they say nothing, so that older objects keep their keys. If tokens
         name the chunks, one more says by which hash."""

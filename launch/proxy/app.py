@@ -17,6 +17,7 @@ from launch.discovery import View
 from launch.openai import ID_HEADER, ApiError, ServerLog, errors, given_id
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
+from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import Overview, Peers, ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
@@ -43,6 +44,7 @@ class Proxy:
         direct: DirectRule | None = None,
         *,
         master: Callable[[View], str | None] | None = None,
+        pool_bytes: PoolBytes | None = None,
         files: WatchedFiles | None = None,
         peers: Peers | None = None,
         tracing: Tracing = UNTRACED,
@@ -50,8 +52,9 @@ class Proxy:
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
-        `master` returns the address of the pool's master, for lookups. `files` watches the key files. `peers` returns the content of
-        `/peers`. `rng` orders nodes that were never taken. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key
+        files. `peers` returns the content of `/peers`. `rng` orders nodes that were never taken. The caller closes `tracing`. Raises
+        ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self._config = config
@@ -60,7 +63,8 @@ class Proxy:
         self._pools = NodePools(config, self._direct, master, rng)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self.requests = Requests(config, keys, self._pools, self._direct, self.metrics, recent, tracing)
+        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes)
+        self.requests = Requests(config, keys, self._pools, self._direct, self._hints, self.metrics, recent, tracing)
         self._ui = UiPages(config.ui_followers, keys, recent, self.metrics)
         self._pages = (
             self.requests,
@@ -72,6 +76,7 @@ class Proxy:
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
         self._pools.update(view)
+        self._hints.update(view)
         self._ui.update(view)
 
     def app(self) -> web.Application:
@@ -112,13 +117,15 @@ class Proxy:
         session = new_session(2 * config.max_requests + 128, config.connect_timeout_s, app[_VIA])
         self.requests.session = session
         checks = check_health(self._pools, session, config.health_interval_s, config.health_timeout_s)
-        checking, stop_following = asyncio.create_task(checks), self._files.follow()
+        beside = {asyncio.create_task(checks), asyncio.create_task(self._hints.keep())}
+        stop_following = self._files.follow()
         try:
             yield
         finally:
             stop_following.set()
-            checking.cancel()
-            await asyncio.wait({checking})
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
             await session.close()
             await asyncio.to_thread(self._direct.close)
             await asyncio.to_thread(self._pools.caches.close)

@@ -115,7 +115,7 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
 
 
-_TRANSFER = "kv_transfer_params"
+_TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
@@ -199,6 +199,9 @@ class Completion:
         if len(self._fields) > _MOST_FIELDS:
             raise _too_many_fields()
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
+        hints = bytes(self._fields.pop(_HINTS, b"null"))
+        self.hints = None if hints == b"null" else hints
+        """What the client says about the future of prompts, as JSON (`launch/proxy/hints.py`). Nodes do not get it."""
         self._chat = prompt == "messages"
         self._field = prompt
         if prompt not in self._fields or self._fields[prompt] == _NULL:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -79,6 +79,8 @@ class DirectRule:
         self._namer: PromptNamer | None = None
         self._keys_per_chunk = 1
         """How many objects a chunk has, in all groups of layers."""
+        self.chunk_bytes = 1
+        """Their payloads' size."""
         self.wants_names = False
         """Whether prompts have to be named although they are not looked up."""
         self.blind = "nothing is known of the pool yet"
@@ -106,6 +108,7 @@ class DirectRule:
         try:
             self._namer = PromptNamer(pool.namespaces[0], self._seeds)
             self._keys_per_chunk = sum(one.shards for one in pool.namespaces)
+            self.chunk_bytes = sum(one.chunk_bytes for one in pool.namespaces)
             if self._open is not None and self._tokens:
                 self._client = self._open(pool)
         except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
@@ -136,21 +139,37 @@ class DirectRule:
     async def look_up(self, tokens: list[int], salt: str | None, request_id: str) -> NamedPrompt | None:
         """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here. Returns None if the prompt
         cannot be named here. Raises ValueError if a token is none."""
-        namer, client = self._namer, self._client
-        most = _MAX_KEYS // self._keys_per_chunk
+        namer, client, most = self._namer, self._client, self.most_chunks
         if namer is None or len(tokens) > _MAX_TOKENS:
             return None
 
         def find() -> NamedPrompt:
-            naming = namer.name(tokens, salt)
-            if client is None or len(naming.names) > most:
-                return naming.prompt
-            found = client.find(naming.names, request_id)
+            named = namer.name(tokens, salt)
+            if client is None or len(named.names) > most:
+                return named
+            found = client.find(named.names, request_id)
             if found.reason not in _ANSWERED:
-                return naming.prompt
-            return naming.prompt._replace(pool_tokens=found.chunks * namer.chunk_size)
+                return named
+            return named._replace(pool_tokens=found.chunks * namer.chunk_size)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, find)
+
+    @property
+    def most_chunks(self) -> int:
+        """How many chunks one lookup may ask for."""
+        return _MAX_KEYS // self._keys_per_chunk
+
+    async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
+        """Keeps chunks from eviction for another lease, as far as the pool has them.
+
+        Returns their space, the namespace's fingerprint and the weights version: in another one, these names are those of other chunks. And
+        how many objects there are. None if the pool does not answer, or is not known.
+        """
+        namer, client = self._namer, self._client
+        if namer is None or client is None:
+            return None
+        told = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
+        return None if told is None else ((namer.fingerprint, told[0]), told[1])
 
     def _retire(self) -> None:
         if self._client is not None:

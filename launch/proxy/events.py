@@ -213,7 +213,7 @@ class CacheView:
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
         """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
-        a_token = sum(one.layers * one.page_bytes * one.shards / one.block_size for one in namespaces)
+        a_token = sum(one.chunk_bytes / one.chunk_size for one in namespaces)
         return min(1.0, a_token / self._load_bytes)
 
     def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:

@@ -72,6 +72,16 @@ class ProxyMetrics:
             ["hop", "node"],
         )
         self.view_stale = gauge("pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered")
+        self.hints = counter(
+            "pd_cache_proxy_hints",
+            "Actions of hints: retain, release or other; accepted, clipped or refused",
+            ["action", "outcome"],
+        )
+        self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")
+        self.pinned_bytes = gauge("pd_cache_proxy_pinned_bytes", "What these may take of the pool's memory")
+        self.pinned_objects = gauge(
+            "pd_cache_proxy_pinned_objects", "Objects of these that the pool has; 0 if it does not answer"
+        )
         self.prefill_seconds = histogram(
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )

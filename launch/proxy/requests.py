@@ -29,6 +29,7 @@ from launch.proxy.bodies import (
     read_tokens,
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
+from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
@@ -105,6 +106,8 @@ class Exchange:
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self._stream: asyncio.Task[None] | None = None
+        self.hinted: asyncio.Task[bytes] | None = None
+        """Makes the answer to the hints that came with it, if some did."""
 
     def begin_stream(self, loading: Coroutine[Any, Any, None], share: BodyShare) -> None:
         """Has `loading` run until `end_stream`. `share` is what its body takes meanwhile."""
@@ -170,6 +173,7 @@ class Requests:
         keys: Keys,
         nodes: NodePools,
         direct: DirectRule,
+        hints: Hints,
         metrics: ProxyMetrics,
         recent: RecentRequests,
         tracing: Tracing,
@@ -187,6 +191,7 @@ class Requests:
         self._nodes = nodes
         self._pools = nodes.pools
         self._direct = direct
+        self._hints = hints
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
@@ -202,6 +207,7 @@ class Requests:
     def add_to(self, app: web.Application) -> None:
         for path in ("/v1/completions", CHAT):
             app.router.add_post(path, partial(self._answered, self._read_and_complete))
+        app.router.add_post("/hints", partial(self._answered, self._read_and_hint))
         app.router.add_get("/v1/models", partial(self._answered, self._admit_and_list), allow_head=False)
 
     async def drain(self, limit_s: float) -> None:
@@ -258,6 +264,21 @@ class Requests:
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
         with self.admission.admitted(exchange.client):
             return await self._finish(exchange, self._models(exchange), min(_LIST_S, self._config.request_timeout_s))
+
+    async def _read_and_hint(self, exchange: Exchange) -> web.StreamResponse:
+        self.admission.check(exchange.client)
+        body = await read_body(exchange.request, exchange.share, LARGEST_HINTS, HINTS_S)
+
+        async def answer() -> web.StreamResponse:
+            told = await self._hints.take(body, exchange.client, partial(self._name, exchange))
+            return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+
+        with self.admission.admitted(exchange.client):
+            return await self._finish(exchange, answer(), self._config.request_timeout_s)
+
+    async def _name(self, exchange: Exchange, completion: Completion) -> NamedPrompt | None:
+        """Returns what the prompt of a hint is known by."""
+        return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -330,6 +351,8 @@ class Requests:
             return await decoding
         finally:
             exchange.end_stream()
+            if exchange.hinted is not None:
+                exchange.hinted.cancel()
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
@@ -342,8 +365,11 @@ class Requests:
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            why, named = await self._judge(exchange, completion, prompt)
+            why, named = await self._judge(exchange, completion, prompt, name=completion.hints is not None)
             span.note(direct=why or "")
+        if completion.hints is not None:
+            taking = self._hints.taken(completion.hints, exchange.client, partial(self._name, exchange), named)
+            exchange.hinted = asyncio.create_task(taking)
         if why is not None:
             result: str = why
         elif self._pools["prefill"].count(exchange.model):
@@ -369,42 +395,45 @@ class Requests:
         return await asyncio.get_running_loop().run_in_executor(self._large, function)
 
     async def _judge(
-        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> tuple[Why | None, NamedPrompt | None]:
-        """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known."""
+        """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known.
+
+        `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
+        """
         direct = self._direct
-        if (why := direct.why(prompt.tokens)) is not None:
+        why = direct.why(prompt.tokens)
+        if why is not None and not name:
             return why, None
         if self._judging >= MAX_WAITING or not direct.can_tell(completion.model(), prompt.tokens):
-            return None, None
+            return why, None
         if not completion.plain():
-            return None, None
+            return why, None
         self._judging += 1
         try:
             async with asyncio.timeout(direct.timeout_s):
                 tokens = completion.token_ids()
                 if tokens is None:
                     tokens = await self._tokenize(exchange, completion)
-                if tokens is None or (why := direct.why(len(tokens))) is not None:
+                if tokens is None or ((why := direct.why(len(tokens))) is not None and not name):
                     return why, None
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
         except TimeoutError:
             self._slow += 1  # once may be that prompt's own fault
             if self._slow == _MOST_SLOW:
                 self._pause_tokenizing()
-            return None, None
+            return why, None
         except ValueError:
-            return None, None
+            return why, None
         finally:
             self._judging -= 1
-        if named is None or named.pool_tokens is None:
-            return None, named
-        return direct.why(len(tokens), named.pool_tokens), named
+        found = 0 if named is None else named.pool_tokens or 0
+        return direct.why(len(tokens), found), named
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
         now = time.monotonic()
-        node = self._pools["decode"].out_of_turn(now, exchange.model)
+        node = self._pools["decode"].out_of_turn(now, self._nodes.served(self._direct.model or completion.model(), now))
         if node is None or now < self._tokenize_after:
             return None
         try:
@@ -580,6 +609,8 @@ class Requests:
         """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks off."""
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
+        if exchange.hinted is not None:
+            response.headers[HEADER] = (await exchange.hinted).decode()
         exchange.response = response
         try:
             await response.prepare(exchange.request)

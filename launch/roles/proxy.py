@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 
 from launch.discovery import View, open_directory
-from launch.pool_lookups import hash_seeds, master_of, open_lookup
+from launch.pool_lookups import hash_seeds, master_of, open_lookup, pool_bytes
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
 from launch.proxy.direct import DirectRule
@@ -49,7 +49,13 @@ def run_proxy(
     tracing = open_tracing(config.tracing, node.role, node.name)
     tls = None if settings.tls is None else ServerTls(settings.tls, files).context
     proxy = Proxy(
-        settings, direct, master=lambda view: master_of(config, view), files=files, peers=checks.answer, tracing=tracing
+        settings,
+        direct,
+        master=lambda view: master_of(config, view),
+        pool_bytes=lambda view: pool_bytes(config, view),
+        files=files,
+        peers=checks.answer,
+        tracing=tracing,
     )
     try:
         asyncio.run(_serve(config, proxy, tls, node, ready, on_stop))

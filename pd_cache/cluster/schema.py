@@ -366,6 +366,17 @@ class ServerTlsConfig(Section, frozen=True, kw_only=True):
     """Its private key, without a pass phrase."""
 
 
+class HintsConfig(Section, frozen=True, kw_only=True):
+    """The `proxy.hints` section: what clients may have kept in the pool (`kv.retain`)."""
+
+    max_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.25
+    """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all hints."""
+    max_ttl_s: Seconds = 3600.0
+    """The longest that a prompt is kept without being retained again."""
+    max_pins: Positive = 1000
+    """The most pins of one proxy."""
+
+
 class ProxyConfig(Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -389,6 +400,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
     load_bytes: ByteSize = ByteSize(1 << 20)
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
+    hints: HintsConfig = HintsConfig()
     breaker_failures: Positive = 5
     """A node that fails this many requests in a row is skipped for a while. A node that refuses connections is skipped at once."""
     health_interval_s: Seconds = 2.0

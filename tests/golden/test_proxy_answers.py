@@ -175,6 +175,16 @@ async def _record_refusals(found: dict[str, Any]) -> None:
         await to.ask("method that is not allowed", "GET", "/v1/completions")
         await to.ask("query without a namespace", "POST", "/query", {"token_ids": [1]})
         await to.ask("query: no query", "POST", "/query", {"token_ids": "x"})
+        retain = {
+            "action_id": "a",
+            "action_type": "kv.retain",
+            "action_version": "1.0",
+            "payload": {"tokens": [1], "ttl_s": 9},
+        }
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [retain]}
+        await to.ask("hints without a namespace", "POST", "/hints", hints)
+        await to.ask("hints: no hints", "POST", "/hints", {"actions": []})
+        await to.ask("completion with hints", "POST", "/v1/completions", {**PROMPT, "kv_hints": hints})
         c.proxy.update(View(()))
         await to.ask("completion without nodes", "POST", "/v1/completions", PROMPT)
         await to.ask("models without nodes", "GET", "/v1/models")

@@ -100,7 +100,7 @@ def test_no_history_takes_more_than_the_budget(stored: list[list[int]], most: in
 
 
 def test_hashes_of_either_form_and_prompts_meet() -> None:
-    named = PromptNamer(SPACE).name(TOKENS[:100], None).prompt
+    named = PromptNamer(SPACE).name(TOKENS[:100], None)
     assert len(named.blocks) == 6
     for hashes in (HASHES[:4], [int.from_bytes(one, "big") & (1 << 64) - 1 for one in HASHES[:4]]):
         assert cache(StoredEvent(list(hashes), medium="GPU")).tokens(named) == 64

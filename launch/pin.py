@@ -1,0 +1,56 @@
+"""`pd-cache pin` and `unpin`: thin clients of the proxy's `POST /hints` (docs/hints.md)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from launch.http import ask, client_key, proxy_access
+from launch.proxy.hints import ActionAnswer, HintsAnswer
+from launch.status import cluster_status
+from pd_cache.cluster import ClusterConfig
+from pd_cache.decoding import decode_json, one_line
+from pd_cache.errors import PdCacheError
+
+_ASK_S = 10.0
+
+
+def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], action_id: str | None) -> ActionAnswer:
+    """Sends an action to one of the cluster's proxies after the other, until one does not refuse it. Returns its answer, or the last refusal.
+
+    Raises PdCacheError if no proxy answers.
+    """
+    name = action_id or secrets.token_hex(8)
+    action = {"action_id": name, "action_type": kind, "action_version": "1.0", "payload": payload}
+    body = msgspec.json.encode({"protocol_version": "0.1", "message_id": secrets.token_hex(8), "actions": [action]})
+    access = proxy_access(config)._replace(key=client_key(config))
+    answer, why = None, "discovery knows none"
+    for row in cluster_status(config).nodes:
+        if row.record.role != "proxy":
+            continue
+        try:
+            told = ask(f"{row.record.address}/hints", _ASK_S, access, body)
+            if told.status != 200:
+                raise ValueError(f"{told.status}: {one_line(told.body[:300].decode(errors='replace'))}")
+            (answer,) = decode_json(told.body, HintsAnswer).actions
+        except (OSError, ValueError) as error:
+            why = f"{row.name}: {error}"
+        else:
+            if answer.status != "refused":
+                return answer
+    if answer is None:
+        raise PdCacheError(f"no proxy has answered: {why}")
+    return answer
+
+
+def answer_text(answer: ActionAnswer) -> str:
+    """Returns what `pin` and `unpin` print."""
+    if answer.status == "refused":
+        return f"refused: {answer.reason}"
+    if answer.released:
+        return f"{answer.released} released"
+    clipped = f" ({answer.reason})" if answer.reason else ""
+    kept = f"{answer.tokens} tokens for {answer.ttl_s:g} s{clipped}"
+    return f"{answer.action_id}: keeps {kept}; the pool has {answer.in_pool} of them now"

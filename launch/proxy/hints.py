@@ -1,0 +1,350 @@
+"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer.
+
+The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
+them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
+
+1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in full, whether the pool has them or not,
+   and a chunk counts once, however many pins it is in. If the pool shrinks, the newest pins end.
+2. A pin ends with its time, by a release, when the weights change, and with this proxy. Leases cannot be given back: they end by themselves.
+3. An action never fails the completion that it comes with, nor the actions beside it.
+4. A pin is its client's: other keys can neither release nor replace it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+
+import msgspec
+
+from launch.discovery import View
+from launch.openai import ApiError
+from launch.proxy.bodies import Completion
+from launch.proxy.direct import DirectRule
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.prefixes import NamedPrompt
+from pd_cache.cluster import HintsConfig
+from pd_cache.decoding import UndecodableError, decode_json
+
+log = logging.getLogger(__name__)
+
+HEADER = "X-KV-Hints"
+"""The header of a completion's answer that has the answer to its hints."""
+LARGEST_HINTS = 4 << 20
+HINTS_S = 5.0
+"""How long the body of a `POST /hints` may take, and how long a completion's answer may wait for that to its hints."""
+_LONGEST_S = 5.0
+"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
+_LEASE_MS = 10_000
+_TARGETS = ("tokens", "prompt", "messages")
+_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
+
+PoolBytes = Callable[[View], int]
+"""Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
+Name = Callable[[Completion], Awaitable[NamedPrompt | None]]
+"""Returns what the prompt of a body is known by; None if that cannot be found out."""
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """The envelope on which vLLM, SGLang and Dynamo agreed."""
+
+    protocol_version: Literal["0.1"]
+    message_id: _Id
+    actions: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=8)]
+    """Read one by one, because each may be wrong. So few that the answer fits into a header."""
+
+
+class _Action(msgspec.Struct, frozen=True):
+    action_id: _Id
+    action_type: str
+    action_version: str
+    payload: dict[str, msgspec.Raw]
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    """What is in a payload besides a prompt."""
+
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    action_id: _Id | None = None
+
+
+class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of an action."""
+
+    action_id: str
+    status: Literal["accepted", "clipped", "refused"]
+    reason: str = ""
+    """Why it is not simply accepted."""
+    ttl_s: float | None = None
+    tokens: int | None = None
+    """How many of the prompt's tokens, from the first, are kept for `ttl_s`."""
+    in_pool: int | None = None
+    """How many of these the pool has now."""
+    released: int | None = None
+    """How many pins have ended."""
+
+
+class HintsAnswer(msgspec.Struct, frozen=True):
+    protocol_version: str
+    message_id: str
+    actions: list[ActionAnswer]
+
+
+def _refused(reason: str) -> ApiError:
+    return ApiError(400, reason)
+
+
+class Pin(NamedTuple):
+    names: Sequence[bytes]
+    """The chunks that are kept."""
+    target: bytes
+    """The last chunk of the prompt, whose name stands for all of it, even if not all of it is kept."""
+    space: tuple[str, str]
+    """See `DirectRule.renew`."""
+    until: float
+
+
+class Pins:
+    """Which chunks are kept until when. Pure. A pin's key is its client and the id of the action that made it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pins: dict[tuple[str, str], Pin] = {}
+        self._uses: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def chunks(self) -> list[bytes]:
+        """Returns the names of all chunks that are kept, each once."""
+        return list(self._uses)
+
+    def retain(self, key: tuple[str, str], pin: Pin, room: int) -> int:
+        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins allow, in place of an earlier pin of that key.
+        Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
+        if key not in self._pins and len(self._pins) >= self._most:
+            raise _refused(f"there are {self._most} pins, and no more at a time")
+        before, left, count = self._end(key), room - len(self._uses), 0
+        for name in pin.names:
+            left -= name not in self._uses
+            if left < 0:
+                break
+            count += 1
+        kept = pin._replace(names=pin.names[:count]) if count else before
+        if kept is not None:
+            self._pins[key] = kept
+            self._uses.update(kept.names)
+        return count
+
+    def end_where(self, ends: Callable[[tuple[str, str], Pin], bool]) -> int:
+        """Ends the pins of which `ends(key, pin)` is true. Returns how many."""
+        ended = [key for key, pin in self._pins.items() if ends(key, pin)]
+        for key in ended:
+            self._end(key)
+        return len(ended)
+
+    def shrink(self, room: int) -> None:
+        """Ends the newest pins until all have at most `room` chunks."""
+        while len(self._uses) > room:
+            self._end(next(reversed(self._pins)))
+
+    def _end(self, key: tuple[str, str]) -> Pin | None:
+        pin = self._pins.pop(key, None)
+        if pin is not None:
+            self._uses.subtract(pin.names)
+            for name in pin.names:
+                if not self._uses[name]:
+                    del self._uses[name]
+        return pin
+
+
+class Hints:
+    """Answers hints, and renews the leases of what is pinned."""
+
+    def __init__(
+        self,
+        config: HintsConfig,
+        direct: DirectRule,
+        metrics: ProxyMetrics,
+        pool_bytes: PoolBytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`direct` names prompts and renews leases. Without `pool_bytes` nothing is pinned."""
+        self._config = config
+        self._direct = direct
+        self._metrics = metrics
+        self._pool_bytes = pool_bytes
+        self._clock = clock
+        self._view = View(())
+        self._pool: tuple[int, float] | None = None
+        """The pool's size, and when it was asked for."""
+        self.pins = Pins(config.max_pins)
+
+    def update(self, view: View) -> None:
+        self._view = view
+
+    async def taken(self, message: bytes, client: str, name: Name, own: NamedPrompt | None) -> bytes:
+        """Returns the answer to hints that came with a completion, whose prompt is known by `own`, for a header. Raises nothing."""
+        told: dict[str, Any]
+        try:
+            async with asyncio.timeout(HINTS_S):
+                told = msgspec.to_builtins(await self.take(message, client, name, own, within=True))
+        except TimeoutError:
+            told = {"error": f"The hints were not answered within {HINTS_S:g} s"}
+        except ApiError as error:
+            told = {"error": error.message[:500]}
+        except Exception:  # a hint never fails its request
+            log.exception("hints failed unexpectedly")
+            told = {"error": "Internal error of the proxy"}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    async def take(
+        self, message: bytes, client: str, name: Name, own: NamedPrompt | None = None, *, within: bool = False
+    ) -> HintsAnswer:
+        """Does what a client's message asks for, and returns what became of each action.
+
+        `within`: it came with a completion, whose prompt is known by `own`. Raises ApiError 400 if the message is no envelope.
+        """
+        try:
+            hints = decode_json(message, _Message)
+        except UndecodableError as error:
+            raise ApiError(400, f"No kv_hints of version 0.1: {error}", param="kv_hints", code="bad_hints") from None
+        answers = []
+        for raw in hints.actions:
+            kind, action_id = "other", ""
+            try:
+                action = decode_json(bytes(raw), _Action)
+                action_id = action.action_id
+                kind = {"kv.retain": "retain", "kv.release": "release"}.get(action.action_type, "other")
+                answer = await self._do(action, client, name, own, within)
+            except (ApiError, UndecodableError) as error:
+                reason = str(error).encode("ascii", "backslashreplace")[:150].decode()
+                answer = ActionAnswer(action_id, "refused", reason)
+            self._metrics.hints.labels(kind, answer.status).inc()
+            answers.append(answer)
+        self._show()
+        return HintsAnswer(hints.protocol_version, hints.message_id, answers)
+
+    async def _do(
+        self, action: _Action, client: str, name: Name, own: NamedPrompt | None, within: bool
+    ) -> ActionAnswer:
+        """Raises ApiError or UndecodableError with the reason if the action is refused."""
+        kind, config = action.action_type, self._config
+        if kind == "kv.prefetch":
+            raise _refused("kv.prefetch is not supported: a node loads what the pool has when it gets the prompt")
+        if kind not in ("kv.retain", "kv.release") or action.action_version != "1.0":
+            raise _refused(
+                f"{kind[:40]} {action.action_version[:8]} is not supported, only kv.retain and kv.release 1.0"
+            )
+        given = decode_json(msgspec.json.encode(action.payload), _Payload)
+        self.pins.end_where(self._is_over)
+        if kind == "kv.release":
+            last = b"" if given.action_id else (await self._target(action.payload, name, own, within)).names[-1]
+            ended = self.pins.end_where(
+                lambda key, pin: key == (client, given.action_id) or (key[0] == client and pin.target == last)
+            )
+            if not ended:
+                raise _refused("this client has no such pin at this proxy")
+            return ActionAnswer(action.action_id, "accepted", released=ended)
+        if given.ttl_s is None:
+            raise _refused("ttl_s is missing: for how many seconds the prompt is to be kept")
+        named = await self._target(action.payload, name, own, within)
+        room, renewed = await self._room(), await self._direct.renew(())
+        if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
+            raise _refused("the pool does not answer")
+        ttl_s, bound = min(given.ttl_s, config.max_ttl_s), f"{room * self._direct.chunk_bytes} bytes"
+        pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s)
+        chunks = self.pins.retain((client, action.action_id), pin, room)
+        if not chunks:
+            raise _refused(f"other pins take all that pins may: {bound}")
+        why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
+        why += [f"all pins may take {bound}"] * (chunks < len(named.names))
+        tokens = chunks * named.chunk_tokens
+        return ActionAnswer(
+            action.action_id,
+            "clipped" if why else "accepted",
+            "; ".join(why),
+            ttl_s,
+            tokens,
+            in_pool=min(tokens, named.pool_tokens),
+        )
+
+    async def _target(
+        self, payload: dict[str, msgspec.Raw], name: Name, own: NamedPrompt | None, within: bool
+    ) -> NamedPrompt:
+        """Returns the prompt that an action is about. It has at least one whole chunk."""
+        given = [field for field in _TARGETS if field in payload]
+        if len(given) > 1 or (not given and not within) or "request_id" in payload:
+            raise _refused(f"the payload must have exactly one of {', '.join(_TARGETS)}")
+        named, direct = own, self._direct
+        if given:
+            fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
+            completion = Completion(
+                msgspec.json.encode(fields), prompt="messages" if given == ["messages"] else "prompt"
+            )
+            if given == ["tokens"] and completion.token_ids() is None:
+                raise _refused("tokens must be a list of token ids")
+            if direct.model is not None and completion.model() not in (None, direct.model):
+                raise _refused(f"only prompts for the model {direct.model} can be named here")
+            named = await name(completion)
+        if named is None:
+            why = direct.blind or "its tokens do not identify it, or no node has returned them in time"
+            raise _refused(f"the prompt cannot be named: {why}")
+        if not named.names:
+            raise _refused(f"the prompt has {named.tokens} tokens, which are no whole chunk of {named.chunk_tokens}")
+        return named
+
+    async def _room(self) -> int:
+        """Returns how many chunks all pins may have. Raises ApiError if that is not known."""
+        if not self._config.max_share or self._pool_bytes is None:
+            raise _refused("proxy.hints.max_share is 0")
+        if self._pool is None or self._clock() - self._pool[1] >= self.renew_s:
+            try:
+                self._pool = await asyncio.to_thread(self._pool_bytes, self._view), self._clock()
+            except (OSError, ValueError) as error:
+                if self._pool is None:
+                    raise _refused(f"the size of the pool is not known: {error}") from None
+        share = self._pool[0] * self._config.max_share / max(1, len(self._view.by_role("proxy")))
+        return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    @property
+    def renew_s(self) -> float:
+        """How often leases are renewed: so that one renewal may fail."""
+        leases = [one.lease_ttl_ms for one in self._view.by_role("master") if one.lease_ttl_ms]
+        return min(_LONGEST_S, min(leases, default=_LEASE_MS) / 3000)
+
+    async def keep(self) -> NoReturn:
+        """Renews leases, for ever."""
+        while True:
+            await asyncio.sleep(self.renew_s)
+            try:
+                await self.renew()
+            except Exception:  # the next renewal may succeed
+                log.exception("the leases of pins could not be renewed")
+
+    async def renew(self) -> None:
+        """Ends the pins whose time is over, and renews the leases of all others."""
+        self.pins.end_where(self._is_over)
+        objects = 0
+        if chunks := self.pins.chunks():
+            room, renewed = await self._room(), await self._direct.renew(chunks)
+            self.pins.shrink(room)
+            if renewed is not None:
+                space, objects = renewed
+                self.pins.end_where(lambda key, pin: pin.space != space)
+        self._metrics.pinned_objects.set(objects)
+        self._show()
+
+    def _is_over(self, key: tuple[str, str], pin: Pin) -> bool:
+        return pin.until <= self._clock()
+
+    def _show(self) -> None:
+        self._metrics.pins.set(len(self.pins))
+        self._metrics.pinned_bytes.set(len(self.pins.chunks()) * self._direct.chunk_bytes)

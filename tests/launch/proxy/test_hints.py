@@ -1,0 +1,253 @@
+"""Hints: what is pinned until when, and what wrong hints are answered. In a real pool: tests/launch/test_pin.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from launch.discovery import View
+from launch.openai import ApiError
+from launch.proxy.direct import Pool
+from launch.proxy.hints import HEADER, Hints, Pin, Pins
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.prefixes import NamedPrompt
+from pd_cache.cluster import HintsConfig, NodeRecord
+from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
+from tests.support.proxy import NAMESPACE, Cluster, cluster, error_of, scenario
+
+CHUNK = NAMESPACE.chunk_size
+SPACE = (NAMESPACE.fingerprint(), "")
+
+
+def pin(*names: bytes, until: float = 100.0, space: tuple[str, str] = SPACE) -> Pin:
+    return Pin(names, names[-1], space, until)
+
+
+def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
+    pins = Pins(3)
+    assert pins.retain(("c", "1"), pin(b"a", b"b", until=50.0), 3) == 2
+    assert pins.retain(("c", "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
+    assert sorted(pins.chunks()) == [b"a", b"b", b"c"]
+    assert pins.retain(("c", "3"), pin(b"x"), 3) == 0
+    assert pins.retain(("c", "3"), pin(b"x"), 4) == 1
+    with pytest.raises(ApiError, match="3 pins"):
+        pins.retain(("c", "4"), pin(b"a"), 9)
+    assert pins.retain(("c", "3"), pin(b"y", b"z"), 2) == 0
+    assert b"x" in pins.chunks(), "a pin that finds no room leaves the one that it would have replaced"
+    assert pins.retain(("c", "3"), pin(b"a", b"y"), 4) == 2, "in place of its chunks"
+    assert pins.end_where(lambda key, pin: pin.until <= 50) == 1
+    assert (len(pins), sorted(pins.chunks())) == (2, [b"a", b"b", b"c", b"y"])
+    pins.shrink(4)
+    assert len(pins) == 2
+    pins.shrink(3)
+    assert sorted(pins.chunks()) == [b"a", b"b", b"c"], "the newest has ended"
+    pins.shrink(0)
+    assert (len(pins), pins.chunks()) == (0, [])
+
+
+class Renewing(Lookups):
+    """A pool that has the first chunks of each prompt."""
+
+    def __init__(self, found: int = 512) -> None:
+        super().__init__(found)
+        self.epoch: str | None = ""
+        self.renewed: list[Sequence[bytes]] = []
+
+    def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
+        if self.epoch is None:
+            return None
+        self.renewed += [names] if names else []
+        return self.epoch, len(names)
+
+
+class Kept:
+    """Hints of a proxy whose pins may have `room` chunks, with a clock."""
+
+    def __init__(self, room: int = 100, proxies: int = 1, **config: Any) -> None:
+        self.client = Renewing()
+        self.direct = rule(self.client)
+        self.metrics = ProxyMetrics()
+        self.now, self.room = 0.0, room
+        # rounding: a chunk more or less
+        size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
+        self.hints = Hints(HintsConfig(**config), self.direct, self.metrics, size, lambda: self.now)
+        records = [NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)]
+        records += [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(proxies)]
+        self.hints.update(View(tuple(records)))
+
+    async def ask(self, kind: str, named: str = "a", client: str = "c", /, **payload: Any) -> dict[str, Any]:
+        async def name(completion: Any) -> NamedPrompt | None:
+            return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
+
+        answer = await self.hints.take(message(kind, payload, named), client, name)
+        (one,) = answer.actions
+        return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
+
+
+def message(kind: str, payload: object, action_id: str = "a", version: str = "1.0") -> bytes:
+    action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
+    return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
+
+
+@scenario
+async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over() -> None:
+    k = Kept(room=4, max_ttl_s=60)
+    with closing(k.direct):
+        assert k.hints.renew_s == 2.0
+        told = await k.ask("kv.retain", tokens=IDS, ttl_s=30)
+        assert (told["status"], told["ttl_s"], told["tokens"], told["in_pool"]) == ("accepted", 30, 768, 512)
+        await k.hints.renew()
+        assert [len(names) for names in k.client.renewed] == [3]
+        assert (k.metric("pins"), k.metric("pinned_objects")) == (1, 3)
+        assert k.metric("pinned_bytes") == 3 * NAMESPACE.chunk_bytes
+        told = await k.ask("kv.retain", "b", tokens=[*IDS[:512], *[8] * 600], ttl_s=1000)
+        assert (told["status"], told["ttl_s"], told["tokens"]) == ("clipped", 60, 768)
+        assert told["reason"].startswith("max_ttl_s is 60; all pins may take")
+        told = await k.ask("kv.retain", "b2", tokens=[9] * 600, ttl_s=30)
+        assert (told["status"], told["reason"][:20]) == ("refused", "other pins take all ")
+        k.now = 30.0
+        await k.hints.renew()
+        assert (len(k.client.renewed[-1]), k.metric("pins")) == (3, 1)
+        assert (await k.ask("kv.release", "x", "other client", action_id="b"))["status"] == "refused"
+        assert (await k.ask("kv.release", "x", action_id="b"))["released"] == 1
+        renewed = len(k.client.renewed)
+        await k.hints.renew()
+        assert len(k.client.renewed) == renewed, "there is nothing to renew"
+        assert k.metric("pinned_objects") == k.metric("pinned_bytes") == 0
+        assert k.metric("hints_total", action="retain", outcome="clipped") == 1
+
+
+@scenario
+async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_granted_a_share_of() -> None:
+    k = Kept(room=6, proxies=3)
+    with closing(k.direct):
+        for action_id, token in (("old", 1), ("new", 2)):
+            assert (await k.ask("kv.retain", action_id, tokens=[token] * 3 * CHUNK, ttl_s=600))["tokens"] == 768
+        k.client.epoch = None
+        await k.hints.renew()
+        assert (k.metric("pins"), k.metric("pinned_objects")) == (2, 0)
+        assert (await k.ask("kv.retain", "b", tokens=IDS, ttl_s=30))["reason"] == "the pool does not answer"
+        k.client.epoch, k.room, k.now = "", 5, 10.0
+        await k.hints.renew()
+        assert k.metric("pins") == 1
+        assert (await k.ask("kv.release", "x", action_id="new"))["status"] == "refused", "the newest ends"
+        k.client.epoch = "2"
+        await k.hints.renew()
+        assert (await k.ask("kv.release", "x", tokens=[1] * 3 * CHUNK))["status"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (message("kv.prefetch", {"tokens": IDS}), "kv.prefetch is not supported"),
+        (message("kv.share", {"tokens": IDS}), "kv.share 1.0 is not supported"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, version="2.0"), "kv.retain 2.0 is not supported"),
+        (message("kv.retain", {"tokens": IDS}), "ttl_s"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 0}), "ttl_s"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": "9"}), "ttl_s"),
+        (message("kv.retain", {"ttl_s": 9}), "exactly one of tokens, prompt, messages"),
+        (message("kv.retain", {"tokens": IDS, "prompt": TEXT, "ttl_s": 9}), "exactly one of"),
+        (message("kv.retain", {"request_id": "r", "ttl_s": 9}), "exactly one of"),
+        (message("kv.retain", {"tokens": TEXT, "ttl_s": 9}), "list of token ids"),
+        (message("kv.retain", {"tokens": [1, -1], "ttl_s": 9}), "list of token ids"),
+        (message("kv.retain", {"tokens": None, "ttl_s": 9}), "missing"),
+        (message("kv.retain", {"tokens": [1] * 255, "ttl_s": 9}), "no whole chunk"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "model": "adapter"}), "only prompts for the model base"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "cannot be named"),
+        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named"),
+        (message("kv.release", {"action_id": "none"}), "no such pin"),
+        (message("kv.release", {"action_id": 7}), "action_id"),
+        (message("kv.retain", [1]), "payload"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, action_id=""), "action_id"),
+        (b'{"protocol_version": "0.1", "message_id": "m", "actions": [7]}', "Expected `object`"),
+        (b'{"protocol_version": "0.2", "message_id": "m", "actions": []}', None),
+        (b'{"protocol_version": "0.1", "message_id": "m", "actions": {}}', None),
+        (b'{"protocol_version": "0.1", "message_id": "m", "actions": [' + b",".join([b"1"] * 9) + b"]}", None),
+        (b'"hello"', None),
+        (b"", None),
+    ],
+)  # fmt: skip
+@scenario
+async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reason: str | None) -> None:
+    async with pinning(pool=POOL._replace(model="base")) as c:
+        async with c.session.post(c.url + "/hints", data=sent) as response:
+            if reason is None:
+                assert response.status == 400
+                assert (await error_of(response))["code"] == "bad_hints"
+            else:
+                (action,) = (await response.json())["actions"]
+                assert action["status"] == "refused"
+                assert reason in action["reason"]
+        hints = json.loads(sent or "[]")
+        async with c.post({"prompt": IDS, "model": "base", "kv_hints": hints}) as response:
+            assert response.status == 200
+            told = json.loads(response.headers[HEADER])
+            assert "kv_hints" in told["error"] if reason is None else len(told["actions"]) == 1
+        assert c.metric("pins") == (0 if reason != "exactly one of tokens, prompt, messages" else 1), "its own prompt"
+
+
+def pinning(pool: Pool = POOL, **config: Any) -> Any:
+    """A cluster whose pool has room for 1000 pinned chunks."""
+    client = Renewing()
+    running = cluster(direct=rule(client, pool=pool), **config)
+
+    class Pinning:
+        async def __aenter__(self) -> Cluster:
+            c: Cluster = await running.__aenter__()
+            c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1
+            c.decode[0].tokenize = tokenizes
+            return c
+
+        async def __aexit__(self, *error: Any) -> None:
+            await running.__aexit__(*error)
+
+    return Pinning()
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [({"prompt": IDS}, 768), ({"prompt": TEXT}, 768), ({"messages": CHAT}, 768), ({"prompt": [3] * 255}, None)],
+)
+@scenario
+async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_them(
+    body: dict[str, Any], tokens: int | None
+) -> None:
+    async with pinning() as c:
+        hints = json.loads(message("kv.retain", {"ttl_s": 60}))
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        async with c.session.post(c.url + path, json={**body, "kv_hints": hints}) as response:
+            assert response.status == 200
+            (action,) = json.loads(response.headers[HEADER])["actions"]
+        assert action.get("tokens") == tokens, action
+        for node in (*c.prefill, *c.decode):
+            assert all("kv_hints" not in sent for sent in node.bodies)
+        target = {
+            ("tokens" if key == "prompt" and isinstance(value, list) else key): value for key, value in body.items()
+        }
+        async with c.session.post(c.url + "/hints", data=message("kv.release", target)) as response:
+            (action,) = (await response.json())["actions"]
+        assert action.get("released") == (tokens and 1), "the same prompt from outside"
+        async with c.post(body | {"prompt": IDS}) as response:
+            assert HEADER not in response.headers
+
+
+@scenario
+async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> None:
+    sent = message("kv.retain", {"tokens": IDS, "ttl_s": 60})
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-has-a-long-key\n")
+    async with pinning(api_keys_file=str(keys)) as c, c.session.post(c.url + "/hints", data=sent) as response:
+        assert response.status == 401
+    async with cluster(direct=rule(Renewing(), 0)) as c, c.session.post(c.url + "/hints", data=sent) as response:
+        assert "direct_tokens is 0" in (await response.json())["actions"][0]["reason"]
+    async with pinning(hints=HintsConfig(max_share=0)) as c, c.session.post(c.url + "/hints", data=sent) as response:
+        assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
+    async with cluster(direct=rule(Renewing())) as c, c.session.post(c.url + "/hints", data=sent) as response:
+        assert "max_share is 0" in (await response.json())["actions"][0]["reason"]

@@ -1,0 +1,134 @@
+"""Pins in a real pool, and `pd-cache pin` and `unpin`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import main
+from launch.discovery import View
+from launch.discovery.directory import file_records
+from launch.pool_lookups import open_lookup, pool_bytes
+from launch.proxy.direct import DirectRule
+from pd_cache.chunks import ChunkedTokenDatabase
+from pd_cache.cluster import NodeRecord, dump_config, load_config
+from tests.launch.proxy.test_hints import message
+from tests.support.cluster import CHUNK as SMALL
+from tests.support.cluster import cluster_file, complete, started
+from tests.support.pool import Pool
+from tests.support.proxy import NAMESPACE, cluster, scenario
+
+CHUNK = NAMESPACE.chunk_size
+LARGE = msgspec.structs.replace(NAMESPACE, page_bytes=8192)
+"""A namespace whose chunks have 256 KiB."""
+
+
+@scenario
+async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(segment="64MiB", lease_ttl_ms=1000).start()
+    config = load_config(pool.file)
+    database, payload = ChunkedTokenDatabase(LARGE), bytes(LARGE.chunk_bytes)
+    pinned, unpinned = [1] * 8 * CHUNK, [2] * 8 * CHUNK
+
+    def keys(tokens: list[int]) -> list[str]:
+        return database.all_shard_keys(database.name_chunks(tokens))
+
+    direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", *pool[:2], pool.versions), timeout_s=60.0)
+    async with cluster(direct=direct) as c:
+        c.proxy._pools._master = lambda view: pool.address
+        c.proxy._hints._pool_bytes = lambda view: pool_bytes(config, view)
+        decode = NodeRecord(name="decode-0", role="decode", address=c.decode[0].url, **LARGE.described())
+        c.proxy.update(View((decode, *file_records(config))))
+        assert direct.blind == ""
+        with pool.bare_client() as client:
+            for key in (*keys(pinned)[:4], *keys(unpinned)):
+                assert client.put(key, payload) == 0
+            told: dict[str, Any] = {}
+            while told.get("status") != "accepted":  # the client of the pool begins to connect
+                async with c.session.post(
+                    c.url + "/hints", data=message("kv.retain", {"tokens": pinned, "ttl_s": 600})
+                ) as response:
+                    (told,) = (await response.json())["actions"]
+                assert told["status"] == "accepted" or told["reason"] == "the pool does not answer", told
+            assert (told["tokens"], told["in_pool"]) == (8 * CHUNK, 4 * CHUNK)
+            for key in keys(pinned)[4:]:
+                assert client.put(key, payload) == 0, "what comes later is kept, too"
+
+            def flood(number: int) -> int:
+                return sum(client.put(f"flood/{number}/{index}", payload) == 0 for index in range(16))
+
+            stored = number = 0
+            while stored < 3 * 256:
+                stored += await asyncio.to_thread(flood, number)
+                number += 1
+                await asyncio.sleep(0.1)  # so that it lasts for many leases
+                assert number < 500, "the pool takes stores all the while"
+            there = client.batch_is_exist([*keys(pinned), *keys(unpinned)])
+            assert there == [1] * 8 + [0] * 8
+            metric = c.proxy.metrics.registry.get_sample_value
+            assert metric("pd_cache_proxy_pinned_objects") == 8
+            async with c.session.post(c.url + "/hints", data=message("kv.release", {"action_id": "a"})) as response:
+                assert (await response.json())["actions"][0]["released"] == 1
+            for number in range(500, 700):
+                await asyncio.to_thread(flood, number)
+                await asyncio.sleep(0.02)
+            assert sum(client.batch_is_exist(keys(pinned))) == 0, "what was released goes like all others"
+
+
+def pinned(*arguments: str, code: int = 0, stdin: str | None = None) -> Any:
+    done = CliRunner().invoke(main, [*arguments, "--json"], input=stdin)
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
+    prompt = list(range(5 * SMALL + 1))
+    with started(tmp_path, proxy={"direct_tokens": 1}) as running:
+        file = tmp_path / "running.yaml"
+        file.write_text(dump_config(running.config))
+        (tmp_path / "tokens.json").write_text(json.dumps(prompt))
+        tokens = ["-c", str(file), "--tokens", str(tmp_path / "tokens.json")]
+        told: dict[str, Any] = {}
+        while told.get("status") != "accepted":  # the proxy learns what it needs from the nodes
+            told = json.loads(CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "p", "--json"]).stdout)
+        assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 0, 60)
+        assert complete(running.urls["proxy"], prompt).status == 200
+        while told["in_pool"] < 5 * SMALL:  # the last chunks are stored after the answer
+            told = pinned(
+                "pin", "-c", str(file), "--tokens", "-", "--ttl", "9e9", "--id", "p", stdin=json.dumps(prompt)
+            )
+        assert (told["status"], told["ttl_s"], told["reason"]) == ("clipped", 3600, "max_ttl_s is 3600")
+        text = pinned("pin", "-c", str(file), "--text", "x" * 999, "--ttl", "9", code=1)
+        assert "no node has returned them" in text["reason"], "the reference engine tokenizes nothing"
+        assert pinned("unpin", *tokens)["released"] == 1
+        assert pinned("unpin", "-c", str(file), "--id", "p", code=1)["status"] == "refused"
+        shown = CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "q"]).stdout
+        assert shown == f"q: keeps {5 * SMALL} tokens for 60 s; the pool has {5 * SMALL} of them now\n"
+        assert CliRunner().invoke(main, ["unpin", *tokens]).stdout == "1 released\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--ttl", "9"], 2, "either by --tokens FILE or by --text"),
+        (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "either by --tokens FILE or by --text"),
+        (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
+        (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
+        (["--text", "x"], 2, "Missing option '--ttl'"),
+        (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
+    ],
+)
+def test_wrong_pins_end_with_one_line(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
+    done = CliRunner().invoke(main, ["pin", "-c", str(cluster_file(tmp_path)), *arguments], input="no list")
+    assert done.exit_code == code
+    assert says in done.output
+    assert "Traceback" not in done.output
