@@ -30,8 +30,8 @@ Array = npt.NDArray[Any]
 
 _LARGE_PAGE = 16 << 10
 """Pages of at least so many bytes are hashed one by one where they lie; of smaller ones, Python's share of the time would be too large."""
-_STEP_BYTES = 512 << 10
-"""The bytes of a step: few enough for the second-level cache of one core, and so many that Python's share of the time is small."""
+_STEP_BYTES = 1 << 20
+"""The bytes of a step: few enough for the caches of one core, and so many that Python's share of the time is small."""
 
 _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1, np.uint8))
 
@@ -39,10 +39,14 @@ _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1,
 class _Places(NamedTuple):
     """Where some blocks of a chunk lie, as `ChunkSlots` in NumPy."""
 
+    cut: slice
+    """Which blocks of the chunk they are."""
     blocks: Array | None
     slots: Array | None
     kept: range
     """Which of them are not left out."""
+    in_place: list[int]
+    """The blocks, if their pages are hashed where the engine has them; empty if a copy is hashed."""
 
 
 class CpuPagedCopier(PagedCopier):
@@ -62,9 +66,11 @@ class CpuPagedCopier(PagedCopier):
     def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(chunk, out):
-            if (blocks := self._hashed_in_place(places)) is not None:
-                _update(digest, planes, blocks)
-                self._take(planes, blocks, part)
+            if places.in_place:
+                for plane, pages in zip(planes, part, strict=True):
+                    for block, page in zip(places.in_place, pages, strict=True):
+                        digest.update(plane[block])
+                        page[...] = plane[block]
             else:
                 pages = self._pages(planes, places, part.shape)
                 digest.update(pages.view(np.uint8).data)
@@ -74,21 +80,17 @@ class CpuPagedCopier(PagedCopier):
     def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(chunk, source):
-            if (blocks := self._hashed_in_place(places)) is not None:
-                self._write(planes, places, part)
-                _update(digest, planes, blocks)
+            if places.in_place:
+                for plane, pages in zip(planes, part, strict=True):
+                    plane[places.blocks] = pages
+                    for block in places.in_place:
+                        digest.update(plane[block])
             else:
                 pages = self._scratch(part.shape)
                 pages[...] = part
                 digest.update(pages.view(np.uint8).data)
                 self._write(planes, places, pages)
         return CopyDone(digest.intdigest())
-
-    def _hashed_in_place(self, places: _Places) -> Array | None:
-        """Returns the blocks whose pages are hashed where the engine has them; None if a copy is hashed."""
-        if places.blocks is None or self.layout.page_bytes < _LARGE_PAGE or len(places.kept) < len(places.blocks):
-            return None
-        return places.blocks
 
     def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
         """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
@@ -100,7 +102,16 @@ class CpuPagedCopier(PagedCopier):
         blocks = None if chunk.blocks is None else chunk.blocks.numpy()
         slots = None if chunk.slots is None else chunk.slots.numpy().reshape(count, -1)
         kept = chunk.kept(self.layout.block_size)
+        large = self.layout.page_bytes >= _LARGE_PAGE
         per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
+        runs = []
+        for start in range(0, count, per_step):
+            cut = slice(start, min(start + per_step, count))
+            left = range(max(0, kept.start - start), max(0, min(kept.stop, cut.stop) - start))
+            here = None if blocks is None else blocks[cut]
+            tokens = None if slots is None else slots[cut].reshape(-1)
+            in_place = here.tolist() if here is not None and large and len(left) == len(here) else []
+            runs.append(_Places(cut, here, tokens, left, in_place))
         planes_per_step = max(1, per_step // count)
         done = 0
         for group in self._groups:
@@ -108,14 +119,8 @@ class CpuPagedCopier(PagedCopier):
                 planes = group[first : first + planes_per_step]
                 part = pages[done : done + len(planes)]
                 done += len(planes)
-                for start in range(0, count, per_step):
-                    end = min(start + per_step, count)
-                    places = _Places(
-                        None if blocks is None else blocks[start:end],
-                        None if slots is None else slots[start:end].reshape(-1),
-                        range(max(0, kept.start - start), max(0, min(kept.stop, end) - start)),
-                    )
-                    yield planes, places, part[:, start:end]
+                for places in runs:
+                    yield planes, places, part[:, places.cut]
 
     def _pages(self, planes: Array, places: _Places, shape: tuple[int, ...]) -> Array:
         """Returns a copy of pages of the cache, in memory of this thread. `shape` is `[planes, blocks, elements of a page]`."""
@@ -126,19 +131,14 @@ class CpuPagedCopier(PagedCopier):
                 picked = plane[block, :, offset]  # [tokens, pieces, elements]
                 page.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
         elif places.blocks is not None:
-            self._take(planes, places.blocks, pages)
+            if planes.flags.c_contiguous:
+                # clip: the indices were checked, and only this mode writes to `out` without a copy in between
+                np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
+            else:  # `take` would first copy all of a strided array
+                pages[...] = planes[:, places.blocks]
         pages[:, : places.kept.start] = 0
         pages[:, places.kept.stop :] = 0
         return pages
-
-    @staticmethod
-    def _take(planes: Array, blocks: Array, out: Array) -> None:
-        """Copies blocks of some planes."""
-        if planes.flags.c_contiguous:
-            # clip: the indices were checked, and only this mode writes to `out` without a copy in between
-            np.take(planes, blocks, axis=1, out=out, mode="clip")
-        else:  # `take` would first copy all of a strided array
-            out[...] = planes[:, blocks]
 
     def _write(self, planes: Array, places: _Places, pages: Array) -> None:
         """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""
@@ -167,13 +167,6 @@ class CpuPagedCopier(PagedCopier):
     def _by_token(self, pages: Array) -> Array:
         """Returns `[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
         return pages.reshape(*pages.shape[:2], self.layout.pieces, self.layout.block_size, -1)
-
-
-def _update(digest: Digest, planes: Array, blocks: Array) -> None:
-    """Adds pages of the cache to a digest."""
-    for plane in planes:
-        for block in blocks:
-            digest.update(plane[block].data)
 
 
 def _widest(divisors: Sequence[int]) -> type[np.generic]:
