@@ -32,6 +32,25 @@ class TransferEngine(Protocol):
     def transfer_check_status(self, transfer: int) -> int: ...
 
 
+idle: list[TransferEngine] = []
+"""Engines of closed stores, for those that come: to destroy one takes a second, in which no other thread of the process runs Python."""
+
+
+def _taken_engine() -> TransferEngine | None:
+    """Returns an idle engine or a new one; None if Mooncake starts none."""
+    with contextlib.suppress(IndexError):
+        return idle.pop()
+    try:
+        from mooncake.engine import TransferEngine as Engine
+
+        engine: TransferEngine = Engine()
+        # no peer ever calls this one, so its address does not matter
+        return engine if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0 else None
+    except Exception:  # the client reads, too
+        log.exception("no transfer engine")
+        return None
+
+
 class Read(NamedTuple):
     """An object at a peer, and where its bytes go."""
 
@@ -44,7 +63,8 @@ class Read(NamedTuple):
 class DirectReads:
     """Reads from peers with which Mooncake's client has spoken. Thread-safe."""
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: TransferEngine | None = None) -> None:
+        """Without an `engine`, the first read takes one: most stores never read."""
         self._engine = engine
         self._met: set[str] = set()
         """The peers that have delivered to Mooncake's client, and from which no read of ours has failed."""
@@ -52,20 +72,6 @@ class DirectReads:
         self._open: set[str] = set()
         """The peers to which the engine has connected. It begins no other transfer while it connects to one."""
         self._opening = threading.Lock()
-
-    @classmethod
-    def over_tcp(cls) -> DirectReads | None:
-        """Returns reads over a new engine; None if it does not start."""
-        try:
-            from mooncake.engine import TransferEngine as Engine
-
-            engine = Engine()
-            # no peer ever calls this one, so its address does not matter
-            if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0:
-                return cls(engine)
-        except Exception:  # the client reads, too
-            log.exception("no transfer engine")
-        return None
 
     def meet(self, peers: set[str]) -> None:
         """Notes that peers delivered to Mooncake's client."""
@@ -82,6 +88,9 @@ class DirectReads:
         transfers: list[int] = []
         unreachable: set[str] = set()
         with contextlib.nullcontext() if peers <= self._open else self._opening:
+            self._engine = self._engine or _taken_engine()
+            if self._engine is None:
+                return None
             for peer, peer_address, address, nbytes in reads:
                 # looking for the way to a peer that has just stopped takes a minute: once, not for each object
                 begun = 0
@@ -100,8 +109,15 @@ class DirectReads:
             self._met -= failed
         return codes
 
+    def close(self) -> None:
+        """Gives the engine up. No read may be under way."""
+        if self._engine is not None:
+            idle.append(self._engine)
+        self._engine = None
+
     def _ends_well(self, transfer: int, end: float) -> bool:
         """Waits for a transfer until `end`. Returns whether the bytes are there."""
+        assert self._engine is not None
         while (state := self._engine.transfer_check_status(transfer)) not in (1, -1):
             if time.monotonic() > end:
                 return False

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.calls import Call, CallThreads
-from transfer.direct_reads import DirectReads
+from transfer.direct_reads import DirectReads, idle
 from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.health import CircuitBreaker
 from transfer.lookup_rpc import lookup_rpc, why_silent
@@ -66,9 +66,8 @@ _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 def _outlive_the_child() -> None:
     """Keeps clients and engines from being destroyed in a forked child: a destructor would wait for threads that do not exist there."""
-    for store in _stores:
-        for kept in (store._client, store._moves):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for kept in (*idle, *(part for store in _stores for part in (store._client, store._moves))):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 os.register_at_fork(after_in_child=_outlive_the_child)
@@ -299,8 +298,8 @@ class MooncakeStore:
         drained &= not self._keeper.is_alive()
         for pool in self._regions:  # another store may go on to use it
             pool.forget(self._client)
-        if drained:
-            self._moves.direct = None  # its ports with it
+        if drained and self._moves.direct is not None:
+            self._moves.direct.close()
         if drained and self._mounted:
             self._client.close()
         elif not drained:
@@ -540,7 +539,7 @@ class MooncakeStore:
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
         if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE":
-            self._moves.direct = DirectReads.over_tcp()
+            self._moves.direct = DirectReads()
         with self._changed:
             if self._state == "opening":
                 for pool in self._regions:

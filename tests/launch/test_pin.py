@@ -34,7 +34,7 @@ LARGE = msgspec.structs.replace(NAMESPACE, page_bytes=8192)
 async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
     make_pool: Callable[..., Pool],
 ) -> None:
-    pool = make_pool(segment="64MiB", lease_ttl_ms=1000).start()
+    pool = make_pool(segment="64MiB", lease_ttl_ms=2000).start()
     config = load_config(pool.file)
     database, payload = ChunkedTokenDatabase(LARGE), bytes(LARGE.chunk_bytes)
     pinned, unpinned = [1] * 8 * CHUNK, [2] * 8 * CHUNK
@@ -62,6 +62,9 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
             assert (told["tokens"], told["in_pool"]) == (8 * CHUNK, 4 * CHUNK)
             for key in keys(pinned)[4:]:
                 assert client.put(key, payload) == 0, "what comes later is kept, too"
+            async with asyncio.timeout(60):
+                while c.proxy.metrics.pinned_objects._value.get() < 8:
+                    await asyncio.sleep(0.05)
 
             def flood(number: int) -> int:
                 return sum(client.put(f"flood/{number}/{index}", payload) == 0 for index in range(16))
@@ -70,7 +73,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
             while stored < 3 * 256:
                 stored += await asyncio.to_thread(flood, number)
                 number += 1
-                await asyncio.sleep(0.1)  # so that it lasts for many leases
+                await asyncio.sleep(0.1)  # so that it lasts for several leases
                 assert number < 500, "the pool takes stores all the while"
             there = client.batch_is_exist([*keys(pinned), *keys(unpinned)])
             assert there == [1] * 8 + [0] * 8
