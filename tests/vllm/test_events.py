@@ -95,11 +95,11 @@ def prompt_of(seed: int, tokens: int = 700) -> list[int]:
 
 def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(observed: Observed) -> None:
     tokens = prompt_of(1)
-    named = observed.namer.name(tokens, None).prompt
+    named = observed.namer.name(tokens, None)
     observed.node.complete(tokens)
     whole = len(named.blocks) * named.block_tokens
     wait_for(lambda: observed.cache.tokens(named) == whole, what="the node's events say that it has the prompt")
-    salted = observed.namer.name(tokens, "tenant").prompt
+    salted = observed.namer.name(tokens, "tenant")
     assert observed.cache.tokens(salted) == 0
     observed.node.complete(tokens, cache_salt="tenant")
     wait_for(lambda: observed.cache.tokens(salted) == whole, what="another tenant's are other blocks")
