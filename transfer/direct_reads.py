@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.0005
 """The pause between two looks at a transfer."""
-_FAILED = -800
+FAILED = -800
+"""Mooncake's code for a transfer that failed."""
 
 
 class TransferEngine(Protocol):
@@ -101,10 +102,10 @@ class DirectReads:
                 transfers.append(begun)
         self._open |= peers
         codes = [
-            read.nbytes if transfer and self._ends_well(transfer, end) else _FAILED
+            read.nbytes if transfer and self._ends_well(transfer, end) else FAILED
             for read, transfer in zip(reads, transfers, strict=True)
         ]
-        if failed := {read.peer for read, code in zip(reads, codes, strict=True) if code == _FAILED}:
+        if failed := {read.peer for read, code in zip(reads, codes, strict=True) if code == FAILED}:
             self._failed |= failed
             self._met -= failed
         return codes

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from transfer.direct_reads import DirectReads, Read
+from transfer.direct_reads import FAILED, DirectReads, Read
 from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker, Peers
 from transfer.settings import TransferSettings, stall_seconds
@@ -43,8 +43,6 @@ _MOST_LANES = 16
 _RETRY_FULL_AFTER_S = 0.02
 """Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
 
-_SILENT = -800
-"""Mooncake's code for a transfer that failed."""
 _NO_ANSWER = -900
 """Mooncake's code for a master that does not answer."""
 _UNANSWERED_S = 0.9
@@ -195,7 +193,7 @@ class Moves:
         wanted = self._from_others_than_silent_peers(part.keys, where, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part
         if not wanted:
-            return [_SILENT] * len(part.keys)
+            return [FAILED] * len(part.keys)
         # 2. while the read runs, `suspect_slow_peers` can see what it waits for
         me = threading.get_ident()
         self._reading[me] = (now, asked.keys)
@@ -212,7 +210,7 @@ class Moves:
             self._learn(asked.keys, found, where or self._where(asked.keys))
         if asked is part:
             return found
-        codes = [_SILENT] * len(part.keys)
+        codes = [FAILED] * len(part.keys)
         for index, code in zip(wanted, found, strict=True):
             codes[index] = code
         return codes

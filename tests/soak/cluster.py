@@ -354,10 +354,9 @@ class Footprint(NamedTuple):
     def beyond(self, before: Footprint) -> list[str]:
         """Returns in words what is held beyond what was held before and what is allowed.
 
-        Connections to peers come and go, of a peer that has died up to eight stay (docs/mooncake.md), and threads are started when they are
-        first needed.
+        Connections to peers come and go, and threads are started when they are first needed.
         """
-        allowed = Footprint(before.processes, before.descriptors + 96, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
+        allowed = Footprint(before.processes, before.descriptors + 24, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
         rows = zip(self._fields, before, self, allowed, strict=True)
         return [f"{now} {what} instead of {was}" for what, was, now, limit in rows if now > limit]
 
@@ -374,7 +373,9 @@ def footprint(pid: int) -> Footprint:
     with contextlib.suppress(psutil.Error):  # it ended meanwhile
         node = psutil.Process(pid)
         for one in (node, *node.children(recursive=True)):
-            holds = (1, one.num_fds(), one.num_threads(), one.memory_info().rss >> 20)
+            # Mooncake never closes its connections to peers that have died (docs/mooncake.md)
+            dead = sum(connection.status == psutil.CONN_CLOSE_WAIT for connection in one.net_connections("tcp"))
+            holds = (1, one.num_fds() - dead, one.num_threads(), one.memory_info().rss >> 20)
             held = Footprint(*map(sum, zip(held, holds, strict=True)))
     return held
 
