@@ -92,6 +92,7 @@ class Soak:
         self._go()
         self._watch(2.0 if self.short else 20.0)
         self._pause()
+        self._come_back([])  # an engine that has not loaded yet has no connections
         before = cluster.footprints()
         self._say(f"{len(self.faults)} faults follow")
         self._go()
