@@ -20,7 +20,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -274,10 +273,7 @@ def main(minutes: float, seed: int | None, logs: Path, inside: bool) -> None:
     logs.mkdir(parents=True)
     os.environ["TMPDIR"] = "/dev/shm"
     faults = planned(seed, minutes * 60)
-    # its own runtime folder: the ports are those of the run before, whose versions of the weights would be taken for this run's
-    with tempfile.TemporaryDirectory(prefix="pdc-", dir="/dev/shm") as runtime:
-        os.environ["XDG_RUNTIME_DIR"] = runtime
-        books = Soak(seed, minutes * 60, enter(), logs, faults).run()
+    books = Soak(seed, minutes * 60, enter(), logs, faults).run()
     report = f"{books.report()}\nseed {seed}, {minutes:g} minutes; logs are in {logs}"
     (logs / "report.txt").write_text(report)
     print(report)

@@ -53,6 +53,7 @@ LONGEST_MS = 20_000
 """The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of them shorter."""
 _READY_S, _BACKOFF_S, _KILLED_S = 90.0, 1.0, 15.0
 _PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members"))}  # fmt: skip
+_RUNTIME = Path("/run")
 _SHARED_MEMORY = Path("/dev/shm")
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 
@@ -64,8 +65,10 @@ def isolate(module: str, *arguments: str) -> None:
 
 def enter() -> Path:
     """Makes the new namespaces fit for a soak. Returns an empty folder in memory, which holds an empty file system `disk`."""
-    for folder in (Path("/run"), _SHARED_MEMORY):
-        _run("mount", "-t", "tmpfs", "pd-cache-soak", str(folder))
+    for folder, mode in ((_RUNTIME, "0700"), (_SHARED_MEMORY, "1777")):
+        _run("mount", "-t", "tmpfs", "-o", f"mode={mode}", "pd-cache-soak", str(folder))
+    # ports are those of the run before, whose versions of the weights would be taken for this run's
+    os.environ["XDG_RUNTIME_DIR"] = str(_RUNTIME)
     _run("ip", "link", "set", "lo", "up")
     folder = _SHARED_MEMORY / "soak"
     (folder / "disk").mkdir(parents=True)
