@@ -10,11 +10,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from pd_cache.cache import BlockCache
 from pd_cache.reasons import Loaded, StoreOutcome
-from pd_cache.vllm.steps import LoadOp, Step, StepReport, StoreOp
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
@@ -63,6 +64,8 @@ class WorkerSide:
         self._ended = EndedLoads(set(), set(), set())
         self._report = StepReport()
         self._closing = False
+        self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load")
+        """For the groups of a load beyond its first, at most one thread for each: they wait in their own transfers and for nobody."""
         self._threads = [
             threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
             for name, target in (
@@ -132,6 +135,7 @@ class WorkerSide:
         deadline = self._clock() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
+        self._loaders.shutdown(wait=False)
         return not any(thread.is_alive() for thread in self._threads)
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -165,13 +169,11 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads chunks of all groups, until one fails. Returns what became of that one, or else of the first."""
-        first: Loaded | None = None
-        for part in op.parts:
-            cache, remaining = self._caches[part.group], deadline - self._clock()
-            if cache is None:
-                continue
-            loaded = Loaded(0, "deadline")
+        """Loads chunks of all groups at the same time. Returns what became of the first one that failed, or else of the first."""
+        parts = [(part, cache) for part in op.parts if (cache := self._caches[part.group]) is not None]
+
+        def load(part: GroupChunks, cache: BlockCache) -> Loaded:
+            remaining, loaded = deadline - self._clock(), Loaded(0, "deadline")
             try:
                 if remaining > 0:
                     loaded = cache.load(
@@ -182,10 +184,14 @@ class WorkerSide:
             except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
                 self._unexpected("retrieve", len(part.names), error)
                 loaded = Loaded(0, "error")
-            if loaded.chunks < len(part.names):
-                return loaded if loaded.reason != "none" else Loaded(loaded.chunks, "error")
-            first = first or loaded
-        return first or Loaded(0, "none" if op.parts else "error")
+            return loaded
+
+        others = [self._loaders.submit(load, *part) for part in parts[1:]]
+        ends = [load(*part) for part in parts[:1]] + [other.result() for other in others]
+        for (part, _), end in zip(parts, ends, strict=True):
+            if end.chunks < len(part.names):
+                return end if end.reason != "none" else Loaded(end.chunks, "error")
+        return ends[0] if ends else Loaded(0, "none" if op.parts else "error")
 
     def _run_stores(self) -> None:
         while (item := self._store_queue.get()) is not None:
