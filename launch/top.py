@@ -1,4 +1,4 @@
-"""`pd-cache top`: what the nodes do now, in a terminal of any size. docs/observability.md says what its figures mean.
+"""`pd-cache top`: what the nodes do now, in a terminal of any size. docs/monitoring.md says what its figures mean.
 
 `Screen` (pure) is what the user looks at: rows in an order, the selected node, and what keys do. `draw` makes lines of it, `top` is the loop.
 """

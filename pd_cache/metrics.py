@@ -211,7 +211,7 @@ class CacheMetrics:
         )
         self._requests = Counter(
             "pd_cache_requests",
-            "Prompts, by why the first chunk that was not loaded was not there (docs/explain.md)",
+            "Prompts, by why the first chunk that was not loaded was not there (docs/troubleshooting.md)",
             ["reason"],
             registry=self.registry,
         )

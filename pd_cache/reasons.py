@@ -223,7 +223,7 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 T = TypeVar("T")
 
 KEY = "report"
-"""The key of a request's report in the object `pd_cache` of an answer, see docs/explain.md."""
+"""The key of a request's report in the object `pd_cache` of an answer, see docs/troubleshooting.md."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -117,7 +117,22 @@ def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
     assert set(re.findall(r"\(configs/(.*?)\.yaml\)", README)) == {file.stem for file in (ROOT / "configs").iterdir()}
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert link.startswith("https://") or target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_each_alert_has_a_place_in_the_docs() -> None:
+    runbooks = re.findall(r"runbook: (.*)#(.*)", (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    assert runbooks
+    for page, anchor in runbooks:
+        assert anchor in anchors(ROOT / page), anchor

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 LMCACHE_VENV=${LMCACHE_VENV:-.venv-lmcache}
-LMCACHE=${LMCACHE:-0.5.6}   # docs/lmcache.md names the versions that are tested
+LMCACHE=${LMCACHE:-0.5.6}   # docs/adapters.md names the versions that are tested
 
 VLLM_VENV=$LMCACHE_VENV PYTHON=$PYTHON bash tools/install-vllm.sh
 

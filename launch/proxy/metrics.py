@@ -1,6 +1,6 @@
 """What the proxy says of itself: `/health`, `/metrics`, `/peers`, and `/requests/ID`, of the last requests.
 
-A node's answer holds a report on the prompt (docs/explain.md). The proxy passes answers on as they come, and looks only at their ends. vLLM's
+A node's answer holds a report on the prompt (docs/troubleshooting.md). The proxy passes answers on as they come, and looks only at their ends. vLLM's
 streams hold no report; the node itself still has it. If clients need keys, a client without one learns from `/health` only whether the
 proxy can serve.
 """

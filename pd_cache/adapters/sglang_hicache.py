@@ -1,6 +1,6 @@
 """pd-cache as a storage backend of SGLang's HiCache: `--hicache-storage-backend dynamic` with the class `PdCacheStorage` of this module.
 
-HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/sglang.md shows the flags. The calls run on
+HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/adapters.md shows the flags. The calls run on
 SGLang's storage threads, each with a deadline, and raise nothing.
 
 Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late transfer may go on after its

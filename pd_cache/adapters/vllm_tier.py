@@ -1,7 +1,7 @@
 """pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier"}`.
 
 vLLM's `OffloadingConnector` with its `TieringOffloadingSpec` keeps chunks in the host's memory, its primary tier, and hands them to secondary
-tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/vllm-tiering.md shows the settings. The tier runs in
+tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/adapters.md shows the settings. The tier runs in
 vLLM's scheduler, so nothing here waits, apart from `drain_jobs` and `shutdown`.
 """
 

