@@ -31,7 +31,9 @@ _POOLS_EVENTS = (
     "went in 0.2.0: vLLM nodes publish what their own caches hold (their events_port), and the proxy looks up what the pool holds; "
     "for events of the pool itself, Mooncake's master has --enable_kv_events from 0.3.14 on"
 )
-_BY_NGINX = "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/operations.md)"
+_BY_NGINX = (
+    "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/operations.md)"
+)
 REMOVED: dict[str, str] = {
     "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
     "cache.tiers.local.device: cuda": (
