@@ -70,6 +70,17 @@ def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
     return [prefix + tails[0], prefix + tails[1], prefix + tails[0], list(prefix), prefix[: chunk_size // 2]]
 
 
+def comments(shared: int) -> tuple[str, ...]:
+    """Returns what each of `prompts` shows; the first two share `shared` tokens."""
+    return (
+        "new. The prefill node computes it, and the decode node loads its whole chunks.",
+        f"shares its first {shared} tokens with prompt 1, which the prefill node loads.",
+        "prompt 1 again.",
+        "the shared part alone. All of it is in the pool; its last token is always computed.",
+        "shorter than a chunk, so nothing of it is stored.",
+    )
+
+
 def run_demo(file: Path, *, as_json: bool) -> bool:
     """Runs everything and prints the outcome. Returns False if any output differs. Takes well under a minute."""
     config, source = read_config(file)
@@ -160,6 +171,8 @@ def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig
             "[green]identical[/]" if one["tokens_equal"] else "[red]DIFFERENT[/]",
         )
     console.print(table)
+    for number, comment in enumerate(comments(compared[3]["prompt_tokens"]), start=1):
+        console.print(f"prompt {number}: {comment}", highlight=False, soft_wrap=True)
     if all_equal:
         console.print("Every output is identical to the lone engine's.")
     else:

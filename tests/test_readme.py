@@ -1,8 +1,11 @@
-"""README.md: its examples run, its commands are there, its links lead somewhere."""
+"""README.md and the pages of docs/ that a newcomer reads: examples run, commands are there, links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,13 @@ from typing import Any
 import click
 import pytest
 import torch
+import yaml
 
 import pd_cache
-from launch.cli import main
+from launch.cli import example_file, main
+from launch.demo import comments
 from pd_cache import CacheEngineBuilder, LoadStoreOp
+from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
@@ -22,16 +28,18 @@ from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
 README = (ROOT / "README.md").read_text()
+EMBED, OPERATOR, RECIPES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "operator", "recipes"))
 PAGES = sorted(chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), ROOT.glob("examples/*.md")))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return [block for of, block in found if of == language]
 
 
 def example(using: str, replacements: dict[str, str]) -> str:
     """The one block of Python that has `using` in it, with what this machine lacks replaced."""
-    (code,) = [block for block in blocks("python") if using in block]
+    (code,) = [block for block in blocks("python", EMBED) if using in block]
     for written, wanted in replacements.items():
         assert written in code
         code = code.replace(written, wanted)
@@ -40,7 +48,7 @@ def example(using: str, replacements: dict[str, str]) -> str:
 
 def run(code: str, given: dict[str, Any]) -> dict[str, Any]:
     names = dict(given)
-    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own page
+    exec(compile(code, "docs/embed.md", "exec"), names)  # noqa: S102 - our own page
     return names
 
 
@@ -96,8 +104,27 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: P
             names["scheduler"].shutdown()
 
 
+@pytest.mark.slow(seconds=30)
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path: Path) -> None:
+    (script,) = [block for block in blocks("sh", README) if "PROXY=" in block]
+    (said,) = [block for block in blocks("", README) if block.startswith("prefill at")]
+    tree = yaml.safe_load(example_file("local").read_text())
+    tree["transfer"]["timeouts"]["exist_ms"], tree["handoff"]["wait_ms"] = 10_000, 60_000  # on a busy machine
+    with started(tmp_path, **tree) as cluster:
+        for written, wanted in (
+            ("http://127.0.0.1:PORT", cluster.urls["proxy"]),
+            ("pd-cache", f"{sys.executable} -m launch"),
+            ("local.yaml", str(tmp_path / "cluster.yaml")),
+        ):
+            assert written in script
+            script = script.replace(written, wanted)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert said in done.stdout, done.stderr
+
+
 def test_commands_are_there() -> None:
-    for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh")), re.MULTILINE):
+    for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE):
         command: click.Command = main
         for word in line.split():
             if not isinstance(command, click.Group):
@@ -113,8 +140,26 @@ def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
 def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
     (bench,) = [parameter for parameter in main.commands["bench"].params if parameter.name == "name"]
     assert isinstance(bench.type, click.Choice)
-    assert re.findall(r"^pd-cache bench (\w+)", README, re.MULTILINE) == list(bench.type.choices)
-    assert set(re.findall(r"\(configs/(.*?)\.yaml\)", README)) == {file.stem for file in (ROOT / "configs").iterdir()}
+    assert [name for name in bench.type.choices if f"`{name}`" not in README and f"bench {name}" not in README] == []
+    assert set(re.findall(r"\(\.\./configs/(.*?)\.yaml\)", RECIPES)) == {
+        file.stem for file in (ROOT / "configs").iterdir()
+    }
+
+
+def test_the_demo_says_of_its_prompts_what_the_page_says() -> None:
+    said = [f"prompt {number}: {comment}" for number, comment in enumerate(comments(2304), start=1)]
+    assert "\n".join(said) in README
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_the_plot_is_what_its_command_draws() -> None:
+    images = ROOT / "docs" / "images"
+    command = [sys.executable, str(ROOT / "tools" / "plot-ttft.py"), str(images / "ttft.jsonl")]
+    drawn = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert drawn == (images / "ttft.svg").read_text()
 
 
 def anchors(page: Path) -> set[str]:
