@@ -11,7 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from launch.cli import example_file
+from launch.engines.vllm_command import refused_flags
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
+from pd_cache.cluster import load_config
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.groups import LayerGroups
@@ -589,3 +592,9 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
         group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m")
     with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
         group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m")
+
+
+@pytest.mark.parametrize("name", ["cluster", "rdma", "vllm-local"])
+def test_vllms_own_parser_takes_the_flags_of_a_recipe(name: str) -> None:
+    config = load_config(example_file(name))
+    assert refused_flags(config, config.nodes) == {}

@@ -1,0 +1,51 @@
+"""The files of docs/recipes.md: each starts as far as CPUs go, its nodes find one another, and a prompt that comes again is a hit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.cli import example_file
+from launch.up import running
+from pd_cache.cluster import load_config, read_config
+from tests.support.cluster import CHUNK, ENGINE, complete, started
+from tests.support.pool import ROOT
+
+pytestmark = pytest.mark.slow(seconds=60)
+
+_GPUS = ("args", "env", "events_port", "lease_ttl_ms")
+"""What only vLLM takes, and a lease for reads that are shorter than those of a busy machine."""
+
+
+def on_this_machine(node: dict[str, Any]) -> dict[str, Any]:
+    """The node of a file here, on free ports and with little memory."""
+    free = {key: 0 for key in ("port", "metrics_port") if key in node}
+    small = {"segment_size": "64MiB"} if "segment_size" in node else {}
+    return {key: value for key, value in node.items() if key not in _GPUS} | {"host": "127.0.0.1"} | free | small
+
+
+@pytest.mark.parametrize("name", ["cluster", "rdma"])
+def test_the_nodes_of_a_recipe_share_a_prompt(name: str, tmp_path: Path) -> None:
+    nodes = yaml.safe_load(example_file(name).read_text())["nodes"]
+    with started(tmp_path, nodes=[on_this_machine(node) for node in nodes], engine=ENGINE) as cluster:
+        prompt = list(range(4 * CHUNK + 9))
+        answers = [complete(cluster.urls["proxy"], prompt) for _ in range(2)]
+    assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
+
+
+def test_an_engine_of_ones_own_finds_in_the_pool_what_it_has_stored(tmp_path: Path) -> None:
+    tree = yaml.safe_load(example_file("pool").read_text())
+    tree["nodes"] = [on_this_machine(node) for node in tree["nodes"]]
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(tree))
+    with running(*read_config(tmp_path / "pool.yaml")) as cluster:
+        command = [sys.executable, str(ROOT / "examples" / "embed_engine.py"), cluster.config.master_address]
+        assert "found: 768 tokens" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike() -> None:
+    assert load_config(example_file("cluster")).shards == 8
