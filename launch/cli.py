@@ -540,6 +540,60 @@ def config_example(name: str) -> None:
     click.echo(example_file(name).read_text(), nl=False)
 
 
+@main.command()
+@click.option("--model", type=_FILE, required=True, help="The model's config.json.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    required=True,
+    help="Different prompt tokens of the time in which they should be found again, e.g. an hour.",
+)
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    default=0.9,
+    show_default=True,
+    help="Wanted hits, as a share of those of an unbounded pool.",
+)
+@click.option("--prompt", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a prompt.")
+@click.option(
+    "--ttft",
+    "ttft_s",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="In how many seconds such a prompt should be loaded.",
+)
+@click.option("--tp", "ranks", type=click.IntRange(1), default=1, show_default=True, help="The tensor-parallel size.")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(("bfloat16", "float16", "float32", "fp8")),
+    help="Of the KV cache; by default the model's.",
+)
+@_json_option
+def size(
+    model: Path, tokens: int, share: float, prompt: int, ttft_s: float, ranks: int, kv_dtype: str | None, as_json: bool
+) -> None:
+    """Say how much KV a model has for a token, and how large a pool and how fast a network that needs.
+
+    A prompt that comes again is loaded in whole chunks. The pool is for prompts as in FAST'25's trace of conversations; `pd-cache bench
+    replay` measures another trace.
+    """
+    from rich.console import Console
+
+    from launch import size as sized
+
+    found = sized.size_of(
+        model, tokens=tokens, share=share, prompt=prompt, ttft_s=ttft_s, ranks=ranks, kv_dtype=kv_dtype
+    )
+    if as_json:
+        click.echo(_as_json(found))
+        return
+    table, text = sized.size_text(found, tokens=tokens, share=share, prompt=prompt, ttft_s=ttft_s)
+    Console().print(table)
+    click.echo(text)
+
+
 _BENCHES = {
     "bandwidth": "objects of the pool against the raw transfer",
     "engine": "store and retrieve of one engine against Mooncake's own calls",

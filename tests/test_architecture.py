@@ -28,7 +28,7 @@ LAUNCH_LAYERS = (
     ("watched",),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top"),
+    ("roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top", "size"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -39,7 +39,7 @@ STRANGERS = (
     {"vllm", "adapters"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top"},
+    {"roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top", "size"},
 )
 """Modules and packages of one layer that never import one another."""
 

@@ -1,0 +1,80 @@
+"""`pd-cache size`: what it counts of a model, and which files it refuses. tests/vllm/test_size.py compares it with vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import main
+from launch.size import Size
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}
+DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def run(config: dict[str, Any], folder: Path, *more: str) -> Any:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return CliRunner().invoke(main, ["size", "--model", str(file), "--tokens", "1000000", *more])
+
+
+def sized(config: dict[str, Any], folder: Path, *more: str) -> Size:
+    result = run(config, folder, "--json", *more)
+    assert result.exit_code == 0, result.output
+    return msgspec.json.decode(result.output, type=Size)
+
+
+def test_a_token_takes_what_each_kind_of_layers_keeps(tmp_path: Path) -> None:
+    assert [group.token_bytes for group in sized(LLAMA, tmp_path).groups] == [128 << 10]
+    assert [group.token_bytes for group in sized(LLAMA, tmp_path, "--kv-dtype", "fp8").groups] == [64 << 10]
+    assert [group.token_bytes for group in sized(DEEPSEEK, tmp_path).groups] == [32 * 576 * 2]
+    full, window = sized({"text_config": GEMMA}, tmp_path).groups
+    assert (full.layers, full.tail_chunks, window.layers, window.tail_chunks) == (5, 0, 27, 4)
+
+
+def test_a_load_takes_of_windows_only_the_end(tmp_path: Path) -> None:
+    size = sized(GEMMA, tmp_path, "--prompt", "8192", "--ttft", "0.5", "--tp", "4")
+    assert size.load_bytes == (5 * 32 + 27 * 4) * 256 * 4096
+    assert size.link_gbit == pytest.approx(size.load_bytes * 8 / 0.5 / 1e9)
+    assert size.staging_bytes == 8 * 256 * (128 << 10) // 4
+
+
+def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_path: Path) -> None:
+    pools = [sized(LLAMA, tmp_path, "--share", share).pool_bytes for share in ("0", "0.331", "0.6", "0.9", "1")]
+    assert pools == sorted(pools)
+    assert pools[0] == 0
+    assert pools[-1] == 1_000_000 * (128 << 10) * 9 // 8
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, "expected num_hidden_layers, num_attention_heads and one of float32, bfloat16, float16, fp8"),
+        (LLAMA | {"torch_dtype": "int3"}, "one of float32, bfloat16, float16, fp8"),
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "has layers that keep a state"),
+        (LLAMA | {"hybrid_override_pattern": "M-M*"}, "has layers that keep a state"),
+        (LLAMA | {"num_hidden_layers": "many"}, "expected a model's config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_is_refused(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+    result = run(config, tmp_path)
+    assert result.exit_code == 2
+    assert why in result.output
+
+
+def test_people_read_a_table_and_three_lines(tmp_path: Path) -> None:
+    output = run(LLAMA, tmp_path).output
+    assert "131,072" in output
+    assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == ["pool", "network", "transfer.staging_size"]

@@ -1,0 +1,40 @@
+"""What `pd-cache size` counts, against what vLLM's connector stores and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.lib.model import write_model
+from launch.size import size_of
+from tests.support.pool import Pool
+from tests.support.waiting import wait_for
+from tests.vllm.servers import PdCacheServer, cluster_file, running_all
+from tests.vllm.test_groups import NewPrompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_TOKENS = 1100
+_CHUNK = {"chunk_size": 256, "shards": 1}
+
+
+def moved(server: PdCacheServer, op: str) -> float:
+    wait_for(lambda: not server.blocks_in_use, what="no store holds a block")
+    return server.metric("vllm:pd_cache_bytes_total", op=op)
+
+
+def test_a_prompt_takes_as_much_as_was_counted(vllm_pool: Pool, new_prompt: NewPrompt, tmp_path: Path) -> None:
+    models = [write_model(tmp_path / kind, kind=kind, layers=6) for kind in ("llama", "gemma3")]
+    files = [cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=_CHUNK) for model in models]
+    with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
+        for model, server in zip(models, servers, strict=True):
+            size = size_of(
+                model / "config.json", tokens=1, share=1, prompt=_TOKENS, ttft_s=1, ranks=1, kv_dtype="float32"
+            )
+            prompt = new_prompt(_TOKENS)
+            server.complete(prompt)
+            assert size.load_bytes <= moved(server, "store") <= size.stored_bytes, model
+            server.forget_prefixes()
+            server.complete(prompt)
+            assert moved(server, "retrieve") == size.load_bytes, model
