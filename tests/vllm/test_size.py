@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib.model import write_model
+from bench.lib.model import ModelKind, write_model
 from launch.size import size_of
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -16,7 +16,14 @@ from tests.vllm.test_groups import NewPrompt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _TOKENS = 1100
+_KINDS: tuple[ModelKind, ...] = ("llama", "gemma3")
 _CHUNK = {"chunk_size": 256, "shards": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write_model(folder / kind, kind=kind, layers=6) for kind in _KINDS]
 
 
 def moved(server: PdCacheServer, op: str) -> float:
@@ -24,8 +31,9 @@ def moved(server: PdCacheServer, op: str) -> float:
     return server.metric("vllm:pd_cache_bytes_total", op=op)
 
 
-def test_a_prompt_takes_as_much_as_was_counted(vllm_pool: Pool, new_prompt: NewPrompt, tmp_path: Path) -> None:
-    models = [write_model(tmp_path / kind, kind=kind, layers=6) for kind in ("llama", "gemma3")]
+def test_a_prompt_takes_as_much_as_was_counted(
+    models: list[Path], vllm_pool: Pool, new_prompt: NewPrompt, tmp_path: Path
+) -> None:
     files = [cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=_CHUNK) for model in models]
     with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
         for model, server in zip(models, servers, strict=True):

@@ -594,7 +594,7 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
         group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m")
 
 
-@pytest.mark.parametrize("name", ["cluster", "rdma", "vllm-local"])
+@pytest.mark.parametrize("name", ["cluster", "rdma"])
 def test_vllms_own_parser_takes_the_flags_of_a_recipe(name: str) -> None:
     config = load_config(example_file(name))
-    assert refused_flags(config, config.nodes) == {}
+    assert refused_flags(config, {node.role: node for node in config.nodes}.values()) == {}
