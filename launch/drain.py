@@ -107,7 +107,11 @@ def drain(
     with ExitStack() as stack:
         # with etcd, a machine's file need not hold the master
         master = known_master(config) or leader.address
-        return _Follower(config, master, leader.metrics, own, state, stack).follow(timeout_s, told)
+        follower = _Follower(config, master, leader.metrics, own, state, stack)
+        try:
+            return follower.follow(timeout_s, told)
+        except (OSError, ValueError) as error:
+            raise PdCacheError(f"the master did not answer: {error}; {follower.again}") from error
 
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
@@ -154,10 +158,6 @@ class _Follower:
                 time.sleep(_POLL_S)
         except StoppedError:
             job = self._cancel()
-        except (OSError, ValueError) as error:
-            raise PdCacheError(
-                f"the master did not answer a question about its keys: {error}; {self._again}"
-            ) from error
         outcomes: dict[str, Literal["drained", "failed", "canceled"]]
         outcomes = {"SUCCEEDED": "drained", "FAILED": "failed", "CANCELED": "canceled"}
         state = self._state
@@ -168,7 +168,7 @@ class _Follower:
         return state
 
     @property
-    def _again(self) -> str:
+    def again(self) -> str:
         return f"what was moved stays so: `pd-cache drain {self._state.node}` goes on where this has ended"
 
     def _look(self) -> DrainJob:
@@ -176,17 +176,22 @@ class _Follower:
         deadline = time.monotonic() + _CALL_S
         while True:
             try:
+                # before the job, which gives its segment free when it ends
+                segments = segments_at(self._metrics)
                 job = drain_job(self._metrics, self._state.job)
                 break
             except (OSError, ValueError) as error:
                 if time.monotonic() > deadline:
                     raise PdCacheError(
-                        f"the master has not answered for {_CALL_S:g} s ({error}); {self._again}"
+                        f"the master has not answered for {_CALL_S:g} s ({error}); {self.again}"
                     ) from error
                 time.sleep(_POLL_S)
         if job is None:
-            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {self._again}")
+            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {self.again}")
         state = self._state
+        if not job.ended and not any(one.shown_status for one in segments if one.segment_name == state.segment):
+            # the master goes on waiting for its moves
+            raise PdCacheError(f"{state.node} has stopped, or was started anew: what it had not moved yet is lost")
         state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
         state.moved_bytes, state.seconds = job.migrated_bytes, time.monotonic() - self._begin
         return job
@@ -214,6 +219,7 @@ class _Follower:
 
     def _cancel(self) -> DrainJob:
         """Cancels the job. A second signal ends the attempt."""
+        self._look()  # for a list of its keys, a master that stands still is waited for much longer
         keys = self._left()
         deadline = time.monotonic() + _CANCEL_S
         while not (job := self._look()).ended and time.monotonic() < deadline:

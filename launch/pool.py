@@ -256,11 +256,12 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
     stay = {one.fingerprint for one in report.namespaces if one.nodes or one.name not in names}
     manifests = {_manifest_key(one.fingerprint).encode() for one in chosen if one.fingerprint not in stay}
     status, removed, busy = cluster_status(config), 0, 0
+    metrics = _leading(status)
     try:
         with _opened(config, status) as store, _asking():
             keys = (
-                key.decode()
-                for key in keys_at(_leading(status), _LISTING_S)
+                key.decode(errors="replace")  # another program's may be any bytes
+                for key in keys_at(metrics, _LISTING_S)
                 if _namespace(key[: key.rfind(b"/")]) in names or key in manifests
             )
             while batch := list(itertools.islice(keys, _REMOVALS)):

@@ -41,15 +41,15 @@ def versions_of(config: ClusterConfig, view: View) -> str:
 
 
 def pool_bytes(config: ClusterConfig, view: View) -> int:
-    """Returns how many bytes the pool holds, if each object is there as often as the file says. Raises OSError or ValueError if no master
-    answers."""
+    """Returns how many bytes the pool holds, if each object is there as often as the file says. What is being drained does not count. Raises
+    OSError or ValueError if no master answers."""
     tiers = (tier for tier in config.cache.tiers if isinstance(tier, MooncakeTier) and tier.master is None)
     copies = next((tier.replicas for tier in tiers), 1)
     failure: OSError | ValueError = ValueError("no master of the pool is known")
     sizes = []
     for record in view.by_role("master"):
         try:
-            sizes.append(sum(one.size_bytes for one in segments_at(record.metrics or "")))
+            sizes.append(sum(one.size_bytes for one in segments_at(record.metrics or "") if not one.shown_status))
         except (OSError, ValueError) as error:
             failure = error
     if not sizes:

@@ -6,18 +6,22 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from launch import drain as drained_by
 from launch.cli import main
 from launch.drain import Drain, drain
 from launch.masters import Segment, begin_drain, drain_job, segments_at
 from launch.status import cluster_status
 from launch.supervise import StoppedError
 from pd_cache.cluster import dump_config, load_config
+from pd_cache.errors import PdCacheError
 from tests.support.cluster import CHUNK, complete, kill, started
 from tests.support.engines import Host, host
 from tests.support.etcd import Etcd
@@ -223,6 +227,39 @@ def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool:
         Exception, match=r"the master no longer knows the job, because it was started anew; what was moved"
     ):
         drain(load_config(Path(pool.file)), "store-0", timeout_s=60, job=None, told=told)
+
+
+def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start("master", "store-0", "store-1")
+    put(pool, 0, 100, 4096)
+
+    def told(state: Drain) -> None:
+        if state.moved and "store-0" in pool.nodes:
+            pool.kill("store-0")
+
+    with pytest.raises(PdCacheError, match=r"store-0 has stopped, or was started anew: what it had not moved yet is"):
+        drain(load_config(pool.file), "store-0", timeout_s=600, job=None, told=told)
+
+
+def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
+    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
+    put(pool, 0, 100, 4096)
+    monkeypatch.setattr(drained_by, "_CALL_S", 1.0)
+    (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
+
+    def told(state: Drain) -> None:
+        master.suspend()
+        raise StoppedError(130)
+
+    begin = time.monotonic()
+    try:
+        with pytest.raises(PdCacheError, match="the master has not answered for 1 s"):
+            drain(load_config(pool.file), "store-0", timeout_s=60, job=None, told=told)
+    finally:
+        master.resume()
+    assert time.monotonic() - begin < 60, "the list of its keys has minutes"
 
 
 @needs_etcd

@@ -18,7 +18,8 @@ from launch.discovery.directory import file_records
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import ChunkedTokenDatabase
-from pd_cache.cluster import NodeRecord, dump_config, load_config
+from pd_cache.cluster import ClusterConfig, NodeRecord, dump_config, load_config
+from tests.launch.conftest import serving
 from tests.launch.proxy.test_hints import message
 from tests.support.cluster import CHUNK as SMALL
 from tests.support.cluster import cluster_file, complete, started
@@ -85,6 +86,14 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
                 await asyncio.to_thread(flood, number)
                 await asyncio.sleep(0.02)
             assert sum(client.batch_is_exist(keys(pinned))) == 0, "what was released goes like all others"
+
+
+def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -> None:
+    segments = [{"segment_name": f"h:{n}", "te_endpoint": f"h:{n}", "size_bytes": 100 << n} for n in range(3)]
+    segments[1]["status"], segments[2]["status"] = "DRAINING", "DRAINED"
+    with serving(lambda path: json.dumps({"segments": segments}).encode()) as port:
+        master = NodeRecord(name="m", role="master", address="h:1", metrics=f"http://127.0.0.1:{port}")
+        assert pool_bytes(ClusterConfig(nodes=()), View((master,))) == 100
 
 
 def pinned(*arguments: str, code: int = 0, stdin: str | None = None) -> Any:

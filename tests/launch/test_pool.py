@@ -262,6 +262,14 @@ def test_rm_asks_for_the_name_and_removes_what_it_showed_leased_or_not(filled: P
     assert filled.ask("/get_all_keys").split() == ["someone-elses"]
 
 
+def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled: Pool) -> None:
+    strange = f"pdc1/{OF_SPACE}/0/".encode() + b"\xff"
+    with filled.bare_client() as client:
+        assert client.put(strange, b"z") == 0
+        assert run(filled, "rm", OF_SPACE, "--yes").stdout == "24 objects removed\n"
+        assert client.is_exist(strange) == 1
+
+
 def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled: Pool, tmp_path: Path) -> None:
     assert "give a PATTERN or --old" in run(filled, "rm", code=2).stderr
     assert "no namespace of an old version in the pool matches *" in run(filled, "rm", "--old", "--yes", code=1).stderr
