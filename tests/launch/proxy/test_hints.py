@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,7 +13,7 @@ import pytest
 from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.direct import Pool
-from launch.proxy.hints import HEADER, Hints, Pin, Pins
+from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig, NodeRecord
@@ -191,6 +192,15 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
             told = json.loads(response.headers[HEADER])
             assert "kv_hints" in told["error"] if reason is None else len(told["actions"]) == 1
         assert c.metric("pins") == (0 if reason != "exactly one of tokens, prompt, messages" else 1), "its own prompt"
+
+
+@scenario
+async def test_a_completion_may_bring_as_much_as_a_message_of_its_own() -> None:
+    hints = json.loads(message("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9}))
+    body = io.BytesIO(json.dumps({"prompt": IDS, "kv_hints": hints}).encode())
+    async with pinning() as c, c.session.post(c.url + "/v1/completions", data=body) as response:
+        assert response.status == 200
+        assert json.loads(response.headers[HEADER])["error"] == "kv_hints have more than 4194304 bytes"
 
 
 def pinning(pool: Pool = POOL, **config: Any) -> Any:
