@@ -66,6 +66,8 @@ class Books:
         """When each node was stopped, or its host cut off (`link of HOST`)."""
         self.standstills: list[Span] = []
         """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
+        self.pin_s = 0.0
+        """For how long clients have their prompts pinned; 0 for not at all."""
         self._calls: list[Call] = []
         self._open: dict[str, dict[str, Any]] = {}
         self._answers: dict[tuple[str, str], dict[str, Any]] = {}
@@ -117,6 +119,7 @@ class Books:
             self.counts[f"requests, {reply.outcome}"] += 1
             self.counts["tokens, cached by nodes"] += reply.cached
             self.counts["tokens, streamed"] += reply.streamed
+            self.counts["tokens, pinned"] += reply.pinned
             self._calls.append(Call("client", f"{label} ({reply.outcome})", reply.span, REQUEST_S))
 
     def judge(self) -> None:
@@ -170,13 +173,22 @@ class Reply(NamedTuple):
     """Prompt tokens that the nodes took from the cache."""
     streamed: int = 0
     """Those of them that the decode node loaded while the prefill node computed."""
+    pinned: int = 0
 
 
-def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -> Reply:
-    """Sends one request and reads its answer to the end."""
-    begin, cached, streamed, wrong, outcome = time.time(), 0, 0, "", "answered"
+def complete(address: tuple[str, int], prompt: list[int], expected: list[int], pin_s: float = 0.0) -> Reply:
+    """Sends one request and reads its answer to the end. `pin_s`: how long its prompt is to be pinned."""
+    begin, cached, streamed, pinned, wrong, outcome = time.time(), 0, 0, 0, "", "answered"
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    if pin_s:
+        retain = {
+            "action_id": str(prompt[0]),
+            "action_type": "kv.retain",
+            "action_version": "1.0",
+            "payload": {"ttl_s": pin_s},
+        }
+        body["kv_hints"] = {"protocol_version": "0.1", "message_id": "m", "actions": [retain]}
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -189,6 +201,9 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -
             wrong = "" if tokens == expected else f"got {tokens} instead of {expected}"
             cached = sum((whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill"))
             streamed = whole["pd_cache"]["report"]["streamed"]
+            if pin_s:
+                told = json.loads(answer.headers["X-KV-Hints"] or "")
+                pinned = told.get("actions", [{}])[0].get("tokens", 0)
     except ConnectionRefusedError:
         outcome = "unreachable"
     except TimeoutError:
@@ -197,7 +212,7 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int]) -
         outcome = "broken"
     finally:
         connection.close()
-    return Reply(Span(begin, time.time()), outcome, wrong, cached, streamed)
+    return Reply(Span(begin, time.time()), outcome, wrong, cached, streamed, pinned)
 
 
 def served_prompts(seed: int, count: int) -> list[list[int]]:
@@ -226,5 +241,5 @@ class Client(threading.Thread):
                 self.resting.clear()
                 continue
             prompt, expected = rng.choice(self._answers)
-            reply = complete(self._address, prompt, expected)
+            reply = complete(self._address, prompt, expected, self._books.pin_s)
             self._books.request(f"{self.name}, prompt of {len(prompt)} tokens", reply)

@@ -36,13 +36,16 @@ HOSTS = {
     "etcd": ("etcd",),
     "store-0": ("store-0",),
     "store-1": ("store-1",),
+    "second": ("master-2", "store-2"),
     "cache": ("cache", "engine-b"),
     "engine-a": ("engine-a",),
     "prefill": ("prefill",),
     "decode": ("decode",),
 }
 """Which nodes run on which host."""
-NODES = ("etcd", "master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
+SECOND = HOSTS["second"]
+"""The second pool, of which only nodes' tiers know. A fault fills it."""
+NODES = ("etcd", "master", *STORES, *SECOND, "cache", *ENGINES, "prefill", "decode", "proxy")
 """In the order in which they are ended, from the last to the first."""
 SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY, DISK_BYTES = 24 << 20, 32 << 20
@@ -52,7 +55,7 @@ REQUEST_S = 20.0
 LONGEST_MS = 20_000
 """The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of them shorter."""
 _READY_S, _BACKOFF_S, _KILLED_S = 90.0, 1.0, 15.0
-_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members"))}  # fmt: skip
+_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members", *SECOND))}  # fmt: skip
 _RUNTIME = Path("/run")
 _SHARED_MEMORY = Path("/dev/shm")
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
@@ -234,6 +237,10 @@ class Cluster:
         return f"{self._address['master']}:{_PORTS['master']}"
 
     @property
+    def second(self) -> str:
+        return f"{self._address['master-2']}:{_PORTS['master-2']}"
+
+    @property
     def metrics(self) -> str:
         return f"http://{self._address['master']}:{_PORTS['metrics']}"
 
@@ -303,15 +310,15 @@ class Cluster:
         return (sys.executable, "-m", "launch", "launch", role, "-c", file, "--node", name)
 
     def _tree(self, node: str, segment: str) -> dict[str, Any]:
-        address, pool = self._address, {"kind": "mooncake"}
+        address, pools = self._address, [{"kind": "mooncake"}, {"kind": "mooncake", "master": self.second}]
         tiers: dict[str, list[dict[str, Any]]] = {
             "engine-a": [
                 {"kind": "local", "capacity": "32MiB"},
                 {"kind": "disk", "path": str(self.disk), "capacity": DISK_CAPACITY, "retry_s": 3},
-                pool,
+                *pools,
             ],
-            "cache": [{"kind": "local", "capacity": "32MiB"}, pool],
-            "prefill": [{"kind": "local", "capacity": "8MiB"}, pool],
+            "cache": [{"kind": "local", "capacity": "32MiB"}, *pools],
+            "prefill": [{"kind": "local", "capacity": "8MiB"}, *pools],
         }
         model = {"seed": 3, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}  # fmt: skip
 
@@ -319,6 +326,13 @@ class Cluster:
             port = {"port": _PORTS[name]} if name in _PORTS else {}
             return {"name": name, "role": role, "host": address[name], **port, **fields}
 
+        if node in SECOND:
+            nodes = [at("master-2", "master", lease_ttl_ms=LONGEST_MS), at("store-2", "store", segment_size="64MiB")]
+            return {
+                "name": "second",
+                "transfer": {"timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS}},
+                "nodes": nodes,
+            }
         return {
             "name": "soak",
             "discovery": {"kind": "etcd", "endpoints": [f"{address['etcd']}:{_PORTS['etcd']}"]},
@@ -327,13 +341,13 @@ class Cluster:
                 # generous: calls have their own deadlines, and the pool gets time to do harm
                 "timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS},
             },
-            "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, [pool])},
+            "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, pools)},
             "engine": {
                 "kind": "reference", "model": {"name": "tiny", "random": model}, "block_size": CHUNK, "num_blocks": 512,
                 "max_model_len": 1024, "step_tokens": 16, "threads": 1,
             },
             "handoff": {"wait_ms": 1000, "stream": "always"},
-            "proxy": {"request_timeout_s": REQUEST_S, "prefill_timeout_s": 8.0, "direct_tokens": 0},
+            "proxy": {"request_timeout_s": REQUEST_S, "prefill_timeout_s": 8.0, "direct_tokens": 1},
             "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 10},
             "nodes": [
                 at("master", "master", metrics_port=_PORTS["metrics"], lease_ttl_ms=LONGEST_MS),

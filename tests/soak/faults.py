@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from launch.versions import tell_all
 from pd_cache.versions import UnavailableError
 from tests.soak.books import Books, Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SMALL_SEGMENT, STORES, Cluster
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SECOND, SMALL_SEGMENT, STORES, Cluster
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -59,7 +60,7 @@ class Fault(NamedTuple):
 
     def touches(self) -> set[str]:
         """Returns the nodes that it affects."""
-        return {self.target, *HOSTS.get(self.target, ()), *(STORES if self.kind == "small_pool" else ())}
+        return {self.target, *HOSTS.get(self.target, ()), *(STORES if self.kind in ("small_pool", "drain") else ())}
 
     def collides(self, other: Fault) -> bool:
         """Returns whether both affect a node at the same time, or so soon after another that it has not come back yet."""
@@ -75,6 +76,9 @@ KINDS = (
     Kind("disk_refuses", ("engine-a",), 2.0, 20.0, 1.0),
     Kind("disk_damage", ("engine-a",), 0.2, 1.0, 2.0),
     Kind("pool_damage", ("master",), 4.0, 12.0, 2.0),
+    Kind("second_pool", ("master-2",), 4.0, 12.0, 2.0),
+    Kind("drain", STORES, 10.0, 30.0, 1.0, quick=False),
+    Kind("pins", ("proxy",), 3.0, 20.0, 1.0),
     Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
     Kind("reset", (*ENGINES, "both"), 1.0, 3.0, 4.0),
     Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
@@ -82,7 +86,7 @@ KINDS = (
 )
 """Faults that follow one another."""
 LONG_KINDS = (
-    Kind("stop", (*STORES, *STORES, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
+    Kind("stop", (*STORES, *STORES, *SECOND, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
     Kind("cut", STORES, 66.0, 90.0, 1.0),
 )
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
@@ -324,7 +328,10 @@ def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
 
 def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     cluster, host = stage.cluster, stage.cluster.hosts["control"]
-    command = (sys.executable, "-m", "tests.soak.vandal", cluster.master, cluster.metrics, host.address, str(fault.seed))  # fmt: skip
+    command = [sys.executable, "-m", "tests.soak.vandal", cluster.master, cluster.metrics, host.address, str(fault.seed)]  # fmt: skip
+    if fault.kind == "second_pool":
+        command.append(cluster.second)
+        stage.press(fault.seconds + 2.0, loads=True)
     out = cluster.logs / f"damage-{fault.seed}.log"
     with out.open("wb") as lines:
         vandal = subprocess.Popen(host.inside(*command), stdout=lines, stderr=lines, start_new_session=True)
@@ -333,8 +340,45 @@ def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
         os.killpg(vandal.pid, signal.SIGKILL)
         vandal.wait()
         for line in out.read_text(errors="replace").splitlines():
-            if line.startswith("damaged in the pool, "):
+            if line.startswith("put into the "):
                 stage.books.counts[line] += 1
+
+    return undo
+
+
+def _drain(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """The pool is emptied, because a full one has no room. The command cancels in the middle, and is killed at the end. What is drained takes
+    objects again when it is started again."""
+    cluster, out = stage.cluster, stage.cluster.logs / f"drain-{fault.seed}.log"
+    tool, file = f"{sys.executable} -m launch", f"-c {cluster.file('proxy')}"
+    draining_s = max(1.0, fault.seconds / 2)
+    command = (
+        f"{tool} pool rm '*' --yes {file}; exec {tool} drain {fault.target} --timeout {draining_s:g} --json {file}"
+    )
+    with out.open("wb") as lines:
+        inside = cluster.hosts["control"].inside("sh", "-c", command)
+        draining = subprocess.Popen(inside, stdout=lines, stderr=lines, start_new_session=True)
+
+    def undo() -> None:
+        if draining.poll() is None:
+            os.killpg(draining.pid, signal.SIGKILL)
+        draining.wait()
+        said = out.read_text(errors="replace")
+        if "Traceback" in said:
+            stage.books.add("raised", f"a command: {said[-1000:]}")
+        ended = re.search('"outcome":"([a-z ]+)"', said)
+        stage.books.counts[f"drains, {ended[1] if ended else 'refused or killed'}"] += 1
+        cluster[fault.target].kill(0.1)
+
+    return undo
+
+
+def _pins(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+    """Each prompt of the clients is pinned for as long as this lasts."""
+    stage.books.pin_s = fault.seconds
+
+    def undo() -> None:
+        stage.books.pin_s = 0.0
 
     return undo
 
@@ -393,7 +437,7 @@ def _nonsense(rng: random.Random) -> bytes:
     usual = {"model": "tiny", "prompt": rng.choices(range(VOCABULARY), k=rng.randint(1, 200)), "max_tokens": 8, "stream": True}  # fmt: skip
     odd: tuple[dict[str, Any], ...] = (
         {"max_tokens": 10**30}, {"temperature": 1e308, "seed": 2**80}, {"prompt": [2**63] * 4}, {"prompt": {"a": [None] * 100}},
-        {"cache_salt": "\x00" * 5000}, {"kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}, {},
+        {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [7, {}] * 4}}, {"kv_hints": [[]]}, {"cache_salt": "\x00" * 5000}, {"kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}, {},
     )  # fmt: skip
     bodies = [json.dumps({**usual, **one}).encode() for one in odd]  # the last is valid; its answer may never be read
     body = rng.choice([*bodies, b"[" * 100_000, b'{"prompt": NaN, "model": "\xff\xfe"}', rng.randbytes(3000), b""])
@@ -420,6 +464,9 @@ ACTIONS: Mapping[str, Callable[[Stage, Fault, random.Random], Undo]] = {
     "disk_refuses": _disk_refuses,
     "disk_damage": _disk_damage,
     "pool_damage": _pool_damage,
+    "second_pool": _pool_damage,
+    "drain": _drain,
+    "pins": _pins,
     "reset": _reset,
     "strange_client": _strange_client,
     "etcd_down": _etcd_down,
