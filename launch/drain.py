@@ -143,6 +143,8 @@ class _Follower:
         self._store: MooncakeStore | None = None
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
+        self._listed: list[str] = []
+        """The others of the last list of what was left: a list of a million keys takes longer than their moves."""
         self._ask_again = 0.0
         self._begin = time.monotonic()
 
@@ -208,7 +210,8 @@ class _Follower:
 
     def _move_leased(self) -> None:
         """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
-        keys, store = self._left()[:_LEASED_AT_A_TIME], self._pool()
+        listed, store = self._listed or self._left(), self._pool()
+        keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
         roomy = sorted(segments_at(self._metrics), key=lambda one: one.free, reverse=True)
         targets = [one.segment_name for one in roomy if one.status == "OK"]
         store.batch_exist(keys, timeout=_CALL_S)  # leased for so long that the job does not want to move them, too
