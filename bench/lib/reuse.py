@@ -31,6 +31,12 @@ class SimulatedLru(Generic[B]):
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
+    def touch(self, blocks: Iterable[B]) -> None:
+        """Counts as a use of those that are there."""
+        for block in blocks:
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+
     def use(self, blocks: Sequence[B]) -> int:
         found = leading(blocks, self._blocks)
         for block in reversed(blocks):

@@ -12,7 +12,10 @@ describes the format of traces, `agent_trace` the synthetic one.
   evicted.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
-    pd-cache bench routing [--trace FILE] --json         or  python -m bench.suites.routing --json
+`--hints` compares hints in place of policies: the agents wait for tools of minutes in a tenth of their pauses, nodes have no caches of their
+own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say (`bench/lib/hinted_pool.py`).
+
+    pd-cache bench routing [--hints | --trace FILE] --json         or  python -m bench.suites.routing --json
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.report import at_least, at_most, finish, option, output_options, progress
+from bench.lib.hinted_pool import HintedPool, Hints
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
@@ -55,6 +59,10 @@ _TURNS_MEDIAN, _TURNS_P90 = 30, 57
 _GROWTH_MEAN, _GROWTH_SIGMA = 2_242, 1.0
 _ANSWER_TOKENS = 522
 _PAUSE_S = (5.2, 81.4)
+_WAITS, _WAIT_S = 0.1, (120.0, 600.0)
+"""The share of pauses that are waits for a tool of minutes, and how long these are. Both are our assumption."""
+_LOAD = 8
+"""Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
 """Tokens; the longest published context has about 181,000 at the 99th percentile."""
 _P90 = 1.2816
@@ -67,6 +75,8 @@ class PolicyOutcome(NamedTuple):
     hit_rate: float
     queueing: list[float]
     """Seconds, one a request."""
+    waited: list[tuple[float, Request, int]]
+    """Seconds until the prompt was computed, the request, and how many of its tokens were found."""
 
 
 class _SimulatedNode:
@@ -94,8 +104,15 @@ class _SeenCache(KnownCache):
         return there * prompt.block_tokens
 
 
-def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_tokens: int, rate: float) -> PolicyOutcome:
-    """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
+def simulate(
+    requests: Iterable[Request],
+    router: Router,
+    nodes: int,
+    cache_tokens: int,
+    rate: float,
+    behind: HintedPool | None = None,
+) -> PolicyOutcome:
+    """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool = NodePool("prefill", policy, rng=Random(0))
     told = 0 if router == "guess" else cache_tokens
@@ -109,7 +126,7 @@ def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_toke
             cache.fingerprint = _SPACE
             cache.apply([EventBatch(0.0, [])])
         pool.know(known)
-    time, queueing = SimulatedTime(), list[float]()
+    time, queueing, waited = SimulatedTime(), list[float](), list[tuple[float, Request, int]]()
     hit = total = 0
 
     def compute(url: str) -> Process:
@@ -122,12 +139,15 @@ def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_toke
             arrived, request, done = node.queue.popleft()
             queueing.append(time.now - arrived)
             came = [block for block in request.whole_blocks if block not in node.cache]
-            found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
+            own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
+            if behind is not None:
+                found = max(own, behind.use(request, time.now) * BLOCK_TOKENS)
             if router == "events":
                 batch = EventBatch(time.now, _events(came, node.cache.gone))
                 time.call_at(time.now + _LAG_S, partial(known[url].apply, [batch]))
             hit, total = hit + found, total + request.input_length
-            yield time.after((request.input_length - found) / rate)
+            yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
+            waited.append((time.now - arrived, request, found))
             done.close()
 
     def arrive() -> Process:
@@ -146,7 +166,7 @@ def simulate(requests: Iterable[Request], router: Router, nodes: int, cache_toke
         time.start(process)
     time.run()
     assert not any(pool.loads().values()), "work was not given back"
-    return PolicyOutcome(hit / total, queueing)
+    return PolicyOutcome(hit / total, queueing, waited)
 
 
 def _events(came: list[int], gone: list[int]) -> list[KvEvent]:
@@ -176,7 +196,25 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float 
     return rows
 
 
-def agent_trace(sessions: int) -> list[Request]:
+def compare_hints(requests: list[Request], nodes: int, pool_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
+    """Returns one row per way in which agents give hints, and share of the pool that pins may take."""
+    rows = []
+    ways: tuple[tuple[Hints, float], ...] = (("none", 0.0), ("waits", 0.25), ("waits", 0.5), ("sessions", 0.25))
+    for hints, share in ways:
+        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, hints, share)
+        outcome = simulate(requests, "least_loaded", nodes, 0, rate, pool)
+        row: dict[str, Any] = {"pool_tokens": pool_tokens, "hints": hints, "max_share": share}
+        after = [one for one in outcome.waited if pool.call(one[1]) in pool.waited]
+        for name, some in (("", outcome.waited), ("after_wait_", after)):
+            tokens = sum(request.input_length for _, request, _ in some)
+            row[f"{name}hit_rate"] = sum(found for _, _, found in some) / max(1, tokens)
+            row[f"{name}prompt_p50_s"] = quantile([seconds for seconds, _, _ in some], 0.5)
+            row[f"{name}prompt_p99_s"] = quantile([seconds for seconds, _, _ in some], 0.99)
+        rows.append(row)
+    return rows
+
+
+def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Request]:
     """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within an hour.
 
     A synthetic trace of coding agents: many turns, one system prompt for all, and a tool's result in each turn.
@@ -191,9 +229,9 @@ def agent_trace(sessions: int) -> list[Request]:
     - an answer: 17,239 / 33 = 522 tokens in the mean;
     - time from one call to the next: 5.2 to 81.4 s, here evenly on a logarithmic scale.
 
-    Turns and growth are log-normal. Sessions begin at random, evenly over the trace.
+    Turns and growth are log-normal. Sessions begin at random, evenly over the trace. A share of `waits` of the pauses are of minutes.
     """
-    rng, fresh = Random(0), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
+    rng, fresh = Random(seed), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
     system = list(range(_SYSTEM_TOKENS // BLOCK_TOKENS))
     sigma = math.log(_TURNS_P90 / _TURNS_MEDIAN) / _P90
     requests: list[Request] = []
@@ -209,11 +247,33 @@ def agent_trace(sessions: int) -> list[Request]:
             tokens += _ANSWER_TOKENS // 2 + round(max(0.0, growth - _ANSWER_TOKENS // 2))
             if tokens > _LONGEST:
                 break
-            now += math.exp(rng.uniform(*map(math.log, _PAUSE_S)))
+            pause = _WAIT_S if waits and rng.random() < waits else _PAUSE_S
+            now += math.exp(rng.uniform(*map(math.log, pause)))
     return sorted(requests, key=lambda request: request.timestamp)
 
 
+def _hints(agents: int, nodes: int, pools: tuple[int, ...], seed: int) -> tuple[dict[str, Any], list[Check]]:
+    if not agents:
+        raise click.UsageError("--hints compares agents: --agents must be at least 1")
+    requests, rows, checks = agent_trace(agents, seed, _WAITS), [], []
+    with progress() as bar:
+        for pool in bar.track(pools, description="pools"):
+            none, *hinted = compare_hints(requests, nodes, pool)
+            rows += [none, *hinted]
+            checks += [
+                at_least(
+                    f"hits after a wait, {row['hints']} {row['max_share']} at {pool}",
+                    row["after_wait_hit_rate"],
+                    none["after_wait_hit_rate"],
+                )
+                for row in hinted
+                if row["hints"] == "waits"
+            ]
+    return {"requests": len(requests), "results": rows}, checks
+
+
 _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
+_POOLS = (6_000_000, 8_000_000, 12_000_000)
 
 
 @click.command()
@@ -221,15 +281,24 @@ _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for none.")
 @option("--nodes", default=4, type=click.IntRange(1))
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
+@option("--hints", is_flag=True, help="Compare agents' hints on pools, instead of policies.")
+@option("--pool", "pools", multiple=True, default=_POOLS, type=click.IntRange(512), help="With --hints: tokens that the pool holds; may be given several times.")  # fmt: skip
+@option("--seed", default=0, help="With --hints: another one makes other agents.")
 @output_options
 def main(
     trace: Path | None,
     agents: int,
     nodes: int,
     caches: tuple[int, ...],
+    hints: bool,
+    pools: tuple[int, ...],
+    seed: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
+    if hints:
+        finish(*_hints(agents, nodes, pools, seed), **output)
+        return
     workloads = {} if trace is None else {"trace": read_trace(trace)}
     if agents:
         workloads["agents"] = agent_trace(agents)

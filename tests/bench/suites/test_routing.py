@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.routing import compare, main, simulate
+from bench.suites.routing import agent_trace, compare, compare_hints, main, simulate
 from tests.support.traces import conversations, write_trace
 
 
@@ -36,3 +36,20 @@ def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
         "round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle",
     ]  # fmt: skip
     assert report["requests"] == {"trace": 32}
+
+
+def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
+    requests = agent_trace(20, waits=0.1)
+    small = {(row["hints"], row["max_share"]): row for row in compare_hints(requests, 4, 400_000)}
+    none, waits = small["none", 0.0], small["waits", 0.5]
+    assert waits["after_wait_hit_rate"] > 1.25 * none["after_wait_hit_rate"]
+    assert waits["hit_rate"] < none["hit_rate"]
+    unbounded = compare_hints(requests, 4, 100_000_000)
+    assert len({(row["hit_rate"], row["after_wait_hit_rate"]) for row in unbounded}) == 1
+
+
+def test_hints_are_reported_as_json() -> None:
+    result = CliRunner().invoke(main, ["--hints", "--agents", "5", "--pool", "50000", "--json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["results"]) == 4
+    assert CliRunner().invoke(main, ["--hints", "--agents", "0"]).exit_code == 2
