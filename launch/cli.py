@@ -450,6 +450,7 @@ def _hint_options(command: F) -> F:
         _json_option,
         click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
         click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
+        click.option("--request", help="The `X-Request-Id` of a recent request, whose prompt it is."),
         click.option("--text", help="The prompt as text, which a node turns into tokens."),
         click.option(
             "--tokens", type=click.File("rb"), help="A file with the prompt's token ids, a JSON list; -: stdin."
@@ -483,6 +484,7 @@ def _send_hint(
     file: Path,
     tokens: IO[bytes] | None,
     text: str | None,
+    request: str | None,
     cache_salt: str | None,
     action_id: str | None,
     as_json: bool,
@@ -495,13 +497,14 @@ def _send_hint(
 
     payload: dict[str, Any] = {"action_id": action_id} if ttl_s is None else {"ttl_s": ttl_s}
     if ttl_s is not None or action_id is None:
-        if (tokens is None) == (text is None):
-            raise click.UsageError("give the prompt either by --tokens FILE or by --text TEXT")
+        given: dict[str, Any] = {"prompt": text, "request_id": request, "tokens": tokens}
+        if sum(value is not None for value in given.values()) != 1:
+            raise click.UsageError("give the prompt by one of --tokens FILE, --text TEXT and --request ID")
         try:
-            payload |= {"prompt": text} if tokens is None else {"tokens": decode_json(tokens.read(), list[int])}
+            given |= {} if tokens is None else {"tokens": decode_json(tokens.read(), list[int])}
         except ValueError as error:
             raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
-        payload |= {} if cache_salt is None else {"cache_salt": cache_salt}
+        payload |= {name: value for name, value in {**given, "cache_salt": cache_salt}.items() if value is not None}
     answer = pins.send_action(_running(file), kind, payload, action_id)
     click.echo(msgspec.json.encode(answer).decode() if as_json else pins.answer_text(answer))
     if answer.status == "refused":

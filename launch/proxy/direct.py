@@ -144,15 +144,29 @@ class DirectRule:
             return None
 
         def find() -> NamedPrompt:
-            named = namer.name(tokens, salt)
-            if client is None or len(named.names) > most:
-                return named
-            found = client.find(named.names, request_id)
-            if found.reason not in _ANSWERED:
-                return named
-            return named._replace(pool_tokens=found.chunks * namer.chunk_size)
+            return self._found(client, namer.name(tokens, salt), most, request_id)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, find)
+
+    async def look_up_blocks(self, hashes: Sequence[bytes], request_id: str) -> NamedPrompt | None:
+        """Does the same for a prompt that is given by the hashes of its blocks (`PromptNamer.name_blocks`)."""
+        return None if self._namer is None else await self.look_up_again(self._namer.name_blocks(hashes), request_id)
+
+    async def look_up_again(self, named: NamedPrompt, request_id: str) -> NamedPrompt:
+        """Returns the prompt with how much of it the pool holds now."""
+        unknown, client, most = named._replace(pool_tokens=None), self._client, self.most_chunks
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._found, client, unknown, most, request_id
+        )
+
+    @staticmethod
+    def _found(client: LookupClient | None, named: NamedPrompt, most: int, request_id: str) -> NamedPrompt:
+        if client is None or len(named.names) > most:
+            return named
+        found = client.find(named.names, request_id)
+        if found.reason not in _ANSWERED:
+            return named
+        return named._replace(pool_tokens=found.chunks * named.chunk_tokens)
 
     @property
     def most_chunks(self) -> int:

@@ -16,7 +16,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -42,13 +42,26 @@ HINTS_S = 5.0
 _LONGEST_S = 5.0
 """Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _LEASE_MS = 10_000
-_TARGETS = ("tokens", "prompt", "messages")
+_TARGETS = ("tokens", "prompt", "messages", "block_hashes", "request_id")
+_RECENT, _RECENT_CHUNKS = 1000, 1 << 17
+"""How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
 Name = Callable[[Completion], Awaitable[NamedPrompt | None]]
 """Returns what the prompt of a body is known by; None if that cannot be found out."""
+
+
+class Sender(NamedTuple):
+    """Where hints come from."""
+
+    client: str
+    name: Name
+    own: NamedPrompt | None = None
+    """With `within`: what the completion's prompt is known by."""
+    within: bool = False
+    """Whether they came with a completion."""
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -72,6 +85,10 @@ class _Payload(msgspec.Struct, frozen=True):
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     action_id: _Id | None = None
+    model: str | None = None
+    request_id: str | None = None
+    block_hashes: list[Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){16,64}\\Z")]] | None = None
+    """The engine's chained hashes of the prompt's blocks, from the first."""
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -185,16 +202,33 @@ class Hints:
         self._pool: tuple[int, float] | None = None
         """The pool's size, and when it was asked for."""
         self.pins = Pins(config.max_pins)
+        self._recent: OrderedDict[tuple[str, str], NamedPrompt] = OrderedDict()
+        self._recent_chunks = 0
+        self._sessions: dict[tuple[str, str], Pin] = {}
+        """The last prompts of sessions, to be pinned with the next renewal."""
+
+    def note(self, client: str, request_id: str, named: NamedPrompt, session: str | None = None) -> None:
+        """Remembers the prompt of a client's request, for hints that name the request, and keeps it for its session."""
+        if session and named.names and len(self._sessions) < self._config.max_pins:
+            until = self._clock() + self._config.session_ttl_s
+            # a space, which no action's id has
+            key = client, f"session {session}"
+            self._sessions[key] = Pin(named.names, named.names[-1], (named.fingerprint, ""), until)
+        self._recent_chunks -= len(self._recent.pop((client, request_id), named._replace(names=())).names)
+        self._recent[client, request_id] = named._replace(blocks=())
+        self._recent_chunks += len(named.names)
+        while len(self._recent) > _RECENT or self._recent_chunks > _RECENT_CHUNKS:
+            self._recent_chunks -= len(self._recent.popitem(last=False)[1].names)
 
     def update(self, view: View) -> None:
         self._view = view
 
-    async def taken(self, message: bytes, client: str, name: Name, own: NamedPrompt | None) -> bytes:
-        """Returns the answer to hints that came with a completion, whose prompt is known by `own`, for a header. Raises nothing."""
+    async def taken(self, message: bytes, sender: Sender) -> bytes:
+        """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
         told: dict[str, Any]
         try:
             async with asyncio.timeout(HINTS_S):
-                told = msgspec.to_builtins(await self.take(message, client, name, own, within=True))
+                told = msgspec.to_builtins(await self.take(message, sender))
         except TimeoutError:
             told = {"error": f"The hints were not answered within {HINTS_S:g} s"}
         except ApiError as error:
@@ -204,12 +238,10 @@ class Hints:
             told = {"error": "Internal error of the proxy"}
         return json.dumps(told, separators=(",", ":")).encode()
 
-    async def take(
-        self, message: bytes, client: str, name: Name, own: NamedPrompt | None = None, *, within: bool = False
-    ) -> HintsAnswer:
+    async def take(self, message: bytes, sender: Sender) -> HintsAnswer:
         """Does what a client's message asks for, and returns what became of each action.
 
-        `within`: it came with a completion, whose prompt is known by `own`. Raises ApiError 400 if the message is too large, or no envelope.
+        Raises ApiError 400 if the message is too large, or no envelope.
         """
         if len(message) > LARGEST_HINTS:
             raise ApiError(400, f"kv_hints have more than {LARGEST_HINTS} bytes", param="kv_hints", code="bad_hints")
@@ -224,7 +256,7 @@ class Hints:
                 action = decode_json(bytes(raw), _Action)
                 action_id = action.action_id
                 kind = {"kv.retain": "retain", "kv.release": "release"}.get(action.action_type, "other")
-                answer = await self._do(action, client, name, own, within)
+                answer = await self._do(action, sender)
             except (ApiError, UndecodableError) as error:
                 reason = str(error).encode("ascii", "backslashreplace")[:150].decode()
                 answer = ActionAnswer(action_id, "refused", reason)
@@ -233,11 +265,9 @@ class Hints:
         self._show()
         return HintsAnswer(hints.protocol_version, hints.message_id, answers)
 
-    async def _do(
-        self, action: _Action, client: str, name: Name, own: NamedPrompt | None, within: bool
-    ) -> ActionAnswer:
+    async def _do(self, action: _Action, sender: Sender) -> ActionAnswer:
         """Raises ApiError or UndecodableError with the reason if the action is refused."""
-        kind, config = action.action_type, self._config
+        kind, config, client = action.action_type, self._config, sender.client
         if kind == "kv.prefetch":
             raise _refused("kv.prefetch is not supported: a node loads what the pool has when it gets the prompt")
         if kind not in ("kv.retain", "kv.release") or action.action_version != "1.0":
@@ -247,7 +277,7 @@ class Hints:
         given = decode_json(msgspec.json.encode(action.payload), _Payload)
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            last = b"" if given.action_id else (await self._target(action.payload, name, own, within)).names[-1]
+            last = b"" if given.action_id else (await self._target(action.payload, given, sender)).names[-1]
             ended = self.pins.end_where(
                 lambda key, pin: key == (client, given.action_id) or (key[0] == client and pin.target == last)
             )
@@ -256,7 +286,7 @@ class Hints:
             return ActionAnswer(action.action_id, "accepted", released=ended)
         if given.ttl_s is None:
             raise _refused("ttl_s is missing: for how many seconds the prompt is to be kept")
-        named = await self._target(action.payload, name, own, within)
+        named = await self._target(action.payload, given, sender)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise _refused("the pool does not answer")
@@ -277,24 +307,29 @@ class Hints:
             in_pool=min(tokens, named.pool_tokens),
         )
 
-    async def _target(
-        self, payload: dict[str, msgspec.Raw], name: Name, own: NamedPrompt | None, within: bool
-    ) -> NamedPrompt:
+    async def _target(self, payload: dict[str, msgspec.Raw], known: _Payload, sender: Sender) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in _TARGETS if field in payload]
-        if len(given) > 1 or (not given and not within) or "request_id" in payload:
+        if len(given) > 1 or (not given and not sender.within):
             raise _refused(f"the payload must have exactly one of {', '.join(_TARGETS)}")
-        named, direct = own, self._direct
-        if given:
+        named, direct = sender.own, self._direct
+        if direct.model is not None and given and known.model not in (None, direct.model):
+            raise _refused(f"only prompts for the model {direct.model} can be named here")
+        if known.request_id is not None:
+            named = self._recent.get((sender.client, known.request_id))
+            if named is None:
+                raise _refused("this proxy does not know the prompt of such a request of this client (any more)")
+            named = await direct.look_up_again(named, known.request_id)
+        elif known.block_hashes is not None:
+            named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
+        elif given:
             fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
             completion = Completion(
                 msgspec.json.encode(fields), prompt="messages" if given == ["messages"] else "prompt"
             )
             if given == ["tokens"] and completion.token_ids() is None:
                 raise _refused("tokens must be a list of token ids")
-            if direct.model is not None and completion.model() not in (None, direct.model):
-                raise _refused(f"only prompts for the model {direct.model} can be named here")
-            named = await name(completion)
+            named = await sender.name(completion)
         if named is None:
             why = direct.blind or "its tokens do not identify it, or no node has returned them in time"
             raise _refused(f"the prompt cannot be named: {why}")
@@ -335,15 +370,26 @@ class Hints:
     async def renew(self) -> None:
         """Ends the pins whose time is over, and renews the leases of all others."""
         self.pins.end_where(self._is_over)
-        objects = 0
-        if chunks := self.pins.chunks():
+        objects, sessions, self._sessions = 0, self._sessions, {}
+        if (chunks := self.pins.chunks()) or sessions:
             room, renewed = await self._room(), await self._direct.renew(chunks)
             self.pins.shrink(room)
             if renewed is not None:
                 space, objects = renewed
                 self.pins.end_where(lambda key, pin: pin.space != space)
+                for key, pin in sessions.items():
+                    if pin.space[0] == space[0]:
+                        self._keep_session(key, pin._replace(space=space), room)
         self._metrics.pinned_objects.set(objects)
         self._show()
+
+    def _keep_session(self, key: tuple[str, str], pin: Pin, room: int) -> None:
+        try:
+            kept = self.pins.retain(key, pin, room)
+        except ApiError:
+            kept = 0
+        outcome = "accepted" if kept == len(pin.names) else "clipped" if kept else "refused"
+        self._metrics.hints.labels("session", outcome).inc()
 
     def _is_over(self, key: tuple[str, str], pin: Pin) -> bool:
         return pin.until <= self._clock()

@@ -137,3 +137,12 @@ class PromptNamer:
             names = stride_hashes(hashes, self.chunk_size // step)
             blocks = [int.from_bytes(value[-8:], "big") for value in hashes]
         return NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size, None, names)
+
+    def name_blocks(self, hashes: Sequence[bytes]) -> NamedPrompt:
+        """Returns what a prompt is known by whose blocks have these hashes; its chunks, if these are not named by blocks.
+
+        Raises ValueError for a hash of less than 8 bytes.
+        """
+        step = self.chunk_size if self._hasher is None else self._hasher.block_size
+        names = stride_hashes(hashes, self.chunk_size // step)
+        return NamedPrompt(self.fingerprint, len(hashes) * step, (), 1, self.chunk_size, None, names)

@@ -29,7 +29,7 @@ from launch.proxy.bodies import (
     read_tokens,
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
-from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints
+from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints, Sender
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
@@ -71,6 +71,8 @@ _LIST_S = 10.0
 _LIST_AT_ONE_S = 1.0
 _MOST_ASKED = 2
 """The most nodes that are asked for one model."""
+_SESSION_HEADER = "X-Session-ID"
+"""vLLM's name for a `session_id` in place of the body's."""
 _STREAM_ID = "-stream"
 """What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
 
@@ -270,15 +272,17 @@ class Requests:
         body = await read_body(exchange.request, exchange.share, LARGEST_HINTS, HINTS_S)
 
         async def answer() -> web.StreamResponse:
-            told = await self._hints.take(body, exchange.client, partial(self._name, exchange))
+            told = await self._hints.take(body, self._sender(exchange))
             return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
         with self.admission.admitted(exchange.client):
             return await self._finish(exchange, answer(), self._config.request_timeout_s)
 
-    async def _name(self, exchange: Exchange, completion: Completion) -> NamedPrompt | None:
-        """Returns what the prompt of a hint is known by."""
-        return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
+    def _sender(self, exchange: Exchange, own: NamedPrompt | None = None, *, within: bool = False) -> Sender:
+        async def name(completion: Completion) -> NamedPrompt | None:
+            return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
+
+        return Sender(exchange.client, name, own, within)
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -364,11 +368,16 @@ class Requests:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
+        session: str | None = None
+        if self._config.hints.session_ttl_s:
+            session = completion.session() or exchange.request.headers.get(_SESSION_HEADER)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            why, named = await self._judge(exchange, completion, prompt, name=completion.hints is not None)
+            why, named = await self._judge(exchange, completion, prompt, name=bool(completion.hints or session))
             span.note(direct=why or "")
+        if named is not None:
+            self._hints.note(exchange.client, exchange.id, named, session)
         if completion.hints is not None:
-            taking = self._hints.taken(completion.hints, exchange.client, partial(self._name, exchange), named)
+            taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
             exchange.hinted = asyncio.create_task(taking)
         if why is not None:
             result: str = why

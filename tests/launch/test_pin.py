@@ -113,7 +113,8 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
         while told.get("status") != "accepted":  # the proxy learns what it needs from the nodes
             told = json.loads(CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "p", "--json"]).stdout)
         assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 0, 60)
-        assert complete(running.urls["proxy"], prompt).status == 200
+        answer = complete(running.urls["proxy"], prompt)
+        assert answer.status == 200
         while told["in_pool"] < 5 * SMALL:  # the last chunks are stored after the answer
             told = pinned(
                 "pin", "-c", str(file), "--tokens", "-", "--ttl", "9e9", "--id", "p", stdin=json.dumps(prompt)
@@ -121,7 +122,7 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
         assert (told["status"], told["ttl_s"], told["reason"]) == ("clipped", 3600, "max_ttl_s is 3600")
         text = pinned("pin", "-c", str(file), "--text", "x" * 999, "--ttl", "9", code=1)
         assert "no node has returned them" in text["reason"], "the reference engine tokenizes nothing"
-        assert pinned("unpin", *tokens)["released"] == 1
+        assert pinned("unpin", "-c", str(file), "--request", answer.headers["X-Request-Id"])["released"] == 1
         assert pinned("unpin", "-c", str(file), "--id", "p", code=1)["status"] == "refused"
         shown = CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "q"]).stdout
         assert shown == f"q: keeps {5 * SMALL} tokens for 60 s; the pool has {5 * SMALL} of them now\n"
@@ -131,8 +132,8 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--ttl", "9"], 2, "either by --tokens FILE or by --text"),
-        (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "either by --tokens FILE or by --text"),
+        (["--ttl", "9"], 2, "by one of --tokens FILE, --text TEXT and --request"),
+        (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "by one of --tokens FILE, --text TEXT and --request"),
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
         (["--text", "x"], 2, "Missing option '--ttl'"),

@@ -41,7 +41,7 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Unsupported parameters, and the values (besides null) that make them change nothing."""
 
-_HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "seed", "ignore_eos"))  # fmt: skip
+_HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "session_id", "seed", "ignore_eos"))  # fmt: skip
 """Nothing is drawn, and the model never ends a text by itself."""
 _AT = re.compile(r" - at `\$\.([^`\[]*)")
 """Where msgspec says which field is wrong."""

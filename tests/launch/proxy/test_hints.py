@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import pytest
 
 from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.direct import Pool
-from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins
+from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins, Sender
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
+from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.support.proxy import NAMESPACE, Cluster, cluster, error_of, scenario
@@ -84,7 +86,7 @@ class Kept:
         async def name(completion: Any) -> NamedPrompt | None:
             return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
 
-        answer = await self.hints.take(message(kind, payload, named), client, name)
+        answer = await self.hints.take(message(kind, payload, named), Sender(client, name))
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
@@ -153,9 +155,14 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
         (message("kv.retain", {"tokens": IDS}), "ttl_s"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 0}), "ttl_s"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": "9"}), "ttl_s"),
-        (message("kv.retain", {"ttl_s": 9}), "exactly one of tokens, prompt, messages"),
+        (message("kv.retain", {"ttl_s": 9}), "exactly one of tokens, prompt, messages, block_hashes, request_id"),
         (message("kv.retain", {"tokens": IDS, "prompt": TEXT, "ttl_s": 9}), "exactly one of"),
-        (message("kv.retain", {"request_id": "r", "ttl_s": 9}), "exactly one of"),
+        (message("kv.retain", {"request_id": "r", "tokens": IDS, "ttl_s": 9}), "exactly one of"),
+        (message("kv.retain", {"request_id": "r", "ttl_s": 9}), "does not know the prompt of such a request"),
+        (message("kv.retain", {"request_id": None, "ttl_s": 9}), "missing"),
+        (message("kv.retain", {"block_hashes": [], "ttl_s": 9}), "no whole chunk"),
+        (message("kv.retain", {"block_hashes": ["xyz"], "ttl_s": 9}), "block_hashes"),
+        (message("kv.retain", {"block_hashes": ["00" * 16], "ttl_s": 9, "model": "adapter"}), "only prompts for"),
         (message("kv.retain", {"tokens": TEXT, "ttl_s": 9}), "list of token ids"),
         (message("kv.retain", {"tokens": [1, -1], "ttl_s": 9}), "list of token ids"),
         (message("kv.retain", {"tokens": None, "ttl_s": 9}), "missing"),
@@ -191,7 +198,7 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
             assert response.status == 200
             told = json.loads(response.headers[HEADER])
             assert "kv_hints" in told["error"] if reason is None else len(told["actions"]) == 1
-        assert c.metric("pins") == (0 if reason != "exactly one of tokens, prompt, messages" else 1), "its own prompt"
+        assert c.metric("pins") == ("request_id" in (reason or "")), "its own prompt"
 
 
 @scenario
@@ -261,3 +268,93 @@ async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> No
         assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
     async with cluster(direct=rule(Renewing())) as c, c.session.post(c.url + "/hints", data=sent) as response:
         assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
+
+
+@scenario
+async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks() -> None:
+    hashes = describe_hashes("sha256", "vllm-none-hash", "")
+    space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
+    blocks = [one.hex() for one in BlockHasher(space.block_size, hashes).hashes(IDS)]
+    async with pinning(pool=Pool((space,), "127.0.0.1:1")) as c:
+
+        async def ask(kind: str, **payload: Any) -> Any:
+            async with c.session.post(c.url + "/hints", data=message(kind, payload)) as response:
+                return (await response.json())["actions"][0]
+
+        async with c.post({"prompt": IDS}, headers={"X-Request-Id": "mine"}) as response:
+            assert response.status == 200
+        assert (await ask("kv.retain", request_id="mine", ttl_s=60))["tokens"] == 768
+        assert (await ask("kv.release", block_hashes=blocks))["released"] == 1, "the same prompt"
+        told = await ask("kv.retain", block_hashes=blocks, ttl_s=60)
+        assert (told["status"], told["tokens"], told["in_pool"]) == ("accepted", 768, 512)
+        assert (await ask("kv.release", request_id="mine"))["released"] == 1
+        assert (await ask("kv.release", request_id="another"))["status"] == "refused"
+
+
+def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
+    hints = Hints(HintsConfig(), rule(Renewing()), ProxyMetrics())
+    long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
+    hints.note("alice", "0", long)
+    for number in range(1100):
+        hints.note("bob", str(number), long._replace(names=[b"n"]))
+    assert len(hints._recent) == 1000
+    hints.note("alice", "1", long)
+    hints.note("alice", "1", long)
+    assert hints._recent_chunks == (1 << 16) + 999
+    hints.note("alice", "2", long)
+    assert list(hints._recent) == [("alice", "1"), ("alice", "2")]
+    hints._direct.close()
+
+
+@scenario
+async def test_the_last_prompt_of_a_session_is_kept_until_it_has_been_quiet() -> None:
+    k = Kept(room=4, session_ttl_s=60, max_pins=2)
+    with closing(k.direct):
+
+        async def request(session: str | None, tokens: list[int]) -> None:
+            named = await k.direct.look_up(tokens, None, "r")
+            assert named is not None
+            k.hints.note("c", f"r{k.now}", named, session)
+
+        await request("one", [1] * 2 * CHUNK)
+        await request(None, [2] * CHUNK)
+        await request("short", [2] * (CHUNK - 1))
+        await k.hints.renew()
+        assert (k.metric("pins"), len(k.hints.pins.chunks())) == (1, 2)
+        k.now = 50.0
+        await request("one", [1] * 3 * CHUNK)
+        await request("two", [2] * 2 * CHUNK)
+        await request("three", [3] * CHUNK)
+        await k.hints.renew()
+        assert (k.metric("pins"), len(k.hints.pins.chunks())) == (2, 4), "the second finds room for one chunk"
+        assert k.metric("hints_total", action="session", outcome="clipped") == 1
+        k.now = 100.0
+        await k.hints.renew()
+        assert len(k.client.renewed[-1]) == 4
+        assert (await k.ask("kv.release", "x", tokens=[2] * 2 * CHUNK))["released"] == 1
+        k.now = 110.0
+        await k.hints.renew()
+        assert k.metric("pins") == k.metric("pinned_bytes") == 0
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "body", "headers", "kept"),
+    [
+        (60.0, {"session_id": "s"}, {}, True),
+        (60.0, {}, {"X-Session-ID": "s"}, True),
+        (0.0, {"session_id": "s"}, {}, False),
+        (60.0, {"session_id": 7}, {}, False),
+        (60.0, {"session_id": ""}, {}, False),
+    ],
+)
+@scenario
+async def test_a_request_says_its_session_in_the_body_or_a_header(
+    ttl_s: float, body: dict[str, Any], headers: dict[str, str], kept: bool
+) -> None:
+    async with pinning(hints=HintsConfig(session_ttl_s=ttl_s)) as c:
+        async with c.post({"prompt": IDS, **body}, headers=headers) as response:
+            assert response.status == 200
+        sent = c.decode[0].bodies[-1]
+        assert ({} if "session_id" not in sent else {"session_id": sent["session_id"]}) == body, "left to the nodes"
+        await c.proxy._hints.renew()
+        assert c.metric("pins") == kept
