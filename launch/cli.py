@@ -445,7 +445,7 @@ def explain(
 
 
 def _hint_options(command: F) -> F:
-    """The options of `pin` and `unpin`, except that of the pin's time."""
+    """The options of `pin`, `unpin` and `prefetch`, except for times."""
     for option in (
         _json_option,
         click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
@@ -478,6 +478,14 @@ def unpin(**options: Any) -> None:
     _send_hint("kv.release", **options)
 
 
+@main.command()
+@_hint_options
+@click.option("--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), help="For how many seconds the node holds it; at most, and by default, 60.")  # fmt: skip
+def prefetch(**options: Any) -> None:
+    """Have a decode node load what the pool has of a prompt, before its request comes (docs/hints.md). Exits with 1 if that is refused."""
+    _send_hint("kv.prefetch", **options)
+
+
 def _send_hint(
     kind: str,
     *,
@@ -495,8 +503,9 @@ def _send_hint(
     from launch import pin as pins
     from pd_cache.decoding import decode_json
 
-    payload: dict[str, Any] = {"action_id": action_id} if ttl_s is None else {"ttl_s": ttl_s}
-    if ttl_s is not None or action_id is None:
+    releases = kind == "kv.release"
+    payload: dict[str, Any] = {"action_id": action_id} if releases else {"ttl_s": ttl_s}
+    if not releases or action_id is None:
         given: dict[str, Any] = {"prompt": text, "request_id": request, "tokens": tokens}
         if sum(value is not None for value in given.values()) != 1:
             raise click.UsageError("give the prompt by one of --tokens FILE, --text TEXT and --request ID")

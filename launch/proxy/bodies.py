@@ -211,6 +211,11 @@ class Completion:
             self._check_count(name)
 
     @property
+    def path(self) -> str:
+        """The page of OpenAI's API that takes it."""
+        return "/v1/chat/completions" if self._chat else "/v1/completions"
+
+    @property
     def _prompt(self) -> bytes:
         """The JSON of the prompt: a copy, so that the prompt is in memory once."""
         return bytes(self._fields[self._field])

@@ -1,4 +1,5 @@
-"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer.
+"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer; `kv.prefetch` has a
+decode node load it before its request comes.
 
 The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
 them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
@@ -42,7 +43,9 @@ HINTS_S = 5.0
 _LONGEST_S = 5.0
 """Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _LEASE_MS = 10_000
-_TARGETS = ("tokens", "prompt", "messages", "block_hashes", "request_id")
+_KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
+_PROMPTS = ("tokens", "prompt", "messages")
+_TARGETS = (*_PROMPTS, "block_hashes", "request_id")
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
@@ -51,6 +54,10 @@ PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
 Name = Callable[[Completion], Awaitable[NamedPrompt | None]]
 """Returns what the prompt of a body is known by; None if that cannot be found out."""
+Prefetch = Callable[[Completion, NamedPrompt, float], Awaitable[str]]
+"""Has a node load a prompt and hold it for so many seconds. Returns the node's URL. Raises ApiError, which says why not, if none does."""
+PREFETCH_S = 60.0
+"""The longest that a node holds a prompt for a request to come: it has the blocks of few."""
 
 
 class Sender(NamedTuple):
@@ -58,6 +65,7 @@ class Sender(NamedTuple):
 
     client: str
     name: Name
+    prefetch: Prefetch
     own: NamedPrompt | None = None
     """With `within`: what the completion's prompt is known by."""
     within: bool = False
@@ -105,6 +113,8 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many of these the pool has now."""
     released: int | None = None
     """How many pins have ended."""
+    node: str | None = None
+    """The node that loads the prompt."""
 
 
 class HintsAnswer(msgspec.Struct, frozen=True):
@@ -255,7 +265,7 @@ class Hints:
             try:
                 action = decode_json(bytes(raw), _Action)
                 action_id = action.action_id
-                kind = {"kv.retain": "retain", "kv.release": "release"}.get(action.action_type, "other")
+                kind = _KINDS.get(action.action_type, "other")
                 answer = await self._do(action, sender)
             except (ApiError, UndecodableError) as error:
                 reason = str(error).encode("ascii", "backslashreplace")[:150].decode()
@@ -268,12 +278,8 @@ class Hints:
     async def _do(self, action: _Action, sender: Sender) -> ActionAnswer:
         """Raises ApiError or UndecodableError with the reason if the action is refused."""
         kind, config, client = action.action_type, self._config, sender.client
-        if kind == "kv.prefetch":
-            raise _refused("kv.prefetch is not supported: a node loads what the pool has when it gets the prompt")
-        if kind not in ("kv.retain", "kv.release") or action.action_version != "1.0":
-            raise _refused(
-                f"{kind[:40]} {action.action_version[:8]} is not supported, only kv.retain and kv.release 1.0"
-            )
+        if kind not in _KINDS or action.action_version != "1.0":
+            raise _refused(f"{kind[:40]} {action.action_version[:8]} is not supported, only {', '.join(_KINDS)} 1.0")
         given = decode_json(msgspec.json.encode(action.payload), _Payload)
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
@@ -284,6 +290,8 @@ class Hints:
             if not ended:
                 raise _refused("this client has no such pin at this proxy")
             return ActionAnswer(action.action_id, "accepted", released=ended)
+        if kind == "kv.prefetch":
+            return await self._prefetch(action, given, sender)
         if given.ttl_s is None:
             raise _refused("ttl_s is missing: for how many seconds the prompt is to be kept")
         named = await self._target(action.payload, given, sender)
@@ -307,6 +315,27 @@ class Hints:
             in_pool=min(tokens, named.pool_tokens),
         )
 
+    async def _prefetch(self, action: _Action, given: _Payload, sender: Sender) -> ActionAnswer:
+        if not self._config.max_share:
+            raise _refused("proxy.hints.max_share is 0")
+        if not action.payload.keys() & set(_PROMPTS):
+            raise _refused(f"a node needs the prompt itself: give one of {', '.join(_PROMPTS)}")
+        named = await self._target(action.payload, given, sender)
+        if not named.pool_tokens:
+            raise _refused("the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
+        ttl_s = min(given.ttl_s or PREFETCH_S, PREFETCH_S)
+        node = await sender.prefetch(self._completion(action.payload), named, ttl_s)
+        clipped = given.ttl_s is not None and ttl_s < given.ttl_s
+        return ActionAnswer(
+            action.action_id,
+            "clipped" if clipped else "accepted",
+            f"a node holds a prompt for at most {PREFETCH_S:g} s" if clipped else "",
+            ttl_s,
+            len(named.names) * named.chunk_tokens,
+            named.pool_tokens,
+            node=node,
+        )
+
     async def _target(self, payload: dict[str, msgspec.Raw], known: _Payload, sender: Sender) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in _TARGETS if field in payload]
@@ -323,19 +352,25 @@ class Hints:
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
         elif given:
-            fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
-            completion = Completion(
-                msgspec.json.encode(fields), prompt="messages" if given == ["messages"] else "prompt"
-            )
-            if given == ["tokens"] and completion.token_ids() is None:
-                raise _refused("tokens must be a list of token ids")
-            named = await sender.name(completion)
+            named = await sender.name(self._completion(payload))
         if named is None:
             why = direct.blind or "its tokens do not identify it, or no node has returned them in time"
             raise _refused(f"the prompt cannot be named: {why}")
         if not named.names:
             raise _refused(f"the prompt has {named.tokens} tokens, which are no whole chunk of {named.chunk_tokens}")
         return named
+
+    def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
+        """Returns the request whose prompt an action names. Raises ApiError if it names none."""
+        fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
+        for field in ("ttl_s", "action_id"):
+            fields.pop(field, None)
+        if self._direct.model is not None:
+            fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
+        completion = Completion(msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt")
+        if "tokens" in payload and completion.token_ids() is None:
+            raise _refused("tokens must be a list of token ids")
+        return completion
 
     async def _room(self) -> int:
         """Returns how many chunks all pins may have. Raises ApiError if that is not known."""

@@ -69,6 +69,9 @@ _MOST_SLOW = 3
 _LIST_S = 10.0
 """How long the whole list of models may take."""
 _LIST_AT_ONE_S = 1.0
+_MOST_PREFETCHED = 64
+_PREFETCH_REFUSED_S = 0.1
+"""How long a node has to refuse a prompt that it should prefetch."""
 _MOST_ASKED = 2
 """The most nodes that are asked for one model."""
 _SESSION_HEADER = "X-Session-ID"
@@ -107,20 +110,14 @@ class Exchange:
         self._hop_span = self.span
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
-        self._stream: asyncio.Task[None] | None = None
+        self.streams: list[asyncio.Task[None]] = []
+        """They go on until `end_streams`."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the hints that came with it, if some did."""
 
-    def begin_stream(self, loading: Coroutine[Any, Any, None], share: BodyShare) -> None:
-        """Has `loading` run until `end_stream`. `share` is what its body takes meanwhile."""
-        self._stream = asyncio.create_task(loading)
-        self._stream.add_done_callback(lambda _: share.give_back())
-
-    def end_stream(self) -> None:
-        """Gives up the stream, if there is one."""
-        if self._stream is not None:
-            self._stream.cancel()
-            self._stream = None
+    def end_streams(self) -> None:
+        while self.streams:
+            self.streams.pop().cancel()
 
     def told(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
@@ -205,6 +202,8 @@ class Requests:
         """The time until which no node is asked for tokens."""
         self._slow = 0
         """How many judgements of prompts in a row took too long."""
+        self._prefetched: dict[bytes, tuple[str, asyncio.Task[None]]] = {}
+        """By the last chunks' names of prompts: at which node they were prefetched, and the streams that hold them there."""
 
     def add_to(self, app: web.Application) -> None:
         for path in ("/v1/completions", CHAT):
@@ -215,6 +214,8 @@ class Requests:
     async def drain(self, limit_s: float) -> None:
         """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
         self.admission.closing = True
+        for _, stream in self._prefetched.values():
+            stream.cancel()
         if self.running:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
@@ -282,7 +283,7 @@ class Requests:
         async def name(completion: Completion) -> NamedPrompt | None:
             return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
 
-        return Sender(exchange.client, name, own, within)
+        return Sender(exchange.client, name, partial(self._prefetch, exchange), own, within)
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -354,7 +355,7 @@ class Requests:
             del body, prepared  # so that they take memory only until a decode node has them
             return await decoding
         finally:
-            exchange.end_stream()
+            exchange.end_streams()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
 
@@ -372,10 +373,16 @@ class Requests:
         if self._config.hints.session_ttl_s:
             session = completion.session() or exchange.request.headers.get(_SESSION_HEADER)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            why, named = await self._judge(exchange, completion, prompt, name=bool(completion.hints or session))
+            why, named = await self._judge(
+                exchange, completion, prompt, name=bool(completion.hints or session or self._prefetched)
+            )
             span.note(direct=why or "")
         if named is not None:
             self._hints.note(exchange.client, exchange.id, named, session)
+            last = next((name for name in reversed(named.names) if name in self._prefetched), None)
+            if last is not None:
+                exchange.decodes, stream = self._prefetched.pop(last)
+                exchange.streams.append(stream)
         if completion.hints is not None:
             taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
             exchange.hinted = asyncio.create_task(taking)
@@ -390,7 +397,7 @@ class Requests:
                 return answer
             handoff = answer
             if not handoff:
-                exchange.end_stream()  # nothing will come
+                exchange.end_streams()  # nothing will come
             result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
         else:
             result = "no_prefill_nodes"
@@ -539,15 +546,61 @@ class Requests:
         # half of the memory for bodies is for requests that are to be answered
         if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
             return
-        node = exchange.decodes = pool.pick(time.monotonic(), model=exchange.model)
+        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), model=exchange.model)
         if node is None or not pool.streams(node):
             return
-        body, share = await self._computed(nbytes, completion.for_stream), BodyShare(self.bodies)
-        if share.grow(len(body)):
-            exchange.begin_stream(self._stream(exchange, node, body), share)
+        body = await self._computed(nbytes, completion.for_stream)
+        if (stream := self._begin(self._stream(exchange, node, completion.path, body), body)) is not None:
+            exchange.streams.append(stream)
 
-    async def _stream(self, exchange: Exchange, node: str, body: bytes) -> None:
-        """Keeps the stream open until it is cancelled. The request does not depend on it, so its failure counts against no node."""
+    def _begin(self, stream: Coroutine[Any, Any, None], body: bytes) -> asyncio.Task[None] | None:
+        """Begins a stream; returns None if there is no memory for its body."""
+        share = BodyShare(self.bodies)
+        if not share.grow(len(body)):
+            stream.close()
+            return None
+        task = asyncio.create_task(stream)
+        task.add_done_callback(lambda _: share.give_back())
+        return task
+
+    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt, ttl_s: float) -> str:
+        """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Prefetch`."""
+        now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
+        node = pool.pick(now, model=self._nodes.served(completion.model(), now))
+        if node is None:
+            raise ApiError(400, "no decode node can be asked")
+        if not pool.streams(node):
+            raise ApiError(400, f"{node} loads nothing before its request comes (handoff.stream, docs/hints.md)")
+        if len(self._prefetched) >= _MOST_PREFETCHED:
+            raise ApiError(400, f"nodes hold {_MOST_PREFETCHED} prefetched prompts, and no more at a time")
+        body, name = completion.for_stream(), f"-prefetch-{last.hex()[:8]}"
+        stream = self._begin(self._stream(exchange, node, completion.path, body, name, ttl_s), body)
+        if stream is None:
+            raise ApiError(400, "other requests take all the memory for bodies")
+        if last in self._prefetched:
+            self._prefetched[last][1].cancel()
+        self._prefetched[last] = node, stream
+
+        def ended(stream: asyncio.Task[None]) -> None:
+            if self._prefetched.get(last) == (node, stream):
+                del self._prefetched[last]
+
+        stream.add_done_callback(ended)
+        await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
+        if stream.done():
+            raise ApiError(400, f"{node} has no room for it, or has refused it")
+        return node
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        node: str,
+        path: str,
+        body: bytes,
+        name: str = _STREAM_ID,
+        limit_s: float | None = None,
+    ) -> None:
+        """Keeps the stream open until it is cancelled, for at most `limit_s`. No request depends on it, so its failure counts against no node."""
         assert self.session is not None
         with (
             self._pools["decode"].working(node),
@@ -557,11 +610,14 @@ class Requests:
                 **exchange.headers(self._keys),
                 **{name.capitalize(): value for name, value in span.headers.items()},
             }
-            headers[ID_HEADER] = exchange.id + _STREAM_ID
+            headers[ID_HEADER] = exchange.id + name
             try:
-                answer = await send(self.session, "POST", node + exchange.request.path, headers, body)
+                async with asyncio.timeout(limit_s):
+                    answer = await send(self.session, "POST", node + path, headers, body)
                 answer.close()
                 log.debug("request %s: the stream to %s ended with status %d", exchange.id, node, answer.status)
+            except TimeoutError:
+                log.debug("request %s: the stream to %s was not used within %g s", exchange.id, node, limit_s)
             except HopError as error:
                 log.debug("request %s: the stream to %s failed: %s: %s", exchange.id, node, error.reason, error)
 
@@ -589,7 +645,7 @@ class Requests:
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     exchange.first_byte_s = time.monotonic() - exchange.started
                     self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
-                    exchange.end_stream()
+                    exchange.end_streams()
                     body = b""
                     exchange.share.give_back()
                     return await self._relay(exchange, node, answer, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from launch.cli import main
 from launch.discovery import View
 from launch.discovery.directory import file_records
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
+from launch.status import cluster_status
+from launch.up import LocalCluster
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, NodeRecord, dump_config, load_config
 from tests.launch.conftest import serving
@@ -25,6 +29,7 @@ from tests.support.cluster import CHUNK as SMALL
 from tests.support.cluster import cluster_file, complete, started
 from tests.support.pool import Pool
 from tests.support.proxy import NAMESPACE, cluster, scenario
+from tests.support.waiting import wait_for
 
 CHUNK = NAMESPACE.chunk_size
 LARGE = msgspec.structs.replace(NAMESPACE, page_bytes=8192)
@@ -102,9 +107,18 @@ def pinned(*arguments: str, code: int = 0, stdin: str | None = None) -> Any:
     return json.loads(done.stdout)
 
 
+def _reference(running: LocalCluster, name: str, **labels: str) -> float | None:
+    record = next(row.record for row in cluster_status(running.config).nodes if row.name == "decode-0")
+    with urllib.request.urlopen(f"{record.address}/metrics", timeout=60) as answer:
+        samples = [one for family in text_string_to_metric_families(answer.read().decode()) for one in family.samples]
+    return next(
+        (one.value for one in samples if one.name == f"pd_cache_reference_{name}" and one.labels == labels), None
+    )
+
+
 def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
     prompt = list(range(5 * SMALL + 1))
-    with started(tmp_path, proxy={"direct_tokens": 1}) as running:
+    with started(tmp_path, proxy={"direct_tokens": 16}) as running:
         file = tmp_path / "running.yaml"
         file.write_text(dump_config(running.config))
         (tmp_path / "tokens.json").write_text(json.dumps(prompt))
@@ -120,13 +134,24 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
                 "pin", "-c", str(file), "--tokens", "-", "--ttl", "9e9", "--id", "p", stdin=json.dumps(prompt)
             )
         assert (told["status"], told["ttl_s"], told["reason"]) == ("clipped", 3600, "max_ttl_s is 3600")
-        text = pinned("pin", "-c", str(file), "--text", "x" * 999, "--ttl", "9", code=1)
-        assert "no node has returned them" in text["reason"], "the reference engine tokenizes nothing"
+        assert pinned("pin", "-c", str(file), "--text", "x" * 999, "--ttl", "9")["tokens"] == 15 * SMALL
         assert pinned("unpin", "-c", str(file), "--request", answer.headers["X-Request-Id"])["released"] == 1
         assert pinned("unpin", "-c", str(file), "--id", "p", code=1)["status"] == "refused"
         shown = CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "q"]).stdout
         assert shown == f"q: keeps {5 * SMALL} tokens for 60 s; the pool has {5 * SMALL} of them now\n"
         assert CliRunner().invoke(main, ["unpin", *tokens]).stdout == "1 released\n"
+        loads = _reference(running, "loads_total", outcome="hit") or 0
+        told = pinned("prefetch", *tokens)
+        assert (told["status"], told["node"]) == ("accepted", running.urls["decode-0"])
+        assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 5 * SMALL, 60)
+        wait_for(lambda: _reference(running, "loads_total", outcome="hit") == loads + 1, what="the node has loaded it")
+        after = complete(running.urls["proxy"], prompt)
+        assert after.tokens == answer.tokens
+        assert after.body["pd_cache"]["prefill"] is None, "it goes to the decode node alone"
+        assert after.body["pd_cache"]["report"]["streamed"] == 5 * SMALL, "and has nothing to load"
+        shown = CliRunner().invoke(main, ["prefetch", *tokens, "--ttl", "1"]).stdout
+        assert shown == f"{running.urls['decode-0']} loads 320 of 320 tokens, and holds them for 1 s\n"
+        wait_for(lambda: _reference(running, "free_blocks") == 512, what="nobody has come for it")
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,14 @@ def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
 
         wait_for(past_prefill, what="what the pool holds needs no prefill node")
         assert loaded() == before[-1] + 768
+
+        decode.forget_prefixes()
+        payload = {"messages": [{"role": "user", "content": text}]}
+        action = {"action_id": "a", "action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        (told,) = proxy.json("/hints", hints)["actions"]
+        assert (told["status"], told["node"]) == ("accepted", decode.url), told
+        wait_for(lambda: loaded() == before[-1] + 2 * 768, what="it is loaded before its request comes")
+        assert proxy.chat(text) == answers[0]
+        assert loaded() == before[-1] + 2 * 768, "the request finds it in vLLM's own cache"
+        wait_for(lambda: not decode.blocks_in_use, what="the prefetch ends with its request")

@@ -401,7 +401,7 @@ class ReferenceEngine:
     def _stream_of(self, active: _Active) -> _Active | None:
         """Returns the stream of the request's prompt, if there is one."""
         request = active.generation.request
-        if not request.announced_prefix or active.skip_cache:
+        if active.skip_cache:
             return None
         for one in self._streams:
             loaded = one.prefix is not None and one.prefix.current and one.result.outcome == "hit"
@@ -420,7 +420,7 @@ class ReferenceEngine:
             return
         assert self._cache is not None
         announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
-        until = time.monotonic() + self._handoff.wait_ms / 1000
+        until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
         load.owner, load.started = active, time.monotonic()
         load.deadline, load.awaited.told = until + self._load_timeout_s, (announced, until)
         active.phase = _Phase.LOADING

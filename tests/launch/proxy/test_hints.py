@@ -20,7 +20,8 @@ from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
-from tests.support.proxy import NAMESPACE, Cluster, cluster, error_of, scenario
+from tests.launch.proxy.test_streams import STREAM
+from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, error_of, hangs, scenario, until, view
 
 CHUNK = NAMESPACE.chunk_size
 SPACE = (NAMESPACE.fingerprint(), "")
@@ -86,7 +87,10 @@ class Kept:
         async def name(completion: Any) -> NamedPrompt | None:
             return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
 
-        answer = await self.hints.take(message(kind, payload, named), Sender(client, name))
+        async def prefetch(completion: Any, named: NamedPrompt, ttl_s: float) -> str:
+            raise AssertionError
+
+        answer = await self.hints.take(message(kind, payload, named), Sender(client, name, prefetch))
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
@@ -149,7 +153,11 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (message("kv.prefetch", {"tokens": IDS}), "kv.prefetch is not supported"),
+        (message("kv.prefetch", {"request_id": "r"}), "a node needs the prompt itself"),
+        (message("kv.prefetch", {"tokens": IDS, "ttl_s": -1}), "ttl_s"),
+        (message("kv.prefetch", {"tokens": IDS, "prompt": TEXT}), "exactly one of"),
+        (message("kv.prefetch", {"tokens": [1] * 255}), "no whole chunk"),
+        (message("kv.prefetch", {"tokens": IDS}), "loads nothing before its request comes"),
         (message("kv.share", {"tokens": IDS}), "kv.share 1.0 is not supported"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, version="2.0"), "kv.retain 2.0 is not supported"),
         (message("kv.retain", {"tokens": IDS}), "ttl_s"),
@@ -210,16 +218,17 @@ async def test_a_completion_may_bring_as_much_as_a_message_of_its_own() -> None:
         assert json.loads(response.headers[HEADER])["error"] == "kv_hints have more than 4194304 bytes"
 
 
-def pinning(pool: Pool = POOL, **config: Any) -> Any:
+def pinning(decode: int = 1, pool: Pool = POOL, **config: Any) -> Any:
     """A cluster whose pool has room for 1000 pinned chunks."""
     client = Renewing()
-    running = cluster(direct=rule(client, pool=pool), **config)
+    running = cluster(1, decode, direct=rule(client, pool=pool), **config)
 
     class Pinning:
         async def __aenter__(self) -> Cluster:
             c: Cluster = await running.__aenter__()
             c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1
-            c.decode[0].tokenize = tokenizes
+            for node in c.decode:
+                node.tokenize = tokenizes
             return c
 
         async def __aexit__(self, *error: Any) -> None:
@@ -358,3 +367,48 @@ async def test_a_request_says_its_session_in_the_body_or_a_header(
         assert ({} if "session_id" not in sent else {"session_id": sent["session_id"]}) == body, "left to the nodes"
         await c.proxy._hints.renew()
         assert c.metric("pins") == kept
+
+
+@scenario
+async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there() -> None:
+    async with pinning(2) as c:
+        node = c.decode[0]
+
+        async def prefetch(**payload: Any) -> Any:
+            async with c.session.post(c.url + "/hints", data=message("kv.prefetch", payload)) as response:
+                return (await response.json())["actions"][0]
+
+        c.proxy.update(
+            view([c.prefill[0].url], urls := [one.url for one in c.decode], {u: {"streams": True} for u in urls})
+        )
+        node.script = [hangs]
+        told = await prefetch(tokens=IDS, model="tiny", ttl_s=999, cache_salt="s")
+        assert (told["status"], told["node"], told["ttl_s"]) == ("clipped", node.url, 60)
+        assert (told["tokens"], told["in_pool"]) == (768, 512)
+        assert node.bodies == [{"prompt": IDS, "model": "tiny", "cache_salt": "s", "max_tokens": 1, "stream": False, "kv_transfer_params": STREAM}]  # fmt: skip
+        async with c.post({"prompt": [8] * 300}) as response:
+            assert response.status == 200
+        assert len(c.decode[1].bodies) == 1, "the prefetch counts as work"
+        async with c.post({"prompt": [*IDS, 9], "cache_salt": "s"}) as response:
+            assert response.status == 200
+        assert len(node.bodies) == 2
+        await until(lambda: node.hung_up == 1, "it ends with the answer of a request that begins with it")
+        assert not c.proxy.requests._prefetched
+
+        c.decode[0].script = c.decode[1].script = [answers(503)]
+        assert "no room" in (await prefetch(tokens=IDS))["reason"]
+        c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
+        for _ in range(2):
+            assert (await prefetch(tokens=IDS, ttl_s=0.5))["status"] == "accepted"
+        assert len(c.proxy.requests._prefetched) == 1, "the second takes the place of the first"
+        await until(lambda: not c.proxy.requests._prefetched, "it ends with its time")
+        assert (await prefetch(tokens=IDS))["status"] == "accepted"
+    assert sum(one.hung_up for one in c.decode) == 4, "it ends with the proxy"
+
+
+@scenario
+async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
+    async with pinning() as c:
+        c.proxy._direct._client.found = 0
+        async with c.session.post(c.url + "/hints", data=message("kv.prefetch", {"tokens": IDS})) as response:
+            assert (await response.json())["actions"][0]["reason"] == "the pool has nothing of it"

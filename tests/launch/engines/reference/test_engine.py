@@ -271,6 +271,20 @@ def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine
     ends_as("aborted", stream)
 
 
+def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_waits_for_no_more(make_engine, expected):
+    cache = FakeCache()
+    answered(make_engine(cache), GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1))
+    cache.wait_for_chunks(2)
+    decode = make_engine(cache, wait_ms=FOR_EVER)
+    stream = decode.submit(request_of(64, max_tokens=1, streams=True))
+    wait_for(lambda: decode._streams and decode._streams[0].load.awaited.loaded == 32)
+    tokens, stats = answered(decode, request_of(64))
+    assert tokens == expected(request_of(64))
+    assert (stats.cached_tokens, stats.report.streamed) == (32, 32)
+    stream.cancel()
+    ends_as("aborted", stream)
+
+
 @pytest.mark.parametrize("end", ["its load has ended", "it is cancelled", "it is late"])
 def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expected, end):
     cache = FakeCache()
