@@ -370,7 +370,7 @@ class Requests:
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
         session: str | None = None
-        if self._config.hints.session_ttl_s:
+        if self._config.hints.session_ttl_s and self._config.hints.max_share:
             session = completion.session() or exchange.request.headers.get(_SESSION_HEADER)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             why, named = await self._judge(

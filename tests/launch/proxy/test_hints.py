@@ -347,20 +347,21 @@ async def test_the_last_prompt_of_a_session_is_kept_until_it_has_been_quiet() ->
 
 
 @pytest.mark.parametrize(
-    ("ttl_s", "body", "headers", "kept"),
+    ("config", "body", "headers", "kept"),
     [
-        (60.0, {"session_id": "s"}, {}, True),
-        (60.0, {}, {"X-Session-ID": "s"}, True),
-        (0.0, {"session_id": "s"}, {}, False),
-        (60.0, {"session_id": 7}, {}, False),
-        (60.0, {"session_id": ""}, {}, False),
+        ({"session_ttl_s": 60.0}, {"session_id": "s"}, {}, True),
+        ({"session_ttl_s": 60.0}, {}, {"X-Session-ID": "s"}, True),
+        ({"session_ttl_s": 0.0}, {"session_id": "s"}, {}, False),
+        ({"session_ttl_s": 60.0, "max_share": 0.0}, {"session_id": "s"}, {}, False),
+        ({"session_ttl_s": 60.0}, {"session_id": 7}, {}, False),
+        ({"session_ttl_s": 60.0}, {"session_id": ""}, {}, False),
     ],
 )
 @scenario
 async def test_a_request_says_its_session_in_the_body_or_a_header(
-    ttl_s: float, body: dict[str, Any], headers: dict[str, str], kept: bool
+    config: dict[str, float], body: dict[str, Any], headers: dict[str, str], kept: bool
 ) -> None:
-    async with pinning(hints=HintsConfig(session_ttl_s=ttl_s)) as c:
+    async with pinning(hints=HintsConfig(**config)) as c:
         async with c.post({"prompt": IDS, **body}, headers=headers) as response:
             assert response.status == 200
         sent = c.decode[0].bodies[-1]
