@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,13 @@ from tests.test_architecture import ROOT
 
 README = (ROOT / "README.md").read_text()
 EMBED, OPERATOR, RECIPES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "operator", "recipes"))
+_MODELS = {
+    "llama": "Llama",
+    "gemma3": "Gemma 3",
+    "gptoss": "gpt-oss",
+    "qwen3next": "Qwen3-Next",
+    "mamba2": "Nemotron-H",
+}
 PAGES = sorted(chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), ROOT.glob("examples/*.md")))
 
 
@@ -160,6 +169,19 @@ def test_the_plot_is_what_its_command_draws() -> None:
     command = [sys.executable, str(ROOT / "tools" / "plot-ttft.py"), str(images / "ttft.jsonl")]
     drawn = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert drawn == (images / "ttft.svg").read_text()
+
+
+def test_the_plot_has_the_figures_of_the_table() -> None:
+    runs = [json.loads(line) for line in (ROOT / "docs" / "images" / "ttft.jsonl").read_text().splitlines()]
+    taken: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for run_ in runs:
+        for row in run_["results"]:
+            for figure in ("warm_ms", "ours_b_ms", "theirs_b_ms"):
+                taken[_MODELS[run_["model"]], row["tokens"], figure].append(str(row[figure]))
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    for (model, tokens, _), figures in taken.items():
+        (line,) = [line for line in lines if line.startswith(f"| {model} | {tokens} |") and line.count("|") == 11]
+        assert f"| {', '.join(figures)} |" in line
 
 
 def anchors(page: Path) -> set[str]:
