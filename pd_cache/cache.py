@@ -336,7 +336,8 @@ class EngineLookup(PoolLookup):
     def __init__(self, engines: Sequence[CacheEngine]) -> None:
         """Raises ValueError if there is no engine, or if their chunks are not of one size."""
         first, groups = engines[0], LayerGroups([engine.database for engine in engines])
-        super().__init__(groups, first.backend.batched_contains, first.version, first.metrics, first.mover.history)
+        backend, history = first.backend, first.mover.history
+        super().__init__(groups, backend.batched_contains, first.version, first.metrics, history, backend)
         self.database = first.database
         self._engines = tuple(engines)
 

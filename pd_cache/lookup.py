@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import ChunkHistory, Found, MissReason, worst_reason
+from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks, worst_reason
 from pd_cache.versions import UNKNOWN, WeightsVersion
 from transfer.errors import Status
 from transfer.store import MooncakeStore
+
+if TYPE_CHECKING:
+    from pd_cache.tiers import StorageBackend
 
 _RENEWED = 1 << 14
 """How many leases one request renews. It takes 7 to 9 ms."""
@@ -144,11 +147,19 @@ def _extra_keys(request_configs: Mapping[str, Any] | None) -> Iterable[ExtraKey]
 class PrefixLookup:
     """Finds out from the statuses of keys how long a prefix is, in all groups of layers, and counts its tokens."""
 
-    def __init__(self, groups: LayerGroups, metrics: CacheMetrics, history: ChunkHistory | None = None) -> None:
-        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows."""
+    def __init__(
+        self,
+        groups: LayerGroups,
+        metrics: CacheMetrics,
+        history: ChunkHistory | None = None,
+        backend: StorageBackend | None = None,
+    ) -> None:
+        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows. `backend` is
+        asked which tiers have what is found, if it has tiers of this host."""
         self.groups = groups
         self.metrics = metrics
         self._history = history
+        self._backend = backend
 
     def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Found:
         """Returns how many of the first chunks were found, and why not more. Counts their tokens.
@@ -170,7 +181,10 @@ class PrefixLookup:
             # of groups that all have a tail, only the end of a prefix is known to be there
             first = 0 if self.groups.need_all else max(0, found.leading - 1)
             self._history.note(names[at_hand + first : at_hand + found.leading])
-        return Found(at_hand + found.chunks, at_hand + found.leading, reason, epoch)
+        near = TierChunks()
+        if self._backend is not None and self._backend.kind != "pool":
+            near = self._backend.near(self.groups.first.keys(names[at_hand : at_hand + found.chunks], epoch=epoch))
+        return Found(at_hand + found.chunks, at_hand + found.leading, reason, epoch, near)
 
     def _reason(self, names: Sequence[bytes], found: Found, statuses: Sequence[Status]) -> MissReason:
         """Returns why the first chunk that was not found was not there."""
@@ -193,9 +207,10 @@ class PoolLookup(PrefixLookup):
         version: WeightsVersion,
         metrics: CacheMetrics,
         history: ChunkHistory | None = None,
+        backend: StorageBackend | None = None,
     ) -> None:
         """`exists(keys, timeout=…)` returns the statuses of keys. `version`: the weights version to look in."""
-        super().__init__(groups, metrics, history)
+        super().__init__(groups, metrics, history, backend)
         self._exists = exists
         self._version = version
 

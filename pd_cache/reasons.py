@@ -206,6 +206,8 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag=
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     epoch: Label | None = None
     """The weights version (`pd_cache.versions`) that was looked up, if it is known."""
+    near: TierChunks = TierChunks()
+    """How many of the chunks behind those at hand lay in tiers of the host that looked; the others are in the pool, which is not counted."""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):

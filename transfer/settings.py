@@ -37,6 +37,11 @@ def mooncake_version() -> str:
     return ""
 
 
+def mooncake_release(version: str) -> tuple[int, ...]:
+    """Returns `(0, 3, 13)` for `0.3.13.post1`, so that versions can be compared; `()` for a text without numbers."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
 class ByteSize(int):
     """A number of bytes, written in YAML as an integer or as `512MiB`, `4GiB`, `1GB`."""
 

@@ -32,7 +32,8 @@ from transfer.store import SYSTEM_PACKAGES
 
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
-_LINKED = ("store.so", "mooncake_master")
+_LINKED = ("store.so", "_store.*.so", "mooncake_master")
+"""Mooncake's module is `_store…so` from 0.3.14 on."""
 _LDD_S = 30.0
 _NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
 _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
@@ -43,9 +44,8 @@ def library_findings() -> Iterator[Finding]:
     yield _wheel_finding({name: version for name in WHEELS if (version := _installed_version(name)) is not None})
     folder = _package_folder()
     if folder is not None:
-        for name in _LINKED:
-            if (folder / name).is_file():
-                yield from link_findings(name, unresolved(folder / name))
+        for file in (file for name in _LINKED for file in folder.glob(name)):
+            yield from link_findings(file.name, unresolved(file))
     yield _import_finding()
 
 

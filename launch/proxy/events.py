@@ -14,6 +14,7 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -43,11 +44,17 @@ from pd_cache.events import (
     short_hash,
 )
 
+log = logging.getLogger(__name__)
+
 _MOST_UNDER_WAY = 1 << 20
 _LARGEST = 4 << 20
 """The most bytes of a query: enough for a quarter of a million tokens."""
 _MOST_AT_ONCE = 8
 _READ_S = 10.0
+_UNNAMEABLE = (
+    "a node's KV events have lookahead_token_ids (EAGLE or MTP without a connector): no prompt is found in its cache by its hashes, and what "
+    "it holds is guessed; give it a connector, or vLLM's disable_lookahead_block_hashes"
+)
 _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -87,6 +94,8 @@ class KnownCache:
         """That of the namespace in which the node names its blocks, if that is known."""
         self.ready = False
         """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
+        self.unnameable = False
+        """Whether the node's hashes cover tokens behind a block, so that no prompt could be found among them: its blocks are not noted."""
         budget.caches.append(self)
 
     def __len__(self) -> int:
@@ -103,6 +112,11 @@ class KnownCache:
     def _apply(self, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, StoredEvent):
+                if event.lookahead_token_ids is not None:
+                    if not self.unnameable:
+                        log.warning("namespace %s: %s", self.fingerprint, _UNNAMEABLE)
+                    self.unnameable = True
+                    continue
                 if event.group_idx is not None and event.kv_cache_spec_kind not in FULL_ATTENTION:
                     self._partial.add(event.group_idx)
                 if event.medium != MEDIUM_STORAGE and event.group_idx not in self._partial:
@@ -122,7 +136,8 @@ class KnownCache:
 
     def knows(self, prompt: NamedPrompt | None) -> bool:
         """Returns whether the node's events say how much of the prompt it has."""
-        return self.ready and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
+        known = self.ready and not self.unnameable
+        return known and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
 
     def media(self, prompt: NamedPrompt) -> dict[str, int]:
         """Returns how many tokens of the prompt's beginning the node has, by medium."""
@@ -231,12 +246,12 @@ class CacheView:
 
     def describe(self) -> dict[str, Any]:
         feeds: Mapping[Hashable, Any] = self._subscriber.describe()
-        sizes = {key: len(known) for key, known in self._caches.items()}
+        known = {key: {"blocks": len(cache), "unnameable": cache.unnameable} for key, cache in self._caches.items()}
         return {
             "blocks": self._budget.used,
             "most_blocks": self._budget.most,
             "refused_blocks": self._budget.refused,
-            "publishers": {key[0]: {"blocks": size, **feeds.get(key, {})} for key, size in sizes.items()},
+            "publishers": {key[0]: {**one, **feeds.get(key, {})} for key, one in known.items()},
         }
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pd_cache.adapters.options import AdapterOptions, read_options, settings_of, weights_of
 from pd_cache.adapters.tasks import RowJobs
@@ -72,6 +73,8 @@ class PdCacheTierManager(SecondaryTierManager):
     """A secondary tier in pd-cache's pool and tiers. Trouble of the pool is a miss or a failed job, never an exception."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
+    cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
+    """Not `disk`, which vLLM makes of the medium: most of the pool is memory."""
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
@@ -13,6 +12,7 @@ from pd_cache.chunks import Namespace
 from pd_cache.cluster.schema import HOST, PORT, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
+from transfer.settings import mooncake_release
 
 MAX_RECORD = 64 << 10
 """The most bytes of a record. One of ours has about one thousand."""
@@ -221,7 +221,7 @@ def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
     for record in records:
         if record.mooncake[:1].isdigit():
             nodes.setdefault(record.mooncake, []).append(record.name)
-    releases = {version: tuple(map(int, re.findall(r"\d+", version)[:3])) for version in nodes}
+    releases = {version: mooncake_release(version) for version in nodes}
     if len(set(releases.values())) < 2 or _TOGETHER.issuperset(releases.values()):
         return None
     shown = []

@@ -30,6 +30,8 @@ class StoredEvent(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     medium: _Words = None
     group_idx: int | None = None
     kv_cache_spec_kind: _Words = None
+    lookahead_token_ids: list[list[int]] | None = None
+    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a connector; else None."""
 
 
 class RemovedEvent(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):

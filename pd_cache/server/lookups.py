@@ -251,7 +251,8 @@ class Answerer:
     def _judge(self, job: LookupJob, statuses: list[Status]) -> Answer:
         """Returns what a lookup found, and pins it for the lookup's session."""
         try:
-            prefix = PrefixLookup(job.groups, self._metrics, job.models[0].mover.history)
+            first = job.models[0].mover
+            prefix = PrefixLookup(job.groups, self._metrics, first.history, first.backend)
             reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
             client, session = job.client, job.session
             if session and reach.chunks > job.at_hand:

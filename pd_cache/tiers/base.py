@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged
+from pd_cache.reasons import TierChunks
+from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged, TierKind
 from transfer.errors import Status
 
 
@@ -47,6 +48,8 @@ class StorageBackend(ABC):
     """How many payloads a caller should best hand over together."""
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
+    kind: TierKind = "pool"
+    """Where it keeps objects; of several tiers, what the first one says."""
 
     @property
     @abstractmethod
@@ -67,6 +70,10 @@ class StorageBackend(ABC):
         The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
         """
         return self.batched_contains(keys, timeout=timeout)
+
+    def near(self, keys: Sequence[str]) -> TierChunks:
+        """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose part is 0."""
+        return TierChunks()
 
     @abstractmethod
     def batched_get(

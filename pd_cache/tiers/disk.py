@@ -354,6 +354,8 @@ class _Read(NamedTuple):
 class LocalDiskBackend(StorageBackend):
     """Keeps objects in one folder, within a byte budget."""
 
+    kind = "disk"
+
     def __init__(
         self,
         memory: ObjectMemory,
@@ -591,7 +593,7 @@ class LocalDiskBackend(StorageBackend):
         read.staged.cut(size)
         read.staged.sealed_for = key
         fetched, entry = Fetched(read.staged, expected=found.expected), found.entry
-        fetched.tier = "disk"
+        fetched.tier = self.kind
 
         def checked(one: Fetched) -> None:  # on the caller's thread, so the next read of the entry discards it
             entry.failures = entry.failures + 1 if one.reason else 0

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from pd_cache.config import PromotionName
 from pd_cache.metrics import TierMetrics
+from pd_cache.reasons import TierChunks
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
-from pd_cache.tiers.memory import Fetched, Staged
+from pd_cache.tiers.memory import Fetched, Staged, TierKind
 from transfer.errors import PoolUnavailableError, Status
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class HybridBackend(StorageBackend):
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
+        self.kind = first.kind
         self._stored = [tier for tier in tiers if tier.stores]
         """The tiers in which chunks are stored. The last one decides what became of a put."""
         self.batch_size = min(tier.backend.batch_size for tier in self._stored)
@@ -96,6 +98,15 @@ class HybridBackend(StorageBackend):
                 if answer is Status.OK or (tier.stores and answer is not Status.MISSING):
                     statuses[index] = answer
         return statuses
+
+    def near(self, keys: Sequence[str]) -> TierChunks:
+        counts: Counter[TierKind] = Counter()
+        for tier in self.tiers:
+            if (kind := tier.backend.kind) != "pool":
+                there = tier.backend.batched_contains(keys)
+                counts[kind] += there.count(Status.OK)
+                keys = [key for key, status in zip(keys, there, strict=True) if status is not Status.OK]
+        return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         """Returns MISSING for a key that the last tier lacks in which chunks are stored, or that no such tier has while that one cannot find

@@ -27,6 +27,7 @@ class LocalBackend(StorageBackend):
     """Keeps objects in the slots that they came in, within a byte budget, by an eviction policy."""
 
     settles_at_once = True
+    kind = "memory"
 
     def __init__(self, memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> None:
         """`memory` must have slots to spare for the objects that the tier has room for."""
@@ -137,7 +138,7 @@ class LocalBackend(StorageBackend):
             self._unpin(entry)
             return Fetched(None, found.value)
         fetched = Fetched(kept.share(), expected=found, on_release=lambda: self._unpin(entry))
-        fetched.tier = "memory"
+        fetched.tier = self.kind
         fetched.when_checked(lambda one: self._checked(entry, one))
         return fetched
 

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_cache.cache import CacheEngineBuilder, EngineLookup
@@ -189,7 +190,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     @classmethod
-    def supports_sleep_mode(cls) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: object = None) -> bool:
         """Returns False: nothing here stops loads and stores while vLLM sleeps. vLLM 0.33 asks; earlier versions do not."""
         return False
 
@@ -384,6 +385,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         # not guarded: if vLLM counts on a load that never begins, the request never ends. Only naming the chunks could fail here, and that
         # succeeded when they were matched
         self._scheduling().allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Returns where the tokens lie that are about to be loaded, to a chunk. The pool is `external_unspecified`, as vLLM has it for remote
+        stores."""
+        memory, disk = self._scheduling().near(request, num_external_tokens)
+        split = {
+            CacheHitSource.HOST: memory,
+            CacheHitSource.DISK: disk,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens - memory - disk,
+        }
+        return {source: tokens for source, tokens in split.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns what the workers have to do in this step."""

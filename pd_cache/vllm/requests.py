@@ -108,6 +108,9 @@ class FoundPrefix(NamedTuple):
     end: int
     parting: int = 0
     """Where prompts part, if that is behind the end; otherwise 0."""
+    memory: int = 0
+    """How many of them lay in this host's memory, and how many on its disk; the others are in the pool."""
+    disk: int = 0
 
 
 class ProposedLoad(NamedTuple):

@@ -173,7 +173,8 @@ class SchedulerSide:
             if tracked.handoff.announced is not None:
                 tracked.outcome.streamed += self._chunk * self.streams.came(names[: at_hand // self._chunk])
             parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
-            found = tracked.found = FoundPrefix(at_hand, reach.chunks * self._chunk, parting)
+            near = (reach.near.memory * self._chunk, reach.near.disk * self._chunk)
+            found = tracked.found = FoundPrefix(at_hand, reach.chunks * self._chunk, parting, *near)
             tracked.outcome.looked_up(found.end, self._reason(tracked, found.end, reach.reason))
             if found.end >= awaited:
                 tracked.looking.note(found=found.end, reason=reach.reason)
@@ -251,6 +252,12 @@ class SchedulerSide:
         for place in range(len(self._plan.layers)):
             if first <= tracked.planned.get(place, 0):
                 tracked.planned[place] = max(tracked.planned.get(place, 0), last)
+
+    def near(self, request: Request, external: int) -> tuple[int, int]:
+        """Returns how many of the tokens that are to be loaded lay in this host's memory when they were looked up, and how many on its disk."""
+        found = self.track(request).found
+        memory = 0 if found is None else min(found.memory, external)
+        return memory, 0 if found is None else min(found.disk, external - memory)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""

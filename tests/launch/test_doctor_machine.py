@@ -11,7 +11,7 @@ import pytest
 
 import pd_cache
 from launch.discovery import View
-from launch.doctor import Finding, Verdict
+from launch.doctor import Finding, Verdict, checks
 from launch.doctor.checks import (
     PEERS,
     installed_findings,
@@ -91,6 +91,17 @@ def test_the_wheel_of_this_environment_is_found_whole() -> None:
     found = list(library_findings())
     assert [finding for finding in found if finding.verdict is not Verdict.OK] == []
     assert {finding.check for finding in found} == {"libraries.wheel", "libraries.linked", "libraries.import"}
+
+
+@pytest.mark.parametrize("module", ["store.so", "_store.cpython-311-x86_64-linux-gnu.so"])
+def test_the_module_is_looked_at_under_its_name_in_each_version(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / module).touch()
+    monkeypatch.setattr(checks, "_package_folder", lambda: tmp_path)
+    monkeypatch.setattr(checks, "unresolved", lambda file: ["libmlx5.so.1"])
+    (finding,) = [one for one in library_findings() if one.check == "libraries.linked"]
+    assert (finding.about, finding.repair) == (module, "apt-get install ibverbs-providers")
 
 
 def test_a_library_that_the_loader_does_not_find_is_named_with_its_package(tmp_path: Path) -> None:

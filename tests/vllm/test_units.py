@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from pathlib import Path
@@ -64,7 +65,33 @@ def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
 def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:
     from pd_cache.vllm.connector import PdCacheConnector
 
-    assert PdCacheConnector.supports_sleep_mode() is False, "vLLM 0.33 asks the class or the object"
+    assert PdCacheConnector.supports_sleep_mode(SimpleNamespace()) is False, "vLLM 0.33 asks the class"
+
+
+def test_every_method_takes_what_vllms_own_of_that_name_takes() -> None:
+    from pd_cache.adapters.vllm_tier import PdCacheTierManager
+    from pd_cache.vllm.connector import PdCacheConnector
+
+    for ours in (PdCacheConnector, PdCacheTierManager):
+        for name in vars(ours):
+            base = next((getattr(one, name) for one in ours.__mro__[1:] if name in vars(one)), None)
+            if callable(base) and not name.startswith("__"):
+                taken = [list(inspect.signature(inspect.unwrap(one)).parameters) for one in (base, getattr(ours, name))]
+                assert taken[1][: len(taken[0])] == taken[0], name
+
+
+def test_hits_are_counted_by_the_tier_that_has_them() -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from pd_cache.adapters.vllm_tier import PdCacheTierManager
+    from pd_cache.vllm.connector import PdCacheConnector
+
+    connector = PdCacheConnector.__new__(PdCacheConnector)
+    connector._scheduler = SimpleNamespace(near=lambda request, tokens: (256, 0))  # type: ignore[assignment]
+    split = connector.get_external_cache_hit_sources(SimpleNamespace(), 500)  # type: ignore[arg-type]
+    assert split == {CacheHitSource.HOST: 256, CacheHitSource.EXTERNAL_UNSPECIFIED: 244}
+    assert connector.get_external_cache_hit_sources(SimpleNamespace(), 256) == {CacheHitSource.HOST: 256}  # type: ignore[arg-type]
+    assert PdCacheTierManager.cache_hit_source is CacheHitSource.EXTERNAL_UNSPECIFIED, "the pool is no disk"
 
 
 def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:

@@ -106,6 +106,11 @@ def test_hashes_of_either_form_and_prompts_meet() -> None:
         assert cache(StoredEvent(list(hashes), medium="GPU")).tokens(named) == 64
 
 
+def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_taken_for_empty() -> None:
+    known = cache(StoredEvent([1, 2], lookahead_token_ids=[[7], [8]]), StoredEvent([3], lookahead_token_ids=[[9]]))
+    assert (len(known), known.unnameable, known.knows(prompt([1, 2]))) == (0, True, False)
+
+
 def test_what_is_under_way_counts_until_it_is_answered() -> None:
     known, asked = cache(StoredEvent([1, 2])), prompt([1, 2, 3, 4, 5])
     begun, again = known.begin(prompt([1, 2, 3, 4])), known.begin(prompt([1, 2, 3]))

@@ -45,6 +45,15 @@ from tests.support.proxy import (
 )
 
 BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
+QUEUE_FULL = {
+    "error": {
+        "message": "The engine has reached its prefill token backlog limit. Please try again later or on a different instance.",
+        "type": "Service Unavailable",
+        "param": None,
+        "code": 503,
+    }
+}
+"""What vLLM 0.32 and 0.33 answer beyond `--max-num-queued-tokens` (`MaxQueuedTokensError`)."""
 PREFILL = RequestReport.of(600, 256, reason="never_stored")
 DECODE = RequestReport.of(600, 256, found=512, loaded=512, reason="evicted")
 TRAP = json.dumps({"text": '"report": {"asked": 1}'})
@@ -119,6 +128,22 @@ async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one(
         for asking, status in ((c.get("/v1/models"), 500), (c.post(), 200)):
             async with asking as response:
                 assert response.status == status
+
+
+@scenario
+async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_at_all_of_them_is_the_clients_answer() -> (
+    None
+):
+    async with cluster(0, 2) as c:
+        c.decode[0].default = answers(503, QUEUE_FULL)
+        for _ in range(6):
+            async with c.post({"prompt": "x", "stream": True}) as response:
+                assert response.status == 200
+        assert len(c.decode[0].bodies) > 1, "a full queue says nothing against the node"
+        c.decode[1].default = answers(503, QUEUE_FULL)
+        async with c.post() as response:
+            assert (response.status, await response.json()) == (503, QUEUE_FULL)
+            assert response.headers["Retry-After"] == "1", "which vLLM does not send"
 
 
 @scenario

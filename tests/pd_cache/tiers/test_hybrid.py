@@ -13,6 +13,7 @@ import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.metrics import CacheMetrics
+from pd_cache.reasons import TierChunks
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
@@ -128,6 +129,7 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(
         Status.OK, Status.OK, Status.OK, Status.MISSING, Status.OK,
     ]  # fmt: skip
     assert asked.calls == [("batched_contains", ["b", "x", "d"])]
+    assert subject.backend.near(["a", "b", "c", "x", "d"]) == TierChunks(memory=2, disk=2)
     asked.calls.clear()
     assert subject.backend.batched_contains(["a", "c"]) == [Status.OK] * 2
     assert asked.calls == []

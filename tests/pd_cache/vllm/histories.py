@@ -13,7 +13,7 @@ from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
@@ -177,6 +177,7 @@ class Lookups(LookupClient):
         self.ahead = 0
         """1 if the last of the chunks that are there has no KV of the draft model yet."""
         self.epoch: str | None = ""
+        self.near = TierChunks()
         self.begun = 0
         self.resets = True
         """Whether a reset is taken."""
@@ -193,7 +194,9 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Found(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch)
+        return Found(
+            found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch, self.near
+        )
 
     def stored(self, names: Any) -> None:
         self.noted |= set(names)
