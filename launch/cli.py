@@ -126,7 +126,13 @@ def launch(role: str, file: Path, name: str | None) -> None:
 
 @main.command()
 @_file_option()
-def up(file: Path) -> None:
+@click.option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(1.0, 604_800.0),
+    help="When it is to stop, first move what its nodes hold to other machines, for at most so many seconds. A second signal ends that.",
+)
+def up(file: Path, drain_s: float | None) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
     from launch.supervise import stop_on_signals
     from launch.up import running
@@ -137,6 +143,11 @@ def up(file: Path) -> None:
         for name, url in cluster.urls.items():
             click.echo(f"ready {name} {url}".rstrip())
         cluster.supervisor.wait(stop)
+        if drain_s is not None:
+            from launch.drain import drain_local
+
+            with stop_on_signals() as hurried:
+                drain_local(file, cluster.config, drain_s, hurried)
 
 
 @main.command()

@@ -36,6 +36,7 @@ from launch.doctor.probe import (
     peer_report,
     probe_findings,
     reach_findings,
+    second_pool_finding,
     segment_findings,
     version_findings,
 )
@@ -46,6 +47,7 @@ from launch.reachability import reach, targets_of
 from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import is_local, local_nodes
+from pd_cache.config import NodeSettings
 from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
@@ -98,6 +100,9 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     yield from segment_findings(status.nodes, status.segments)
     yield from _network(config, status)
     yield from _transfers(config, status)
+    own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)
+    if own.second_pool is not None:
+        yield second_pool_finding(own.second_pool)
 
 
 def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:

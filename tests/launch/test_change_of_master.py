@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -67,6 +70,59 @@ def hit_rate(proxy: str) -> float:
     answers = [complete(proxy, prompt) for prompt in PROMPTS]
     assert {answer.status for answer in answers} == {200}
     return sum(answer.cached[0] for answer in answers) / (3 * CHUNK * len(PROMPTS))
+
+
+MANY = [[random.Random(1000 + seed).randrange(512) for _ in range(3 * CHUNK + 1)] for seed in range(100)]
+
+
+def hits(proxy: str, seconds: float) -> list[tuple[float, float]]:
+    """One client that asks for one of a hundred prompts after the other, at random: of each answer when it came, in seconds, and the share of
+    the prompt's chunks that the prefill node loaded."""
+    rng, begun, found = random.Random(0), time.monotonic(), []
+    while (now := time.monotonic() - begun) < seconds:
+        answer = complete(proxy, MANY[rng.randrange(len(MANY))])
+        assert answer.status == 200
+        found.append((now, answer.cached[0] / (3 * CHUNK)))
+    return found
+
+
+def back_after(found: list[tuple[float, float]]) -> float:
+    """From when on 30 answers in a row have at least 90 % of the hits of a warm pool, in seconds."""
+    rates = [fmean(hit for _, hit in found[at : at + 30]) for at in range(len(found) - 30)]
+    return next((found[at][0] for at, rate in enumerate(rates) if rate >= 0.9), math.inf)
+
+
+def told(when: str, found: list[tuple[float, float]]) -> None:
+    """Prints the hit rate of each second; for docs/operations.md."""
+    by_second = [[hit for at, hit in found if int(at) == second] for second in range(int(found[-1][0]) + 1)]
+    print(
+        f"{when:28}", *(f"{fmean(one):4.2f}" for one in by_second if one), f"{len(found) / found[-1][0]:.0f} a second"
+    )
+
+
+@pytest.mark.slow(seconds=150)
+def test_the_hits_are_back_in_no_time_if_the_old_pool_is_read_as_a_second_one(
+    make_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    blue, green, cold = (make_pool().start() for _ in range(3))
+    with serving(tmp_path, blue) as proxy:
+        assert {complete(proxy, prompt).status for prompt in MANY} == {200}
+        told("before", hits(proxy, 5))
+    with serving(tmp_path, cold) as proxy:
+        without = hits(proxy, 25)
+        told("restart, without the tier", without)
+    with serving(tmp_path, green, second=blue) as proxy:
+        during = hits(proxy, 25)
+        told("during: with the tier", during)
+        blue.end()
+        told("the old master is gone", hits(proxy, 5))
+    with serving(tmp_path, green) as proxy:
+        after = hits(proxy, 5)
+        told("after: the tier is gone, too", after)
+    seconds = {"with the tier": back_after(during), "without": back_after(without)}
+    print("90 % of the hits are back after", *(f"{took:.1f} s {how}" for how, took in seconds.items()))
+    assert seconds["with the tier"] < 0.5 < seconds["without"]
+    assert fmean(hit for _, hit in after) > 0.9
 
 
 @pytest.mark.slow(seconds=90)

@@ -152,6 +152,24 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     wait_for(lambda: not any(lives(one) for one in family), 30, "every process being gone")
 
 
+def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
+    nodes = [
+        {"name": "master", "role": "master", "port": 0, "metrics_port": 0},
+        {"name": "store-0", "role": "store", "segment_size": "16MiB", "metrics_port": 0},
+    ]
+    command = [sys.executable, "-m", "launch", "up", "--drain", "30", "-c", str(cluster_file(tmp_path, nodes=nodes))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+        try:
+            assert up.stdout is not None
+            assert [up.stdout.readline().split()[1] for _ in nodes] == ["master", "store-0"]
+            up.terminate()
+            _, said = up.communicate(timeout=60)
+        finally:
+            up.kill()
+    assert up.returncode == 0
+    assert "nothing is moved: no node of another machine gives memory to the pool" in said
+
+
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "launch", "demo", "--json", "-c", str(cluster_file(tmp_path))],

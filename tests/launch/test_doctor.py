@@ -24,7 +24,7 @@ from launch.supervise import StoppedError
 from launch.up import LocalCluster
 from pd_cache.cluster import dump_config, load_config
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
-from tests.support.pool import Pool
+from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
 
@@ -122,6 +122,18 @@ def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file:
     status, report = doctor("-c", str(path))
     assert (status, ("rdma.devices", "") in broken(report)) == (1, True)
     assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
+
+
+def test_a_second_pool_that_does_not_answer_is_a_warning(
+    file: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.doctor.probe._OPEN_S", 1.0)
+    tree = yaml.safe_load(Path(file).read_text())
+    for master, verdict in ((pool.address, Verdict.OK), (f"127.0.0.1:{free_port()}", Verdict.WARNING)):
+        tree["cache"]["tiers"] = [{"kind": "mooncake"}, {"kind": "mooncake", "master": master}]
+        path = tmp_path / "two.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        assert of(doctor("-c", str(path))[1], "transfer.second_pool")[master].verdict is verdict
 
 
 @pytest.mark.usefixtures("patient")

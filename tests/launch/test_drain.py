@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 
 from launch import drain as drained_by
 from launch.cli import main
-from launch.drain import Drain, drain
+from launch.drain import Drain, drain, drain_local
 from launch.masters import Segment, begin_drain, drain_job, segments_at
 from launch.status import cluster_status
-from launch.supervise import StoppedError
+from launch.supervise import StopFlag, StoppedError
 from pd_cache.cluster import dump_config, load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cluster import CHUNK, complete, kill, started
@@ -260,6 +260,26 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
     finally:
         master.resume()
     assert time.monotonic() - begin < 60, "the list of its keys has minutes"
+
+
+def test_before_a_machine_stops_what_it_holds_moves_to_others_if_there_are_any(
+    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
+    put(pool, 0, 20, 4096)
+    config, hurried = load_config(pool.file), StopFlag()
+    drain_local(pool.file, config, 60.0, hurried)
+    assert caplog.messages == ["nothing is moved: no node of another machine gives memory to the pool"]
+    monkeypatch.setattr("launch.drain.local_nodes", lambda whole: [whole.node("store-0")])
+    drain_local(pool.file, config, 0.5, hurried)
+    hurried.set()
+    drain_local(pool.file, config, 60.0, hurried)
+    assert caplog.messages[1:] == ["store-0 is not drained"] * 2
+    assert segment(pool, 0).status == "OK"
+    drain_local(pool.file, config, 60.0, StopFlag())
+    assert (segment(pool, 0).status, segment(pool, 1).status) == ("DRAINED", "OK")
+    with pool.bare_client() as client:
+        assert all(client.get(f"0/{number}") == bytes(4096) for number in range(20))
 
 
 @needs_etcd
