@@ -14,7 +14,6 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -44,17 +43,11 @@ from pd_cache.events import (
     short_hash,
 )
 
-log = logging.getLogger(__name__)
-
 _MOST_UNDER_WAY = 1 << 20
 _LARGEST = 4 << 20
 """The most bytes of a query: enough for a quarter of a million tokens."""
 _MOST_AT_ONCE = 8
 _READ_S = 10.0
-_UNNAMEABLE = (
-    "a node's KV events have lookahead_token_ids (EAGLE or MTP without a connector): no prompt is found in its cache by its hashes, and what "
-    "it holds is guessed; give it a connector, or vLLM's disable_lookahead_block_hashes"
-)
 _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -113,8 +106,6 @@ class KnownCache:
         for event in batch.events:
             if isinstance(event, StoredEvent):
                 if event.lookahead_token_ids is not None:
-                    if not self.unnameable:
-                        log.warning("namespace %s: %s", self.fingerprint, _UNNAMEABLE)
                     self.unnameable = True
                     continue
                 if event.group_idx is not None and event.kv_cache_spec_kind not in FULL_ATTENTION:
