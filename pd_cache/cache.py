@@ -337,7 +337,7 @@ class EngineLookup(PoolLookup):
         """Raises ValueError if there is no engine, or if their chunks are not of one size."""
         first, groups = engines[0], LayerGroups([engine.database for engine in engines])
         backend, history = first.backend, first.mover.history
-        super().__init__(groups, backend.batched_contains, first.version, first.metrics, history, backend)
+        super().__init__(groups, backend.batched_contains, first.version, first.metrics, history, backend.near)
         self.database = first.database
         self._engines = tuple(engines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
 from pd_cache.config import NodeSettings
@@ -15,9 +15,6 @@ from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks, worst_
 from pd_cache.versions import UNKNOWN, WeightsVersion
 from transfer.errors import Status
 from transfer.store import MooncakeStore
-
-if TYPE_CHECKING:
-    from pd_cache.tiers import StorageBackend
 
 _RENEWED = 1 << 14
 """How many leases one request renews. It takes 7 to 9 ms."""
@@ -152,14 +149,14 @@ class PrefixLookup:
         groups: LayerGroups,
         metrics: CacheMetrics,
         history: ChunkHistory | None = None,
-        backend: StorageBackend | None = None,
+        near: Callable[[Sequence[str]], TierChunks] | None = None,
     ) -> None:
-        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows. `backend` is
-        asked which tiers have what is found, if it has tiers of this host."""
+        """`history` learns what is found, and says of what is missing whether it was there before. Without it, no lookup knows. `near`: see
+        `StorageBackend`."""
         self.groups = groups
         self.metrics = metrics
         self._history = history
-        self._backend = backend
+        self._near = near
 
     def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Found:
         """Returns how many of the first chunks were found, and why not more. Counts their tokens.
@@ -182,8 +179,8 @@ class PrefixLookup:
             first = 0 if self.groups.need_all else max(0, found.leading - 1)
             self._history.note(names[at_hand + first : at_hand + found.leading])
         near = TierChunks()
-        if self._backend is not None and self._backend.kind != "pool":
-            near = self._backend.near(self.groups.first.keys(names[at_hand : at_hand + found.chunks], epoch=epoch))
+        if self._near is not None:
+            near = self._near(self.groups.first.keys(names[at_hand : at_hand + found.chunks], epoch=epoch))
         return Found(at_hand + found.chunks, at_hand + found.leading, reason, epoch, near)
 
     def _reason(self, names: Sequence[bytes], found: Found, statuses: Sequence[Status]) -> MissReason:
@@ -207,10 +204,10 @@ class PoolLookup(PrefixLookup):
         version: WeightsVersion,
         metrics: CacheMetrics,
         history: ChunkHistory | None = None,
-        backend: StorageBackend | None = None,
+        near: Callable[[Sequence[str]], TierChunks] | None = None,
     ) -> None:
         """`exists(keys, timeout=…)` returns the statuses of keys. `version`: the weights version to look in."""
-        super().__init__(groups, metrics, history, backend)
+        super().__init__(groups, metrics, history, near)
         self._exists = exists
         self._version = version
 

@@ -252,7 +252,7 @@ class Answerer:
         """Returns what a lookup found, and pins it for the lookup's session."""
         try:
             first = job.models[0].mover
-            prefix = PrefixLookup(job.groups, self._metrics, first.history, first.backend)
+            prefix = PrefixLookup(job.groups, self._metrics, first.history, first.backend.near)
             reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
             client, session = job.client, job.session
             if session and reach.chunks > job.at_hand:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from pd_cache.reasons import TierChunks
@@ -49,7 +49,8 @@ class StorageBackend(ABC):
     settles_at_once: bool = False
     """Whether a write has ended when `batched_put` returns."""
     kind: TierKind = "pool"
-    """Where it keeps objects; of several tiers, what the first one says."""
+    near: Callable[[Sequence[str]], TierChunks] | None = None
+    """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose part is 0. None if there is no such tier."""
 
     @property
     @abstractmethod
@@ -70,10 +71,6 @@ class StorageBackend(ABC):
         The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
         """
         return self.batched_contains(keys, timeout=timeout)
-
-    def near(self, keys: Sequence[str]) -> TierChunks:
-        """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose part is 0."""
-        return TierChunks()
 
     @abstractmethod
     def batched_get(

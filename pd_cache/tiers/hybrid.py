@@ -60,7 +60,6 @@ class HybridBackend(StorageBackend):
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
-        self.kind = first.kind
         self._stored = [tier for tier in tiers if tier.stores]
         """The tiers in which chunks are stored. The last one decides what became of a put."""
         self.batch_size = min(tier.backend.batch_size for tier in self._stored)
