@@ -60,6 +60,12 @@ class Tiered:
 
         wait_for(settled, what="the end of all transfers")
 
+    def reset(self) -> None:
+        """As the scheduler does when it resets its caches; no worker has anything under way."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33
+            self.manager.on_reset_flushed()
+
     def row(self, chunk: int) -> memoryview:
         return self.manager.primary_tier.get_kv_memoryview().cast("B")[chunk * ROW : (chunk + 1) * ROW]
 
@@ -170,12 +176,12 @@ def test_a_reset_of_vllms_caches_hides_what_all_engines_stored(opened: Open) -> 
     """vLLM keeps what is in secondary tiers through a reset, also if the weights have changed. This tier begins a new epoch."""
     one, other = opened(), opened()
     one.store(values(1))
-    one.manager.reset_cache()
+    one.reset()
     assert one.load([chunk(1)]) == [None]
     wait_for(
         lambda: other.load([chunk(1)]) == [None], what="the other engine's answer, for which it asks twice a second"
     )
-    other.manager.reset_cache()  # each engine says itself that its weights have changed
+    other.reset()  # each engine says itself that its weights have changed
     one.store(values(1))
     assert other.load([chunk(1)]) == [values(1)[chunk(1)]]
 
@@ -184,7 +190,7 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Ope
     one, other = opened(), opened()
     before = one.request()
     for engine in (one, other):
-        engine.manager.reset_cache()
+        engine.reset()
     one.store(values(1), before)
     one.store(values(2))
     assert other.load([chunk(1), chunk(2)]) == [None, values(2)[chunk(2)]]
