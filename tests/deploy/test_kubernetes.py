@@ -10,8 +10,10 @@ import filecmp
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,6 +246,10 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
         return text
 
     (folder / "s").mkdir(mode=0o700)
+    program = folder / "bin" / "pd-cache"  # this Python's, which need not have a script of that name
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m launch "$@"\n')
+    program.chmod(0o755)
     for role, text in files(documents).items():
         (written / f"{role}.yaml").write_text(moved(text, folder))
     try:
@@ -258,7 +264,7 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
                     entry["name"]: fields[entry["valueFrom"]["fieldRef"]["fieldPath"]] for entry in container["env"]
                 }
                 command = [*container["command"], *(moved(text, own) for text in container["args"])]
-                path = f"{Path(tool('pd-cache') or '').parent}{os.pathsep}{os.environ['PATH']}"
+                path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
                 process = subprocess.Popen(
                     command,
                     env={**os.environ, **variables, "PATH": path},
