@@ -9,10 +9,11 @@ library() { ldconfig -p | grep -q "$1"; }
 programs() { command -v "$@" >/dev/null; }
 
 missing() {
-    # Mooncake's wheel links to these, also where there is no RDMA; to libmlx5 from 0.3.14 on
+    # Mooncake's wheel links to these, those of RDMA too; to libmlx5 from 0.3.14 on
     library 'libibverbs\.so\.1' || echo libibverbs1
     library 'libmlx5\.so\.1' || echo ibverbs-providers
     library 'libnuma\.so\.1' || echo libnuma1
+    library 'libcurl\.so\.4' || echo libcurl4
     [ "$1" = run ] && return
     programs etcd || echo etcd-server
     { programs ip && programs tc; } || echo iproute2
