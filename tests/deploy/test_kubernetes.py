@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import yaml
 
@@ -49,7 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "tracing": {"endpoint": "http://collector:4318/v1/traces"},
         },
     },
-    "rdma": {"rdma": True, "hostNetwork": True, "store": {"enabled": False}, "master": {"replicas": 1}},
+    "rdma": {"rdma": {"enabled": True}, "hostNetwork": True, "store": {"enabled": False}, "master": {"replicas": 1}},
+    "gpu": yaml.safe_load((CHART.parent / "gpu-values.yaml").read_text()),
 }
 OPERATORS = ("ServiceMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
@@ -80,7 +82,12 @@ def files(documents: list[dict[str, Any]]) -> dict[str, str]:
 @needs_tool("helm")
 @pytest.mark.parametrize(
     ("variant", "version"),
-    [*(("everything", version) for version in VERSIONS), ("defaults", VERSIONS[0]), ("rdma", VERSIONS[-1])],
+    [
+        *(("everything", version) for version in VERSIONS),
+        ("defaults", VERSIONS[0]),
+        ("rdma", VERSIONS[-1]),
+        ("gpu", VERSIONS[-1]),
+    ],
 )
 def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: str) -> None:
     kubernetes_validate = pytest.importorskip(
@@ -109,7 +116,9 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: P
     assert found.keys() == files(documents).keys() == expected
     for role, text in files(documents).items():
         file = tmp_path / f"{role}.yaml"
-        file.write_text(text.replace("POD_IP", "127.0.0.1").replace("POD_NAME", f"try-{role}-0"))
+        for word, value in (("POD_IP", "127.0.0.1"), ("POD_NAME", f"try-{role}-0"), ("NODE_NICS", "[mlx5_0]")):
+            text = text.replace(word, value)
+        file.write_text(text)
         config, _ = read_config(file)
         assert config.nodes[0].role == role
         (container,) = found[role]["containers"]
@@ -121,6 +130,41 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: P
             assert ports[asked["port"]] == (getattr(node, "metrics_port", None) or node.port)
         assert "livenessProbe" in container
         assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        moves = variant in ("rdma", "gpu") and role not in ("master", "proxy")
+        assert (config.transfer.protocol == "rdma") == moves == ("rdma/hca" in container["resources"]["limits"])
+
+
+@needs_tool("helm")
+def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shards(tmp_path: Path) -> None:
+    texts = files(rendered(tmp_path, VARIANTS["gpu"]))
+    for role, size in (("prefill", 4), ("decode", 8)):
+        config = yaml.safe_load(texts[role])
+        assert config["nodes"][0]["args"] == {"tensor-parallel-size": size}
+        assert config["cache"]["shards"] == 8
+
+
+@needs_tool("helm")
+def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
+    devices = [{"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]}, {"nodes": "gpu-b-1", "devices": ["mlx5_2"]}]
+    documents = rendered(tmp_path, {"rdma": {"enabled": True, "devices": devices}})
+    (store,) = [one for one in of_kind(documents, "DaemonSet") if one["metadata"]["name"].endswith("-store")]
+    (container,) = store["spec"]["template"]["spec"]["containers"]
+    script = container["args"][0].replace("/etc/pd-cache", str(tmp_path)).replace("/run/pd-cache-file", str(tmp_path))
+    (tmp_path / "store.yaml").write_text(files(documents)["store"])
+    program = tmp_path / "pd-cache"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for node, nics in (("gpu-a-7.rack", ["mlx5_0", "mlx5_1"]), ("gpu-b-1", ["mlx5_2"]), ("gpu-b-10", None)):
+        names = {"NODE_NAME": node, "POD_IP": "127.0.0.1", "POD_NAME": "store-0"}
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            [*container["command"], script], env={**names, "PATH": path}, capture_output=True, text=True, check=False
+        )
+        if nics is None:
+            assert (done.returncode, done.stderr) == (1, "rdma.devices has no entry for the node gpu-b-10\n")
+        else:
+            assert done.returncode == 0
+            assert list(read_config(tmp_path / "cluster.yaml")[0].transfer.devices) == nics
 
 
 @needs_tool("helm")
@@ -157,6 +201,8 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
         ({"proxy": {"port": 0}}, "/proxy/port"),
         ({"config": {"nodes": []}}, "additional properties 'nodes' not allowed"),
         ({"clusterName": "a b"}, "/clusterName"),
+        ({"rdma": {"devices": [{"nodes": "a;b", "devices": ["mlx5_0"]}]}}, "/rdma/devices/0/nodes"),
+        ({"decode": {"args": {"tensor-parallel-size": 8}}}, "config.cache.shards: tensor-parallel sizes of [1 8]"),
     ],
 )
 def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict[str, Any], message: str) -> None:
@@ -319,6 +365,17 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
             return answer.status == 200 and min(answer.cached) >= 256
 
         wait_for(hit, what="a hit on both hops")
+        (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == "try-pd-cache"]
+        allowed = {
+            port
+            for one in policy["spec"]["ingress"][0]["ports"]
+            for port in range(one["port"], one.get("endPort", one["port"]) + 1)
+        }
+        for pod in running:
+            own = psutil.Process(pod.process.pid)
+            sockets = [one for each in (own, *own.children(recursive=True)) for one in each.net_connections("tcp")]
+            heard = {one.laddr.port for one in sockets if one.status == "LISTEN" and one.laddr.ip != "127.0.0.1"}
+            assert heard <= allowed, f"{pod.role}: the NetworkPolicy keeps others from {heard - allowed}"
 
 
 def test_the_containerfile_installs_what_the_wheel_needs_and_copies_what_make_wheel_leaves() -> None:

@@ -19,21 +19,30 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if kindIs "string" . }}{{ . }}{{ else }}{{ int64 . }}{{ end }}
 {{- end }}
 
-{{/* The shared sections of every pod's file. */}}
+{{/* The shared sections of a role's file. Called with a dict: root, role. Masters and proxies move no KV, and need no NIC. */}}
 {{- define "pd-cache.shared" -}}
+{{- $ := .root }}
 {{- range $key := list "name" "discovery" "nodes" "master" }}
 {{- if hasKey $.Values.config $key }}{{ fail (printf "config.%s: the chart writes this section; see clusterName, etcd and the roles" $key) }}{{ end }}
 {{- end }}
-name: {{ .Values.clusterName }}
+name: {{ $.Values.clusterName }}
 discovery:
   kind: etcd
-  endpoints: {{ toJson .Values.etcd.endpoints }}
+  endpoints: {{ toJson $.Values.etcd.endpoints }}
 master: {ha: true}
-{{ $config := deepCopy .Values.config }}
-{{- if .Values.rdma }}{{ $_ := set $config "transfer" (merge (dict "protocol" "rdma") (get $config "transfer" | default dict)) }}{{ end }}
-{{- if .Values.proxy.tlsSecret }}{{ $tls := dict "cert_file" "/etc/pd-cache-tls/tls.crt" "key_file" "/etc/pd-cache-tls/tls.key" }}
+{{ $config := deepCopy $.Values.config }}
+{{- $sizes := list }}{{ range list "prefill" "decode" }}{{ $sizes = append $sizes (index $.Values . "args" | dig "tensor-parallel-size" 1 | int) }}{{ end }}
+{{- if and (gt (len (uniq $sizes)) 1) (not (dig "cache" "shards" 0 $config)) }}{{ fail (printf "config.cache.shards: tensor-parallel sizes of %v share no chunks without it; set it to their least common multiple" $sizes) }}{{ end }}
+{{- if include "pd-cache.rdma" . }}
+{{- $rdma := dict "protocol" "rdma" }}{{ if $.Values.rdma.devices }}{{ $_ := set $rdma "devices" "NODE_NICS" }}{{ end }}
+{{- $_ := set $config "transfer" (merge $rdma (get $config "transfer" | default dict)) }}{{ end }}
+{{- if $.Values.proxy.tlsSecret }}{{ $tls := dict "cert_file" "/etc/pd-cache-tls/tls.crt" "key_file" "/etc/pd-cache-tls/tls.key" }}
 {{- $_ := set $config "proxy" (merge (dict "tls" $tls) (get $config "proxy" | default dict)) }}{{ end }}
 {{- toYaml $config }}
+{{- end }}
+
+{{- define "pd-cache.rdma" -}}
+{{- if and .root.Values.rdma.enabled (not (has .role (list "master" "proxy"))) }}yes{{ end }}
 {{- end }}
 
 {{/*
@@ -44,6 +53,8 @@ A pod's file is the role's, with the pod's own address and name: a node's host i
 {{- define "pd-cache.pod" -}}
 {{- $ := .root }}
 {{- $v := .values }}
+{{- $rdma := include "pd-cache.rdma" . }}
+{{- $nics := and $rdma $.Values.rdma.devices }}
 metadata:
   labels:
     {{- include "pd-cache.labels" $ | nindent 4 }}
@@ -64,14 +75,14 @@ spec:
   {{- with $.Values.imagePullSecrets }}
   imagePullSecrets: {{ toYaml . | nindent 4 }}
   {{- end }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
   {{- with index $v $key }}
   {{ $key }}: {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   {{- end }}
   securityContext:
-    {{- if $.Values.rdma }}
-    runAsUser: 0  # memory is locked and /dev/infiniband opened as root
+    {{- if $rdma }}
+    runAsUser: 0  # only root locks memory
     {{- else }}
     runAsNonRoot: true
     runAsUser: 10001
@@ -89,13 +100,25 @@ spec:
       command: [/bin/sh, -ec]
       args:
         - |
-          sed -e "s/POD_IP/$POD_IP/g" -e "s/POD_NAME/$POD_NAME/g" /etc/pd-cache/{{ .role }}.yaml >/run/pd-cache-file/cluster.yaml
+          {{- with $nics }}
+          case "$NODE_NAME" in
+          {{- range . }}
+          {{ .nodes }}) nics='{{ join ", " .devices }}' ;;
+          {{- end }}
+          *) echo "rdma.devices has no entry for the node $NODE_NAME" >&2; exit 1 ;;
+          esac
+          {{- end }}
+          sed -e "s/POD_IP/$POD_IP/g" -e "s/POD_NAME/$POD_NAME/g"{{ if $nics }} -e "s/NODE_NICS/[$nics]/"{{ end }} /etc/pd-cache/{{ .role }}.yaml >/run/pd-cache-file/cluster.yaml
           exec pd-cache launch {{ .role }} -c /run/pd-cache-file/cluster.yaml --node "$POD_NAME"
       env:
         - name: POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- if $nics }}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        {{- end }}
         {{- range $name, $value := $v.env }}
         - name: {{ $name }}
           value: {{ $value | quote }}
@@ -124,22 +147,20 @@ spec:
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 6
-      {{- with $v.resources }}
+      {{- $nic := dict }}{{ if $rdma }}{{ $_ := set $nic "limits" (dict $.Values.rdma.resource 1) }}{{ end }}
+      {{- with merge $nic (deepCopy ($v.resources | default dict)) }}
       resources: {{ toYaml . | nindent 8 }}
       {{- end }}
       securityContext:
         allowPrivilegeEscalation: false
         capabilities:
           drop: [ALL]
-          {{- if $.Values.rdma }}
+          {{- if $rdma }}
           add: [IPC_LOCK]
           {{- end }}
       volumeMounts:
         - {name: config, mountPath: /etc/pd-cache, readOnly: true}
         - {name: file, mountPath: /run/pd-cache-file}
-        {{- if $.Values.rdma }}
-        - {name: infiniband, mountPath: /dev/infiniband}
-        {{- end }}
         {{- with .mounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -148,10 +169,6 @@ spec:
       configMap: {name: {{ include "pd-cache.fullname" $ }}}
     - name: file
       emptyDir: {}
-    {{- if $.Values.rdma }}
-    - name: infiniband
-      hostPath: {path: /dev/infiniband, type: Directory}
-    {{- end }}
     {{- with .volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -162,7 +179,7 @@ spec:
 name: socket-folder
 image: {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-command: [/bin/sh, -ec, "chown {{ if .Values.rdma }}0:0{{ else }}10001:10001{{ end }} {{ .Values.cacheServer.socketFolder }}; chmod 0700 {{ .Values.cacheServer.socketFolder }}"]
+command: [/bin/sh, -ec, "chown {{ if .Values.rdma.enabled }}0:0{{ else }}10001:10001{{ end }} {{ .Values.cacheServer.socketFolder }}; chmod 0700 {{ .Values.cacheServer.socketFolder }}"]
 resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
 securityContext:
   runAsUser: 0
