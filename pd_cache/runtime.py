@@ -140,14 +140,11 @@ def read_note(name: str) -> str | None:
 
 def _read(name: str, folder: int) -> str | None:
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = os.open(name, os.O_RDONLY, dir_fd=folder)
     except OSError:
         return None
     with open(descriptor, encoding="utf-8") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not _locked(descriptor):
-            return None
-        return file.read(_READ_LIMIT)
+        return file.read(_READ_LIMIT) if _locked(descriptor) else None
 
 
 @contextlib.contextmanager
@@ -200,7 +197,7 @@ def _opened(path: Path) -> int:
 
 
 def _made(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    return os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def _locked(descriptor: int) -> bool:

@@ -132,20 +132,6 @@ def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
     assert loaded == list(values(*range(4)).values())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda good: good[:-7], lambda good: bytes(len(good))],
-    ids=["torn", "zeros"],
-)
-def test_a_torn_or_foreign_object_is_a_miss(
-    pool: Pool, pair: list[AdapterSubject], change: Callable[[bytes], bytes]
-) -> None:
-    subject, before = pair[0], pool.keys()
-    subject.store(values(1))
-    damage(pool, before, change)
-    assert subject.load(list(values(1))) == [None]
-
-
 def test_the_object_of_one_name_under_another_is_a_miss(pool: Pool, pair: list[AdapterSubject]) -> None:
     subject, before = pair[0], pool.keys()
     subject.store(values(1))

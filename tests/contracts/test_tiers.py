@@ -73,7 +73,7 @@ def value(seed: object) -> bytes:
 def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[object], str]) -> None:
     largest = subject.backend.payload_bytes
     small = value("small")[: largest // 3]
-    assert put_sized(subject, {key("small"): small, key("none"): b""}) == [Status.OK] * 2
+    assert subject.put({key("small"): small, key("none"): b""}, sized=True) == [Status.OK] * 2
     assert subject.put({key("large"): value("large")}) == [Status.OK]
     assert subject.get([key("large")]) == [value("large")]
     (nothing,) = subject.backend.batched_get([key("none")], payload_bytes=0)
@@ -90,22 +90,11 @@ def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[objec
             subject.backend.stage(payload_bytes=wrong)
 
 
-def put_sized(subject: Subject, payloads: dict[str, bytes]) -> list[Status]:
-    """Puts payloads of their own sizes."""
-    staged = []
-    for payload in payloads.values():
-        memory = subject.backend.stage(payload_bytes=len(payload), timeout=60)
-        assert memory is not None
-        memory.payload[:] = payload
-        staged.append(memory)
-    return subject.backend.batched_put(list(payloads), staged).results()
-
-
 def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(
     subject: Subject, key: Callable[[object], str]
 ) -> None:
     payloads = {key(size): struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)}
-    assert put_sized(subject, payloads) == [Status.OK] * 4
+    assert subject.put(payloads, sized=True) == [Status.OK] * 4
     for _ in range(2):  # the second time, tiers before the last may have it
         fetches = subject.backend.batched_get([*payloads, key("none")], payload_bytes=SELF_SIZED)
         for fetched, payload in zip(fetches, [*payloads.values(), None], strict=True):
@@ -115,7 +104,7 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
     with pytest.raises(ValueError):
         subject.backend.stage(payload_bytes=SELF_SIZED)
     for wrong in (0, 7, 99, 101, PAYLOAD + 1, 2**63, 2**64 - 1):
-        assert put_sized(subject, {key(wrong): struct.pack("<Q", wrong) + bytes(92)}) == [Status.OK]
+        assert subject.put({key(wrong): struct.pack("<Q", wrong) + bytes(92)}, sized=True) == [Status.OK]
         (fetched,) = subject.backend.batched_get([key(wrong)], payload_bytes=SELF_SIZED)
         assert fetched.payload is None
         assert fetched.check() in ("truncated", "foreign")
@@ -183,15 +172,16 @@ def somebody_elses(raw: bytes) -> bytes:
     return bytes(buffer)
 
 
-DAMAGES: tuple[Callable[[bytes], bytes], ...] = (
-    flipped_bit,
-    somebody_elses,
-    lambda raw: raw[:-100],
-    lambda raw: raw[-TRAILER_BYTES:],
-    lambda raw: raw[:-TRAILER_BYTES] + raw[-TRAILER_BYTES:].replace(b"PDC1\1", b"PDC1\2"),  # another version
-    lambda raw: bytes(len(raw)),
-)
-DAMAGED = {"truncated", "foreign", "corrupt", "other_version"}
+DAMAGES: dict[Callable[[bytes], bytes], str] = {
+    flipped_bit: "corrupt",
+    somebody_elses: "foreign",
+    lambda raw: raw[:-100]: "truncated",
+    lambda raw: raw[-TRAILER_BYTES:]: "truncated",
+    lambda raw: raw[:-TRAILER_BYTES] + raw[-TRAILER_BYTES:].replace(b"PDC1\1", b"PDC1\2"): "other_version",
+    lambda raw: bytes(len(raw)): "foreign",
+    lambda raw: raw + raw: "other_size",
+}
+"""What becomes of an object, and what the pool then says of it. Files and memory have room for one object only."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,14 +189,16 @@ def test_planted_bad_data_reads_as_a_miss_with_its_reason(
     make: Callable[..., Subject], kind: str, key: Callable[[object], str], raw_client_of_module: Any
 ) -> None:
     subject = make(kind)
-    for number, damage in enumerate(DAMAGES):
+    for number, (damage, reason) in enumerate(DAMAGES.items()):
+        if reason == "other_size" and kind != "mooncake":
+            continue
         good, bad, last = keys = [key(f"{number}/{n}") for n in range(3)]
         subject.put({name: value(name) for name in keys})
         subject.plant(bad, damage, raw_client_of_module)
         missed = subject.count("pd_cache_tier_misses_total")
         first, found, third = subject.get(keys)
         assert (first, third) == (value(good), value(last))
-        assert found in DAMAGED
+        assert found == reason or (kind != "mooncake" and found in DAMAGES.values())
         # every tier before the last said so to the counters, the last one to the caller
         assert len(subject.bases) == 1 or subject.count("pd_cache_tier_misses_total") > missed
         subject.check_integrity()

@@ -111,7 +111,7 @@ def _read_json(text: bytes) -> Any:
 
 _NAMES = protocol.join_names([b"a" * 16, b"b" * 16])
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
-_REQUESTS: tuple[protocol.Message, ...] = (
+REQUESTS: tuple[protocol.Message, ...] = (
     protocol.Hello(
         TOKEN,
         "worker",
@@ -501,7 +501,7 @@ def _kv_events(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target("server-request", _server_request, (protocol.FrameError,), _encoded(_REQUESTS), _MSGPACK, 16),
+        Target("server-request", _server_request, (protocol.FrameError,), _encoded(REQUESTS), _MSGPACK, 16),
         Target("server-answer", _server_answer, (protocol.FrameError,), _encoded(_ANSWERS), _MSGPACK, 16),
         Target("kv-events", _kv_events, (UndecodableError,), (_EVENTS,), _MSGPACK),
         Target("object", _object, (), (_SEALED,), _BYTES),

@@ -136,4 +136,5 @@ def test_a_requests_way_is_that_of_the_golden_file(
 
 if __name__ == "__main__":
     found = {named(way): asyncio.run(walk(*way)) for way in ways()}
-    GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    lines = [f"{json.dumps(way)}: {json.dumps(found[way], sort_keys=True)}" for way in sorted(found)]
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -221,13 +221,6 @@ def test_a_change_whose_first_answer_is_lost_is_the_same_change_when_it_is_asked
     assert polled(a, b) == [label, label]
 
 
-def test_equal_labels_are_one_version() -> None:
-    world = World()
-    a, b = world.engine(), world.engine()
-    assert a.version.reset("step-7") == b.version.reset("step-7") == "step-7"
-    assert polled(a, b) == ["step-7", "step-7"]
-
-
 def test_an_engine_without_a_label_does_not_join_those_with_one() -> None:
     """A labelled change may be one that was given up and comes late: it says nothing of which change the next call means."""
     world = World()
@@ -279,17 +272,6 @@ def test_a_command_says_nothing_of_an_engine_that_starts_before_it_has_arrived()
     assert polled(a, *late) == ["new", "new"]
 
 
-def test_an_engine_that_a_command_did_not_reach_does_not_join_it_by_a_change_of_its_own() -> None:
-    world = World()
-    far = world.engine()
-    world.command("new")
-    world.clock.now += OVER_S
-    assert far.version.reset() is None
-    assert polled(far) == [None], "its weights have changed since the command"
-    world.command("newer")
-    assert polled(far) == ["newer"]
-
-
 def test_an_engine_that_speaks_while_a_command_is_under_way_means_the_same_change() -> None:
     world = World()
     a, b = world.engine(), world.engine()
@@ -307,18 +289,6 @@ def test_an_engine_that_has_heard_of_a_command_under_way_means_the_same_change_t
     assert a.version.reset() == "new"
     world.clock.now += OVER_S
     assert b.version.reset() not in ("new", None)
-
-
-def test_a_command_is_not_under_way_again_when_the_authority_is_started_anew() -> None:
-    world = World()
-    a, far = world.engine(), world.engine()
-    world.command("new")
-    world.clock.now += OVER_S
-    polled(a)
-    a.wire.authority = far.wire.authority = Authority(FileValues(), clock=world.clock, wall=world.clock)
-    world.clock.now += OVER_S / 2
-    a.poll()
-    assert far.version.reset() is None, "its weights have changed since the command"
 
 
 def test_a_command_after_an_engines_change_reaches_that_engine_too() -> None:
@@ -373,38 +343,6 @@ def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     assert e.version.reset("w2") == "w2"
     assert world.command("w1", known=BEGINNING).label == "w2"
     assert polled(e) == ["w2"]
-
-
-def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_came_between() -> None:
-    """A command has said of it that it has other weights. So it has not those of the label, although that is its own."""
-    world = World()
-    a, far = world.engine(), world.engine()
-    world.command("w1")
-    assert polled(a, far) == ["w1", "w1"]
-    far.wire.question = False
-    world.command("w2")
-    assert a.version.reset("w1") == "w1"
-    far.wire.question = True
-    assert polled(a, far) == ["w1", None]
-    assert far.version.why_not("w1") == "reset", "nor does a load count that began before"
-    assert far.version.reset("w1") == "w1"
-    assert polled(a, far) == ["w1", "w1"]
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_no_change_leads_from_a_label_that_is_used_again(goes_on: bool) -> None:
-    world = World()
-    a, far = world.engine(), world.engine()
-    world.command("w1")
-    polled(a, far)
-    far.wire.question = False
-    world.command("w2")
-    assert a.version.reset("w1") == "w1"
-    if goes_on:
-        assert a.version.reset()
-    far.wire.question = True
-    polled(far)
-    assert far.version.reset() is None, "its weights were those of w2 before"
 
 
 def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses_it_again() -> None:
@@ -464,13 +402,6 @@ def test_no_answer_for_a_lease_means_that_nothing_is_known() -> None:
     world.clock.now += 0.01
     assert (engine.uses(), engine.version.why_not(FIRST)) == (None, "epoch_unknown")
     assert polled(engine) == [FIRST]
-
-
-def test_an_answer_counts_from_when_it_was_asked_for() -> None:
-    world = World()
-    engine = world.engine(asks=False)
-    engine.wire.meanwhile = lambda: world.clock.sleep(LEASE_S)
-    assert polled(engine) == [None]
 
 
 def test_a_restarted_authority_learns_before_it_answers() -> None:
@@ -770,21 +701,6 @@ def test_over_http_an_answer_that_comes_again_is_not_the_next_one(judge: Authori
             channel.ask(Question(model=MODEL), 10)
             with pytest.raises(UnavailableError, match="another question"):
                 channel.ask(Question(model=MODEL), 10)
-
-
-def test_over_http_an_answer_to_another_process_is_not_taken(judge: Authority) -> None:
-    first: list[Response] = []
-
-    def mixed_up(path: str, body: bytes | None) -> Response:
-        first.append(answering(judge)(path, body))
-        return first[0]
-
-    wait_for(lambda: _learned(judge), what="an authority that has learned")
-    with serving("127.0.0.1", 0, mixed_up, 64) as (host, port), contextlib.ExitStack() as stack:
-        one, other = (stack.enter_context(contextlib.closing(Channel([f"http://{host}:{port}"]))) for _ in range(2))
-        one.ask(Question(model=MODEL), 10)
-        with pytest.raises(UnavailableError, match="another question"):
-            other.ask(Question(model=MODEL), 10)
 
 
 def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Authority, service: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, checksum, shard_tensors
-from pd_cache.paged import ChunkSlots, open_copier
+from pd_cache.paged import open_copier
 from pd_cache.paged.base import plan, plan_slots
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
 
@@ -93,17 +93,6 @@ def test_gather_and_scatter_match_the_oracle(
             else:
                 want = token_view(before[layer], kind, slot, 4)
             assert torch.equal(now, want)
-
-
-def test_a_chunk_read_as_blocks_equals_the_same_chunk_read_slot_by_slot() -> None:
-    cache = make_cache()
-    layout = KVLayout.from_tensors(cache)
-    copier = open_copier(cache, layout)
-    (chunk,) = plan_slots(torch.arange(8, 16), layout, CHUNK)
-    one, two = (torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8) for _ in range(2))
-    copier.gather(chunk, one)
-    copier.gather(ChunkSlots(None, torch.arange(8, 16)), two)
-    assert torch.equal(one, two)
 
 
 @given(st.lists(st.integers(0, 127), min_size=16, max_size=16, unique=True))

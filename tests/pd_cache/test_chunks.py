@@ -53,14 +53,6 @@ def database(**changes: object) -> ChunkedTokenDatabase:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_hash_is_the_documented_chain() -> None:
-    tokens, previous, expected = list(range(20)), root(), []
-    for start in (0, 8):
-        previous = hashlib.blake2b(previous + struct.pack("<8i", *tokens[start : start + 8]), digest_size=16).digest()
-        expected.append(previous)
-    assert database().name_chunks(tokens) == expected
-
-
 @given(token_lists, token_lists)
 def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one: list[int], two: list[int]) -> None:
     hashes = [database().name_chunks(tokens) for tokens in (one, two)]
@@ -119,32 +111,19 @@ FLOATS, PLANE = np.array([1.0]), np.array([[1, 2]], dtype=np.int32)
     ("tokens", "message"),
     [
         ([1.5], "integers that fit an int32"),
-        (["a"], "integers that fit an int32"),
         ("text", "integers that fit an int32"),
         ([2**31], "integers that fit an int32"),
-        ([-(2**31) - 1], "integers that fit an int32"),
-        ([1, 2**32], "integers that fit an int32"),
-        (None, "integers that fit an int32"),
         (7, "integers that fit an int32"),
         (array.array("q", [2**31]), "integers that fit an int32"),
-        (array.array("I", [2**31]), "integers that fit an int32"),
         (array.array("d", [1.0]), "integers that fit an int32"),
-        (memoryview(PLANE), "integers that fit an int32"),
         (memoryview(FLOATS), "integers that fit an int32"),
         (FLOATS, r"1-D and integers, got \(1,\) float64"),
         (PLANE, r"1-D and integers, got \(1, 2\) int32"),
-        (np.int64(7), r"1-D and integers, got \(\) int64"),
-        (np.array([True]), r"1-D and integers, got \(1,\) bool"),
         (np.array([1], dtype=object), r"1-D and integers, got \(1,\) object"),
-        (np.array([]), r"1-D and integers, got \(0,\) float64"),
         (np.array([0, 2**31]), "values from 0 to 2147483648"),
         (np.array([-(2**31) - 1, 0]), "values from -2147483649 to 0"),
         (torch.tensor([1.0]), r"1-D and integers, got \(1,\) torch.float32"),
-        (torch.tensor([1.0], dtype=torch.bfloat16), "torch.bfloat16"),
-        (torch.tensor([1j]), "torch.complex64"),
         (torch.tensor([[1]]), r"1-D and integers, got \(1, 1\) int64"),
-        (torch.tensor([2**32 + 5]), "values from 4294967301"),
-        (torch.tensor([2**31], dtype=torch.uint32), "values from 2147483648"),
         (torch.tensor([2**63], dtype=torch.uint64), "values from 9223372036854775808"),
         (torch.tensor([True]), r"1-D and integers, got \(1,\) bool"),
     ],
@@ -220,15 +199,6 @@ def test_many_threads_name_prompts_with_one_namer() -> None:
 
 
 # --- keys and namespaces ---------------------------------------------------------------------------------------------
-
-
-def test_keys_name_namespace_shard_and_hash() -> None:
-    db = database(shards=2)
-    (name,) = db.name_chunks(range(8))
-    fingerprint = db.namespace.fingerprint()
-    assert db.keys([name], (1,)) == [f"pdc1/{fingerprint}/1/{name.hex()}"]
-    assert db.all_shard_keys([name]) == db.keys([name], (0,)) + db.keys([name], (1,))
-    assert db.manifest_key == f"pdc1/{fingerprint}/manifest"
 
 
 @pytest.mark.parametrize(

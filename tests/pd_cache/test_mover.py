@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,14 @@ from pd_cache.paged import ChunkSlots, PendingCopy, open_copier, plan
 from pd_cache.paged.base import CopyDone
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import StoreOutcome
-from tests.support.backends import Subject, make_subject
 from tests.support.backends import count as count_of
+from tests.support.backends import make_subject
 from tests.support.kv import make_cache
 from transfer.errors import Status
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = KVLayout.from_tensors(make_cache(block_size=BLOCK))
 DATABASE = ChunkedTokenDatabase(CacheMetadata.of("m", LAYOUT).namespace(CacheConfig(chunk_size=CHUNK)))
-
-
-@pytest.fixture
-def subject(tmp_path: Path) -> Iterator[Subject]:
-    one = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=6, slots=8)
-    try:
-        yield one
-    finally:
-        one.backend.close()
 
 
 @pytest.mark.parametrize("tier", ["local", "disk"])

@@ -139,14 +139,6 @@ def test_a_note_of_a_service_is_found_by_a_shell(session: Path, monkeypatch: pyt
         assert runtime_folder().parent == session
 
 
-def test_no_link_and_no_pipe_is_read_as_a_note(ours: Path, tmp_path: Path) -> None:
-    with note("n", "text"), own_folder():
-        (ours / "link").symlink_to(ours / "n")
-        os.mkfifo(ours / "pipe")
-        assert read_note("link") is None
-        assert read_note("pipe") is None
-
-
 WRITER = """
 import sys
 from pd_cache.runtime import lock_file, note, temporary_folder
@@ -217,11 +209,3 @@ def test_a_lock_file_that_was_removed_under_its_waiter_is_no_lock(
         assert len(opened) == 2
         with lock_file(path) as other:
             assert not other
-
-
-def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("kept")
-    (tmp_path / "lock").symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match="symbolic link"), lock_file(tmp_path / "lock"):
-        pass
-    assert (tmp_path / "target").read_text() == "kept"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pd_cache import runtime
 from pd_cache.errors import CacheServerError
 from pd_cache.runtime import runtime_folder
 from pd_cache.server.server import own_address
@@ -30,16 +29,6 @@ def test_a_server_on_tcp_keeps_its_other_socket_in_a_folder_that_goes_with_it() 
         assert path.is_relative_to(runtime_folder())
         assert path.parent.stat().st_mode & 0o077 == 0
     assert not path.parent.exists()
-
-
-def test_a_runtime_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_SHARED", tmp_path)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    runtime_folder().mkdir()
-    runtime_folder().chmod(0o755)
-    for url in (f"ipc://{runtime_folder()}/cache.sock", "tcp://127.0.0.1:7000"):
-        with ExitStack() as stack, pytest.raises(CacheServerError, match=r"its mode is 0755; .* or choose another url"):
-            own_address(url, stack)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:

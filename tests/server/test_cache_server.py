@@ -29,7 +29,7 @@ from pd_cache.server.connection import server_welcome
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Refused, Retrieve, Store, Welcome
 from pd_cache.server.server import CacheServer
 from pd_cache.versions import FIRST
-from tests.support.engines import BLOCK, BLOCKS, CHUNK
+from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
@@ -42,7 +42,6 @@ from tests.support.server import (
     same_tensors,
     served,
     store_surely,
-    troubles,
 )
 from tests.support.waiting import wait_for
 
@@ -362,23 +361,6 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         assert scheduler.find(NAMES[:3]) == Found(2, 2, "none", FIRST)
         assert other.load(NAMES[1:], range(4 * PER_CHUNK), session="a").chunks == 4
         assert own_server.sessions.pinned == before + 4
-
-
-def test_a_lookup_finds_groups_of_layers_that_are_cut_into_different_numbers_of_shards(
-    own_server: CacheServer, identity: EngineIdentity
-) -> None:
-    """As latents, of which every rank holds all, beside states, of which each holds a part."""
-    latents, states = (LayerGroup(layers=layers, keeps=layers, tail=0) for layers in ("latents", "states"))
-    first = msgspec.structs.replace(identity, layers=latents)
-    ranks = [
-        msgspec.structs.replace(first, layers=states, world_size=2, rank=rank, shards_per_rank=3) for rank in range(2)
-    ]
-    asking = msgspec.structs.replace(first, further=(FurtherLayers(states, BLOCK, 2, 3),))
-    with caches(own_server, first, *ranks, asking=asking) as (scheduler, *workers):
-        for worker in workers:
-            assert scheduler.find(NAMES[:2]).chunks == 0
-            assert worker.store(NAMES[:2], range(2 * PER_CHUNK)) == [StoreOutcome.NEW] * 2
-        assert scheduler.find(NAMES[:2]).chunks == 2
 
 
 # --- how chunks are named and sized ----------------------------------------------------------------------------------

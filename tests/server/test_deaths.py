@@ -21,10 +21,10 @@ from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcome
 from pd_cache.server.server import CacheServer
-from tests.support.engines import CHUNK
+from tests.support.engines import CHUNK, troubles
 from tests.support.kv import make_cache
 from tests.support.pool import ROOT, Pool
-from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely, troubles
+from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely
 from tests.support.waiting import wait_for
 
 TOKENS = list(range(4 * CHUNK))

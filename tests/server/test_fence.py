@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
-from pd_cache.server.memory import sealed_memory
 from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 
@@ -190,13 +188,3 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
             process.kill()
             process.wait()
     assert fence.revoke(*place)
-
-
-def test_a_file_that_is_no_fence_is_refused() -> None:
-    descriptor = sealed_memory("other", 1 << 20)
-    try:
-        os.pwrite(descriptor, bytes(1 << 20), 0)
-        with pytest.raises(ValueError, match="a fence has"):
-            FenceView(descriptor)
-    finally:
-        os.close(descriptor)

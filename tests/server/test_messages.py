@@ -12,25 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.reasons import Found, Loaded
+from pd_cache.reasons import Found
 from pd_cache.server.protocol import (
     PROTOCOL,
-    CpuStorage,
-    CudaStorage,
-    Done,
-    EndSession,
-    EngineIdentity,
     FrameError,
     Hello,
     Lookup,
     Refused,
-    Register,
-    Retrieve,
     StatusQuery,
-    Store,
-    Stored,
-    TensorView,
-    Unregister,
     Welcome,
     decode_answer,
     decode_request,
@@ -39,38 +28,12 @@ from pd_cache.server.protocol import (
     split_names,
 )
 from pd_cache.server.server import CacheServer
+from tests.fuzz.targets import REQUESTS
+from tests.support.engines import troubles
 from tests.support.pool import Pool
-from tests.support.server import StrangePeer, served, troubles
+from tests.support.server import StrangePeer, served
 
 TOKEN = uuid.uuid4().hex
-MOVE = ("r", join_names([b"n" * 16]), (1, 2), 5, 7, 1000)
-REQUESTS = [
-    Hello(TOKEN, "worker", EngineIdentity(model="m", block_size=16, world_size=2, rank=1)),
-    Register(
-        (CpuStorage(4096), CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
-        (TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
-    ),
-    Unregister(),
-    Lookup("r", join_names([b"a" * 16, b"b" * 16]), 1),
-    Store(*MOVE),
-    Retrieve(*MOVE, b"event"),
-    EndSession("r"),
-    StatusQuery(),
-]
-ANSWERS = [
-    Welcome(256, "tokens", "", True, True, "/run/x"),
-    Done(),
-    Found(3, 3),
-    Stored(b"\x00\x01\x02"),
-    Loaded(4),
-    Refused("busy", "later"),
-]
-
-
-@pytest.mark.parametrize("message", [*REQUESTS, *ANSWERS], ids=lambda one: type(one).__name__)
-def test_every_message_is_read_as_it_was_sent(message: Any) -> None:
-    decode: Any = decode_request if message in REQUESTS else decode_answer
-    assert decode(encode(2**63, message)) == (2**63, message)
 
 
 @given(st.lists(st.binary(min_size=11, max_size=11)))

@@ -65,11 +65,11 @@ class Subject:
         self.bases = bases
         self.metrics = metrics
 
-    def put(self, values: dict[str, bytes]) -> list[Status]:
-        """Put all of them at once; their statuses."""
+    def put(self, values: dict[str, bytes], *, sized: bool = False) -> list[Status]:
+        """Put all of them at once; their statuses. `sized`: payloads of their own sizes."""
         staged = []
         for value in values.values():
-            memory = self.backend.stage(timeout=60)
+            memory = self.backend.stage(payload_bytes=len(value) if sized else None, timeout=60)
             assert memory is not None, "no memory came free"
             memory.payload[:] = value
             staged.append(memory)

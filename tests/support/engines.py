@@ -14,6 +14,7 @@ from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
+from pd_cache.metrics import CacheMetrics
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
 
@@ -23,6 +24,11 @@ FAST = {
     "timeouts": {"exist_ms": 2_000, "get_ms": 4_000, "put_ms": 4_000},
 }
 """What notices soon that a pool has gone or is back."""
+
+
+def troubles(metrics: CacheMetrics, op: str) -> dict[str, float]:
+    """What was counted as trouble of `op`, by reason."""
+    return {key[2]: value for key, value in metrics.totals().items() if key[:2] == ("troubles", op)}
 
 
 class Host:
@@ -63,12 +69,7 @@ class Host:
 
     def troubles(self, op: str) -> dict[str, float]:
         """What was counted as trouble of `op`, by reason."""
-        return {
-            sample.labels["reason"]: sample.value
-            for family in self.engine.metrics.registry.collect()
-            for sample in family.samples
-            if sample.name == "pd_cache_troubles_total" and sample.labels["op"] == op
-        }
+        return troubles(self.engine.metrics, op)
 
 
 @contextmanager

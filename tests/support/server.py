@@ -267,15 +267,5 @@ def status_of(url: str) -> StatusReport:
     return server_status(url, 60)
 
 
-def troubles(metrics: Any, op: str) -> dict[str, float]:
-    """What was counted as trouble of `op`, by reason."""
-    return {
-        sample.labels["reason"]: sample.value
-        for family in metrics.registry.collect()
-        for sample in family.samples
-        if sample.name == "pd_cache_troubles_total" and sample.labels["op"] == op
-    }
-
-
 def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
+from tests.transfer.test_moves import Replica
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.direct_reads import DirectReads, Read
 from transfer.errors import Status, status_of
@@ -107,26 +108,10 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
     assert direct.read(reads("well", "new"), soon()) == [100, 101]
 
 
-class Descriptor:
-    """Says that an object of 4096 bytes lies at a peer."""
-
-    transport_endpoint, buffer_address, size = "a", 0, 4096
-
-    @property
-    def buffer_descriptor(self) -> Descriptor:
-        return self
-
-    def is_memory_replica(self) -> bool:
-        return True
-
-    def get_memory_descriptor(self) -> Descriptor:
-        return self
-
-
 def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
     """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
     engine, keys = Engine(), ["x", "y"]
-    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Descriptor()] for key in keys})
+    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Replica("a")] for key in keys})
     given = TransferSettings(timeouts=Timeouts(get_ms=500))
     moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
     moves.direct = DirectReads(engine)

@@ -24,7 +24,7 @@ class Replica:
     """A replica in a peer's memory, as Mooncake describes one."""
 
     def __init__(self, peer: str) -> None:
-        self.transport_endpoint = peer
+        self.transport_endpoint, self.buffer_address, self.size = peer, 0, 4096
         self.buffer_descriptor = self
 
     def is_memory_replica(self) -> bool:
@@ -40,7 +40,6 @@ class Client:
     def __init__(self) -> None:
         self.peer_of: dict[str, str] = {}
         """Where each object is read from."""
-        self.further_copies: dict[str, list[str]] = {}
         self.dead: set[str] = set()
         self.begun_by_others: set[str] = set()
         self.full: set[str] = set()
@@ -54,7 +53,7 @@ class Client:
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
         self.located += 1
-        return {key: [Replica(peer) for peer in (self.peer_of[key], *self.further_copies.get(key, ()))] for key in keys}
+        return {key: [Replica(self.peer_of[key])] for key in keys}
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         return [int(key in self.peer_of) for key in keys]
@@ -204,36 +203,6 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(
     assert moves.get(whole(["a1", "b0"], slots[:2]), soon()) == [FAILED, 4096]
     assert client.gets == [["a0", "b0"], ["b0"]]
     assert not staging.forfeited_bytes, "it failed at once"
-
-
-def test_of_several_copies_only_the_peer_that_was_read_from_is_blamed_or_cleared(slots: list[Slot]) -> None:
-    client = Client()
-    client.peer_of = {"a0": "a", "b0": "b", "b1": "b"}
-    client.further_copies = {"a0": ["b"], "b0": ["a"]}
-    client.dead = {"a"}
-    moves = moves_of(client)
-    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
-    now = time.monotonic()
-    assert moves.peers.may_ask("b", now), "it has a copy that nobody read"
-    assert moves.get(whole(["b0", "b1"], slots[:2]), soon()) == [4096] * 2
-    assert moves.peers.any_silent(time.monotonic()), "nor did the healthy peer's delivery clear the other"
-    assert not moves.peers.may_ask("a", now)
-    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
-    assert client.gets == [["a0"], ["b0", "b1"]], "Mooncake would read the same copy again"
-
-
-def test_what_a_process_reads_from_its_own_segment_says_nothing_about_peers(slots: list[Slot]) -> None:
-    client = Client()
-    client.peer_of = {"mine": "me", "a0": "a"}
-    client.further_copies = {"mine": ["a"]}
-    client.dead = {"a"}
-    moves = moves_of(client)
-    moves.own_peer = "me"
-    assert moves.get(whole(["a0"], slots[:1]), soon()) == [FAILED]
-    client.peer_of["mine"], client.further_copies["mine"] = "a", ["me"]
-    client.dead = set()
-    assert moves.get(whole(["mine"], slots[:1]), soon()) == [4096], "whichever copy the master names first"
-    assert moves.peers.any_silent(time.monotonic())
 
 
 def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:

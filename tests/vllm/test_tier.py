@@ -200,10 +200,8 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Ope
     ("options", "message"),
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
-        ({"threads": 0}, "threads"),
         ({"locality": "HERE"}, "locality"),
         ({"revision": ""}, "cannot tell its weights"),
-        ({"config_file": "/none.yaml"}, "either a config_file or a master"),
     ],
 )
 def test_options_that_are_wrong_say_so_when_vllm_starts(

@@ -213,14 +213,6 @@ def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_
     assert pool.health(0) == {"a": True, "b": False}
 
 
-def test_a_node_that_fails_its_check_is_left_out_unless_all_do() -> None:
-    pool = pool_of("a", "b")
-    pool.checked("a", alive=False)
-    assert [pool.pick(0) for _ in range(2)] == ["b", "b"]
-    pool.checked("b", alive=False)
-    assert {pool.pick(0), pool.pick(0)} == {"a", "b"}, "then the checks are not believed"
-
-
 # --- prompts and prefixes --------------------------------------------------------------------------------------------
 
 

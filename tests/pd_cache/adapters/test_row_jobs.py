@@ -112,30 +112,6 @@ def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs: Jobs) -> None
     assert bytes(jobs.memory) == bytes(8 * ROW)
 
 
-def test_a_job_that_raises_fails_and_the_next_one_runs(jobs: Jobs) -> None:
-    jobs.names.values[b"a"] = b"x" * ROW
-    jobs.its.load(1, [b"bad"], [0])
-    jobs.its.load(2, [b"a"], [0])
-    assert [one.done for one in jobs.ended(2)] == [(False,), (True,)]
-
-
-def test_drain_ends_what_waits_and_waits_for_what_runs(jobs: Jobs) -> None:
-    jobs.names.values.update({b"a": b"x" * ROW, b"b": b"y" * ROW})
-    jobs.names.open.clear()
-    jobs.its.load(1, [b"a"], [0])
-    jobs.names.under_way.acquire()
-    jobs.its.load(2, [b"b"], [1])
-    draining = threading.Thread(target=jobs.its.drain)
-    draining.start()
-    draining.join(0.1)
-    assert draining.is_alive()
-    jobs.names.open.set()
-    draining.join(60)
-    assert not draining.is_alive()
-    assert [(one.job, one.done) for one in jobs.ended(2)] == [(1, (True,)), (2, (False,))]
-    assert bytes(jobs.memory) == b"x" * ROW + bytes(7 * ROW)
-
-
 def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
     assert jobs.its.close()
     jobs.its.store(1, [b"a"], [0])

@@ -85,12 +85,6 @@ def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
     assert pages.values(torch.tensor([], dtype=torch.int64)) == []
 
 
-@pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [8, 9], [-2, -1]], ids=str)
-def test_indices_that_are_no_pages_are_refused(wrong: list[int]) -> None:
-    with pytest.raises(ValueError, match="whole pages"):
-        PoolPages(Host()).values(torch.tensor(wrong))
-
-
 def test_an_address_outside_the_pools_buffers_is_refused() -> None:
     host = Host()
     pages = PoolPages(host)

@@ -96,18 +96,6 @@ def test_what_is_no_batch_is_refused(raw: bytes) -> None:
         read_batch(raw)
 
 
-def test_a_gap_is_healed_by_a_replay_and_no_batch_comes_twice() -> None:
-    publisher, order = Publisher(100), StreamOrder()
-    assert publisher.heal(order) == []
-    assert numbers(order.live(*publisher.publish())) == [0]
-    publisher.publish()
-    late = publisher.publish()
-    assert order.live(*late) == []
-    assert numbers(publisher.heal(order)) == [1, 2]
-    assert order.live(*late) == [], "a replay brought it before the stream did"
-    assert order.losses == 0
-
-
 def test_what_a_publisher_does_not_keep_is_lost_with_all_before_it() -> None:
     publisher, order = Publisher(0), StreamOrder()
     assert numbers(order.live(*publisher.publish())) == [0]

@@ -99,24 +99,6 @@ def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(o
     assert int(file_of(second, "other").name.split("-")[1], 16) > 0x999
 
 
-def test_a_file_with_wrong_bytes_is_a_miss_once_and_one_that_was_deleted_no_failure(open_disk: Open) -> None:
-    subject = open_disk()
-    subject.put(all_values())
-    spoiled = file_of(subject, "k1")
-    spoiled.write_bytes(bytes(OBJECT))
-    file_of(subject, "k2").unlink()
-    assert subject.get(KEYS) == expected(k1="foreign", k2="missing")
-    assert subject.backend.available
-    assert not subject.has("k1")
-    assert not subject.has("k2")
-    assert subject.get(["k3"]) == [value("k3")]
-    os.truncate(file_of(subject, "k3"), 4096)
-    assert subject.get(["k3"]) == ["truncated"], "though the whole object still lies in the memory that was read into"
-    wait_for(lambda: not spoiled.exists(), what="the bad file deleted")
-    assert subject.put({key: value(key) for key in ("k1", "k2", "k3")}) == [Status.OK] * 3
-    assert subject.get(KEYS) == expected()
-
-
 def test_processes_that_share_a_path_have_folders_of_their_own(open_disk: Open) -> None:
     one, other = open_disk(), open_disk()
     one.put({"k": value("k")})
@@ -156,25 +138,6 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
     subject = open_disk()
     assert subject.put({"k": value("k")}) == [Status.OK]
     assert subject.get(["k"]) == [value("k")]
-
-
-def test_the_folder_never_holds_more_than_its_budget(open_disk: Open) -> None:
-    subject = open_disk(objects=8, threads=4)
-    most, stop = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not stop.is_set():
-            most = max(most, len(files(subject)))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for n in range(0, 60, 6):
-        subject.put({f"k{i}": value(i) for i in range(n, n + 6)})
-    stop.set()
-    watcher.join(60)
-    assert most <= 8
-    assert subject.count("pd_cache_tier_evictions_total") == 52
 
 
 def test_an_object_whose_folder_cannot_be_flushed_leaves_nothing_behind(

@@ -199,8 +199,6 @@ def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_s
 
 # --- spans -----------------------------------------------------------------------------------------------------------
 
-PARENT = {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
-
 
 class Recorded:
     """A span, as far as the scheduler uses one. Only its first end counts."""
@@ -228,25 +226,6 @@ class Recorder(Tracing):
 
     def told(self) -> list[tuple[str, str | None]]:
         return [(span.name, span.ended) for span in self.spans]
-
-
-def test_a_hit_is_a_lookup_a_load_and_a_store_under_the_requests_context() -> None:
-    scene, request = Scene(tracing=(recorder := Recorder())), Request(trace_headers=PARENT)
-    scene.has(request, 2)
-    scene.load(request)
-    scene.step()
-    assert recorder.told() == [("lookup", ""), ("load", None)]
-    scene.loaded(Loaded(2))
-    request.num_computed_tokens = 2 * CHUNK
-    (store,) = scene.step(a=CHUNK + 3).stores
-    assert recorder.told() == [("lookup", ""), ("load", ""), ("store", None)]
-    scene.stored(store)
-    assert recorder.told()[2] == ("store", "")
-    assert all(span.parent == PARENT for span in recorder.spans)
-    lookup, load, stored = (span.noted for span in recorder.spans)
-    assert (lookup["asked"], lookup["found"]) == (3 * CHUNK, 2 * CHUNK)
-    assert (load["asked"], load["loaded"]) == (2 * CHUNK, 2 * CHUNK)
-    assert (stored["asked"], stored["stored"], stored["missing"]) == (1, 1, 0)
 
 
 def test_the_wait_for_an_announced_prefix_is_one_span_that_the_requests_end_ends_and_a_load_may_fail() -> None:

@@ -120,24 +120,6 @@ def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
     wait_for(lambda: metric(engine, counted, outcome="failed") >= 1)
 
 
-def test_what_a_failed_load_left_in_the_pages_is_never_attended_to(make_engine, expected):
-    tokens, stats = answered(make_engine(ClaimingCache()), request_of(60))
-    assert tokens == expected(request_of(60))
-    assert (stats.cached_tokens, stats.computed_tokens) == (0, 60)
-
-
-def test_a_part_of_what_was_looked_up_is_used_and_the_rest_recomputed(make_engine, expected):
-    cache = FakeCache()
-    engine = make_engine(cache)
-    answered(engine, request_of(80))
-    cache.wait_for_chunks(5)
-    evicted = cache.name_chunks(prompt_of(80))[2]
-    cache.before = lambda call: call == "load" and cache.chunks.pop(evicted)
-    tokens, stats = answered(engine, request_of(80))
-    assert tokens == expected(request_of(80))
-    assert stats.cached_tokens == 32
-
-
 def test_an_outage_is_counted_as_one_and_nothing_is_announced(make_engine, expected):
     cache = FakeCache()
     cache.available = False
