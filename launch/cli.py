@@ -273,7 +273,7 @@ def pool_ls(file: Path, as_json: bool) -> None:
 @_file_option()
 @_json_option
 def pool_du(file: Path, as_json: bool) -> None:
-    """Show the bytes in the pool by model, and by segment.
+    """Show the bytes in the pool by model, by segment, and by tenant, as the proxies count them.
 
     Not by `cache_salt`: chunks of all salts lie under names that do not say it.
     """
@@ -287,7 +287,7 @@ def pool_du(file: Path, as_json: bool) -> None:
             {"model": model, "objects": objects, "bytes": size}
             for model, (objects, size) in pooled.by_model(report).items()
         ]
-        click.echo(_as_json({"models": models, "segments": report.segments}))
+        click.echo(_as_json({"models": models, "segments": report.segments, "tenants": report.tenants}))
     else:
         Console().print(pooled.usage_table(report))
 

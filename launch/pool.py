@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import known_master
+from launch.figures import tenant_cells
 from launch.masters import Segment, keys_at, sizes_at
 from launch.status import ClusterStatus, cluster_status
 from launch.versions import known_versions
@@ -141,6 +142,8 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
     namespaces: list[Space]
     segments: list[Segment]
+    tenants: dict[str, dict[str, float]] = {}
+    """What the proxies together say of each tenant; see `NodeReading.tenants`."""
 
 
 def survey(config: ClusterConfig) -> PoolReport:
@@ -178,7 +181,12 @@ def survey(config: ClusterConfig) -> PoolReport:
             )
         )
     spaces.sort(key=lambda one: (one.kind == "other", -(one.bytes or 0), one.name))
-    return PoolReport(namespaces=spaces, segments=status.segments or [])
+    tenants: dict[str, dict[str, float]] = {}
+    for row in status.nodes:
+        for name, counts in row.tenants.items():
+            before = tenants.get(name, {})
+            tenants[name] = {kind: before.get(kind, 0.0) + counts.get(kind, 0.0) for kind in before | counts}
+    return PoolReport(namespaces=spaces, segments=status.segments or [], tenants=tenants)
 
 
 def _leading(status: ClusterStatus) -> str:
@@ -296,14 +304,18 @@ def space_table(spaces: Sequence[Space]) -> Group:
 
 
 def usage_table(report: PoolReport) -> Group:
-    """Returns the bytes by model and by segment as text for people, to be read in 80 columns."""
+    """Returns the bytes by model, by segment and by tenant as text for people, to be read in 80 columns."""
     models, segments = _table("model", ">bytes", ">objects"), _table("segment", ">used", ">size")
     for model, (objects, size) in by_model(report).items():
         models.add_row(escape(one_line(model)), _shown(size), f"{objects:,}")
     for one in report.segments:
         sizes = shown_bytes(one.allocator_used_bytes), shown_bytes(one.size_bytes)
         segments.add_row(escape(one_line(one.segment_name)), *sizes)
-    return Group(models, *_estimate(report.namespaces), Text(), segments)
+    tenants = _table("tenant", ">bytes", ">quota", ">hit rate", ">chunks evicted")
+    for name, counts in sorted(report.tenants.items()):
+        tenants.add_row(escape(name), *tenant_cells(counts))
+    shown = Group(models, *_estimate(report.namespaces), Text(), segments)
+    return Group(shown, Text(), tenants) if report.tenants else shown
 
 
 def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:

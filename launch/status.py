@@ -59,6 +59,8 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool, as far as they are known."""
+    tenants: dict[str, dict[str, float]] = {}
+    """For a proxy: see `NodeReading.tenants`."""
     memory: str = ""
     """`draining` or `drained` if the pool puts nothing into its segments any more (`pd-cache drain`); otherwise empty."""
 
@@ -331,7 +333,7 @@ def read_metrics(text: str, row: NodeStatus) -> None:
         for labels, value in samples.get(name, ())
         if value and labels.get("reason") != "missing"
     }
-    row.up_since = reading.started
+    row.up_since, row.tenants = reading.started, reading.tenants
     row.segments = reading.segments or row.segments
     if reading.queued is not None or reading.running is not None:
         row.in_flight = int((reading.queued or 0) + (reading.running or 0))

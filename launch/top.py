@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, open_directory
-from launch.figures import TIMINGS, TRENDS, Rates, hit_rate
+from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, tenant_cells
 from launch.http import proxy_access
 from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
 from pd_cache.cluster import ClusterConfig
@@ -329,6 +329,9 @@ def details(row: NodeRow, width: int) -> RenderableType:
     for one in row.segments:
         name = f"{one_line(one.segment_name)}  {one.shown_status}".rstrip()
         add("gives", _bar(one.allocator_used_bytes, one.size_bytes, name))
+    for tenant, counts in reading.tenants.items():
+        size, quota, hit, evicted = tenant_cells(counts)
+        add("tenant", tenant, f"{size} of {quota}" if quota else "", f"hit {hit or '-'}", f"{evicted} chunks evicted")
     for reason, tokens, when in rates.missed[:5]:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {_ago(when)} ago: {reason}: {meaning}")

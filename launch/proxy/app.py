@@ -8,6 +8,7 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from random import Random
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import Overview, Peers, ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import REQUEST_ID, Requests
+from launch.proxy.tenants import Tenants
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -63,13 +65,17 @@ class Proxy:
         self._pools = NodePools(config, self._direct, master, rng)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes)
-        self.requests = Requests(config, keys, self._pools, self._direct, self._hints, self.metrics, recent, tracing)
-        self._ui = UiPages(config.ui_followers, keys, recent, self.metrics)
+        self._tenants = tenants = Tenants(config, self._files, self._direct, self.metrics)
+        pins_of = partial(tenants.chunks, what="pins")
+        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes, tenant_room=pins_of)
+        self.requests = Requests(
+            config, keys, self._pools, self._direct, self._hints, tenants, self.metrics, recent, tracing
+        )
+        self._ui = UiPages(config.ui_followers, keys, recent, tenants, self.metrics)
         self._pages = (
             self.requests,
             Overview(self._pools, keys, self.requests.admission, self.metrics, self.requests.trips, peers),
-            CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies),
+            CacheQuery(self._direct, self._pools.caches, keys, tenants.named, self.requests.bodies),
             self._ui,
         )
 
@@ -77,6 +83,7 @@ class Proxy:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
         self._pools.update(view)
         self._hints.update(view)
+        self._tenants.update(view)
         self._ui.update(view)
 
     def app(self) -> web.Application:
@@ -117,7 +124,7 @@ class Proxy:
         session = new_session(2 * config.max_requests + 128, config.connect_timeout_s, app[_VIA])
         self.requests.session = session
         checks = check_health(self._pools, session, config.health_interval_s, config.health_timeout_s)
-        beside = {asyncio.create_task(checks), asyncio.create_task(self._hints.keep())}
+        beside = {asyncio.create_task(one) for one in (checks, self._hints.keep(), self._tenants.keep())}
         stop_following = self._files.follow()
         try:
             yield

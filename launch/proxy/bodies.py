@@ -166,6 +166,22 @@ class _Large(msgspec.Struct, frozen=True):
     chat_template_kwargs: msgspec.Raw = _NULL
 
 
+_TENANT_SALT = "pd-cache-tenant/"
+
+
+def tenant_salt(own: str | None, tenant: str) -> str | None:
+    """Returns the `cache_salt` of a request of `tenant`, if it has one, whose client has sent the salt `own`.
+
+    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises ApiError 400.
+    """
+    if tenant:
+        return f"{_TENANT_SALT}{tenant}/{own or ''}"
+    if own is not None and own.startswith(_TENANT_SALT):
+        what = f"`cache_salt` must not begin with {_TENANT_SALT}"
+        raise ApiError(400, what, param="cache_salt", code="invalid_value")
+    return own
+
+
 class HandedOver(msgspec.Struct, frozen=True):
     """The part of a prefill node's answer that the decode node gets."""
 
@@ -270,6 +286,17 @@ class Completion:
     def cache_salt(self) -> str | None:
         """Returns the salt that separates the request's cache from others; None without one. Raises ValueError if it is not text."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
+
+    def isolate(self, tenant: str) -> None:
+        """Makes the request one of a tenant; see `tenant_salt`. Raises ApiError 400 for a salt that no client may send."""
+        try:
+            own = self.cache_salt()
+        except ValueError:
+            if not tenant:
+                return  # nodes refuse it
+            raise ApiError(400, "`cache_salt` must be text", param="cache_salt", code="invalid_value") from None
+        if (salt := tenant_salt(own, tenant)) != own:
+            self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
 
     def for_tokenize(self) -> bytes:
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})

@@ -17,6 +17,7 @@ from launch.proxy.prefixes import NamedPrompt, PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import MissReason
+from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,12 @@ class DirectRule:
             return None
         told = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
         return None if told is None else ((namer.fingerprint, told[0]), told[1])
+
+    async def remove(self, names: Sequence[bytes]) -> list[Status]:
+        """Removes chunks from the pool; see `LookupClient.remove`. Returns nothing if the pool is not known."""
+        if (client := self._client) is None:
+            return []
+        return await asyncio.get_running_loop().run_in_executor(self._threads, client.remove, names)
 
     def _retire(self) -> None:
         if self._client is not None:

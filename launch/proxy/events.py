@@ -14,14 +14,14 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.bodies import BodyMemory, BodyShare, read_body
+from launch.proxy.bodies import BodyMemory, BodyShare, read_body, tenant_salt
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Keys
 from launch.proxy.prefixes import NamedPrompt, leading
@@ -274,11 +274,20 @@ def read_query(body: bytes) -> Query:
 
 
 class CacheQuery:
-    def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
-        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does."""
+    def __init__(
+        self,
+        direct: DirectRule,
+        caches: CacheView,
+        keys: Keys,
+        tenant: Callable[[str, web.Request], str],
+        bodies: BodyMemory,
+    ) -> None:
+        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does. With a client's key, it
+        is about the prompts of the client's tenant, which `tenant` says (`Tenants.named`)."""
         self._direct = direct
         self._caches = caches
         self._keys = keys
+        self._tenant = tenant
         self._bodies = bodies
         self._under_way = 0
 
@@ -286,7 +295,8 @@ class CacheQuery:
         app.router.add_post("/query", self._answer)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        self._keys.check_watcher(request.headers.get("Authorization"))
+        client = self._keys.visible_client(request.headers.get("Authorization"))
+        tenant = "" if client is None else self._tenant(client.tenant, request)
         share = BodyShare(self._bodies)
         try:
             body = await read_body(request, share, _LARGEST, _READ_S)
@@ -294,19 +304,21 @@ class CacheQuery:
                 raise overloaded("Too many queries at once")
             self._under_way += 1
             try:
-                return web.json_response(await self._look(read_query(body)))
+                query = read_query(body)
+                salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, tenant)
+                return web.json_response(await self._look(query, salt))
             finally:
                 self._under_way -= 1
         finally:
             share.give_back()
 
-    async def _look(self, query: Query) -> dict[str, dict[str, dict[str, object]]]:
+    async def _look(self, query: Query, salt: str | None) -> dict[str, dict[str, dict[str, object]]]:
         if query.tenant_id not in (None, "", _TENANT):
             return {}
         model = self._direct.model
         if query.lora_name or query.lora_id not in (None, -1) or (model and query.model not in (None, model)):
             return {_TENANT: {}}
-        prompt = await self._direct.look_up(query.token_ids, query.cache_salt, "query")
+        prompt = await self._direct.look_up(query.token_ids, salt, "query")
         if prompt is None:
             raise overloaded(f"Prompts cannot be named now: {self._direct.blind or 'too many, or too long'}")
         if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):

@@ -8,7 +8,7 @@ them again and again, before their leases end. What of a pinned prompt is not in
    and a chunk counts once, however many pins it is in. If the pool shrinks, the newest pins end.
 2. A pin ends with its time, by a release, when the weights change, and with this proxy. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
-4. A pin is its client's: other keys can neither release nor replace it.
+4. A pin is its client's and its tenant's: others can neither release nor replace it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion
 from launch.proxy.direct import DirectRule
+from launch.proxy.keys import tenant_of
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig
@@ -64,12 +65,15 @@ class Sender(NamedTuple):
     """Where hints come from."""
 
     client: str
+    """See `Client.owner`."""
     name: Name
     prefetch: Prefetch
     own: NamedPrompt | None = None
     """With `within`: what the completion's prompt is known by."""
     within: bool = False
     """Whether they came with a completion."""
+    hashes: bool = True
+    """Whether it may name prompts by block hashes. Those of another tenant can be guessed."""
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -138,7 +142,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """Which chunks are kept until when. Pure. A pin's key is its client and the id of the action that made it."""
+    """Which chunks are kept until when. Pure. A pin's key is its client's `Client.owner` and the id of the action that made it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -152,12 +156,16 @@ class Pins:
         """Returns the names of all chunks that are kept, each once."""
         return list(self._uses)
 
-    def retain(self, key: tuple[str, str], pin: Pin, room: int) -> int:
-        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins allow, in place of an earlier pin of that key.
-        Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
+    def retain(self, key: tuple[str, str], pin: Pin, room: int, tenant_room: int | None = None) -> int:
+        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
+        place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
         if key not in self._pins and len(self._pins) >= self._most:
             raise _refused(f"there are {self._most} pins, and no more at a time")
         before, left, count = self._end(key), room - len(self._uses), 0
+        if tenant_room is not None:
+            tenant = tenant_of(key[0])
+            own = {name for (owner, _), one in self._pins.items() if tenant_of(owner) == tenant for name in one.names}
+            left = min(left, tenant_room - len(own))
         for name in pin.names:
             left -= name not in self._uses
             if left < 0:
@@ -201,13 +209,16 @@ class Hints:
         metrics: ProxyMetrics,
         pool_bytes: PoolBytes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tenant_room: Callable[[str], int | None] = lambda tenant: None,
     ) -> None:
-        """`direct` names prompts and renews leases. Without `pool_bytes` nothing is pinned."""
+        """`direct` names prompts and renews leases. Without `pool_bytes` nothing is pinned. `tenant_room(tenant)`: how many chunks its pins may
+        have; None for as many as all pins."""
         self._config = config
         self._direct = direct
         self._metrics = metrics
         self._pool_bytes = pool_bytes
         self._clock = clock
+        self._tenant_room = tenant_room
         self._view = View(())
         self._pool: tuple[int, float] | None = None
         """The pool's size, and when it was asked for."""
@@ -299,8 +310,10 @@ class Hints:
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise _refused("the pool does not answer")
         ttl_s, bound = min(given.ttl_s, config.max_ttl_s), f"{room * self._direct.chunk_bytes} bytes"
+        if (own_room := self._tenant_room(tenant_of(client))) is not None and own_room < room:
+            bound = f"{own_room * self._direct.chunk_bytes} bytes of this tenant"
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s)
-        chunks = self.pins.retain((client, action.action_id), pin, room)
+        chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
             raise _refused(f"other pins take all that pins may: {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
@@ -344,6 +357,8 @@ class Hints:
         named, direct = sender.own, self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise _refused(f"only prompts for the model {direct.model} can be named here")
+        if known.block_hashes is not None and not sender.hashes:
+            raise _refused("block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
             named = self._recent.get((sender.client, known.request_id))
             if named is None:
@@ -420,7 +435,7 @@ class Hints:
 
     def _keep_session(self, key: tuple[str, str], pin: Pin, room: int) -> None:
         try:
-            kept = self.pins.retain(key, pin, room)
+            kept = self.pins.retain(key, pin, room, self._tenant_room(tenant_of(key[0])))
         except ApiError:
             kept = 0
         outcome = "accepted" if kept == len(pin.names) else "clipped" if kept else "refused"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
@@ -27,10 +27,29 @@ log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TENANT = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, str]:
-    """Returns the digest of each client's key, with the client's name. A line is `NAME KEY`; `#` begins a comment.
+class Client(NamedTuple):
+    """Whose a key is."""
+
+    name: str = ""
+    """Empty if clients need no keys."""
+    tenant: str = ""
+    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
+
+    @property
+    def owner(self) -> str:
+        """Whose its pins and its requests' prompts are: neither has a space."""
+        return " ".join(self).rstrip()
+
+
+def tenant_of(owner: str) -> str:
+    return owner.partition(" ")[2]
+
+
+def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
+    """Returns the digest of each key, with the client. A line is `NAME KEY`, or for clients `NAME KEY TENANT`; `#` begins a comment.
 
     The keys themselves are not kept. Raises ConfigError, which names the line, if the file cannot be used.
     """
@@ -38,23 +57,28 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, str]:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"proxy.{field}: {file}: cannot be read: {error}") from None
-    keys: dict[bytes, str] = {}
+    keys: dict[bytes, Client] = {}
     names: set[str] = set()
     for number, line in enumerate(lines, start=1):
         fields = line.partition("#")[0].split()
         if not fields:
             continue
         where = f"proxy.{field}: {file}:{number}"
-        if len(fields) != 2 or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
+        tenant = "".join(fields[2:3])
+        good = 2 <= len(fields) <= (3 if field == "api_keys_file" else 2) and (not tenant or _TENANT.fullmatch(tenant))
+        if not good or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
+            more = (
+                "; a client's tenant may follow, a name, or @HEADER for a gateway" if field == "api_keys_file" else ""
+            )
             raise ConfigError(
                 f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
-                "ASCII characters"
+                f"ASCII characters{more}"
             )
         name, digest = fields[0], _digest(fields[1])
         if name in names or digest in keys:
             raise ConfigError(f"{where}: the name {name} or its key is already on another line")
         names.add(name)
-        keys[digest] = name
+        keys[digest] = Client(name, tenant)
     if not keys:
         raise ConfigError(f"proxy.{field}: {file}: holds no keys")
     return keys
@@ -81,8 +105,8 @@ class Keys:
 
         Raises ConfigError if a file cannot be used.
         """
-        self._clients: Mapping[bytes, str] | None = None
-        self._monitors: Mapping[bytes, str] | None = None
+        self._clients: Mapping[bytes, Client] | None = None
+        self._monitors: Mapping[bytes, Client] | None = None
         self.node_key: str | None = None
         """The nodes' own key."""
         for field in ("api_keys_file", "monitor_keys_file", "node_key_file"):
@@ -102,14 +126,18 @@ class Keys:
         """Whether clients need keys. Those are for the proxy only, and nodes do not get them."""
         return self._clients is not None
 
-    def client(self, authorization: str | None) -> str:
-        """Returns the client's name, empty if clients need no keys. Raises ApiError 401 if the key is missing or unknown."""
+    @property
+    def has_tenants(self) -> bool:
+        return any(client.tenant for client in (self._clients or {}).values())
+
+    def client(self, authorization: str | None) -> Client:
+        """Returns whose the key is. Raises ApiError 401 if the key is missing or unknown."""
         if self._clients is None:
-            return ""
-        name = _find(self._clients, authorization)
-        if name is None:
+            return Client()
+        client = _find(self._clients, authorization)
+        if client is None:
             raise _refused()
-        return name
+        return client
 
     def may_watch(self, authorization: str | None) -> bool:
         """Returns whether the client may see answers that name nodes."""
@@ -117,13 +145,13 @@ class Keys:
             return _find(self._monitors, authorization) is not None
         return self._clients is None or _find(self._clients, authorization) is not None
 
-    def visible_client(self, authorization: str | None) -> str | None:
-        """Returns the name of the only client whose requests this one may see: its own; None if it may see all.
+    def visible_client(self, authorization: str | None) -> Client | None:
+        """Returns the only client whose requests this one may see: its own; None if it may see all.
 
         Only monitors' keys may see all, if clients need keys. Raises ApiError 401 if the client may see none.
         """
         if self._monitors is None:
-            return self.client(authorization) or None
+            return client if (client := self.client(authorization)).name else None
         self.check_watcher(authorization)
         return None
 
@@ -133,11 +161,11 @@ class Keys:
             raise _refused()
 
 
-def _find(keys: Mapping[bytes, str], authorization: str | None) -> str | None:
+def _find(keys: Mapping[bytes, Client], authorization: str | None) -> Client | None:
     scheme, _, key = (authorization or "").partition(" ")
     # looked up by digest, so that the time it takes reveals nothing about a nearly right key
-    name = keys.get(_digest(key.strip()))
-    return name if scheme.lower() == "bearer" else None
+    client = keys.get(_digest(key.strip()))
+    return client if scheme.lower() == "bearer" else None
 
 
 def _refused() -> ApiError:
@@ -147,10 +175,15 @@ def _refused() -> ApiError:
 class Admission:
     """Admits requests, or refuses them immediately."""
 
-    def __init__(self, max_requests: int, max_per_key: int | None) -> None:
+    def __init__(
+        self, max_requests: int, max_per_key: int | None, max_of: Callable[[str], int | None] = lambda tenant: None
+    ) -> None:
+        """`max_of(tenant)`: the most requests of a tenant."""
         self._max_requests = max_requests
         self._max_per_key = max_per_key
-        self._running: Counter[str] = Counter()
+        self._max_of = max_of
+        self._running: Counter[tuple[str, str]] = Counter()
+        """By client and tenant."""
         self.closing = False
         """Set once no more are admitted."""
 
@@ -158,31 +191,33 @@ class Admission:
         """Returns how many requests are admitted now."""
         return self._running.total()
 
-    def check(self, client: str) -> None:
-        """Raises ApiError 503 if the proxy is full or closing, 429 if the client has its share. Takes no place."""
+    def check(self, client: str, tenant: str = "") -> None:
+        """Raises ApiError 503 if the proxy is full or closing, 429 if the client or the tenant has its share. Takes no place."""
         if self.closing:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
             raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
-        if client and self._max_per_key is not None and self._running[client] >= self._max_per_key:
-            raise ApiError(
-                429,
-                f"{self._max_per_key} requests of this key are in flight, and a key may have no more at a time",
-                code="rate_limit_exceeded",
-                retry_after=1,
-            )
+        for place, name, most in ((0, client, self._max_per_key), (1, tenant, self._max_of(tenant))):
+            if name and most is not None and sum(n for who, n in self._running.items() if who[place] == name) >= most:
+                what = ("key", "tenant")[place]
+                raise ApiError(
+                    429,
+                    f"{most} requests of this {what} are in flight, and a {what} may have no more at a time",
+                    code="rate_limit_exceeded",
+                    retry_after=1,
+                )
 
     @contextmanager
-    def admitted(self, client: str) -> Iterator[None]:
+    def admitted(self, client: str, tenant: str = "") -> Iterator[None]:
         """Holds a place while the block runs. Raises ApiError as `check` does."""
-        self.check(client)
-        self._running[client] += 1
+        self.check(client, tenant)
+        self._running[client, tenant] += 1
         try:
             yield
         finally:
-            self._running[client] -= 1
-            if not self._running[client]:
-                del self._running[client]
+            self._running[client, tenant] -= 1
+            if not self._running[client, tenant]:
+                del self._running[client, tenant]
 
 
 _LOOK_S = 2.0

@@ -82,6 +82,25 @@ class ProxyMetrics:
         self.pinned_objects = gauge(
             "pd_cache_proxy_pinned_objects", "Objects of these that the pool has; 0 if it does not answer"
         )
+        self.tenant_requests = counter(
+            "pd_cache_proxy_tenant_requests",
+            "Completions of a tenant; counted is `no` if the prompt could not be named, and does not count for the quota",
+            ["tenant", "counted"],
+        )
+        self.tenant_tokens = counter(
+            "pd_cache_proxy_tenant_tokens",
+            "Tokens of a tenant's prompts, as they were looked up in the pool: requested and found",
+            ["tenant", "outcome"],
+        )
+        self.tenant_evicted = counter(
+            "pd_cache_proxy_tenant_evicted_chunks", "Chunks that were removed because of the tenant's quota", ["tenant"]
+        )
+        self.tenant_bytes = gauge(
+            "pd_cache_proxy_tenant_bytes", "What the pool holds for a tenant with a quota, at most", ["tenant"]
+        )
+        self.tenant_quota = gauge(
+            "pd_cache_proxy_tenant_quota_bytes", "This proxy's part of the tenant's quota", ["tenant"]
+        )
         self.prefill_seconds = histogram(
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )
@@ -202,7 +221,7 @@ class Overview:
 
     async def _trip(self, request: web.Request) -> web.Response:
         only = self._keys.visible_client(request.headers.get("Authorization"))
-        trip = self._trips.get(request.match_info["id"], only)
+        trip = self._trips.get(request.match_info["id"], only and only.name)
         if trip is None:
             raise ApiError(404, "No such request among the last ones", code="not_found")
         return web.json_response(msgspec.to_builtins(trip))

@@ -30,7 +30,7 @@ from launch.proxy.bodies import (
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints, Sender
-from launch.proxy.keys import Admission, Keys
+from launch.proxy.keys import Admission, Client, Keys
 from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -46,6 +46,7 @@ from launch.proxy.nodes import (
 )
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
+from launch.proxy.tenants import Tenants
 from launch.proxy.ui import RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.reasons import RequestReport
@@ -88,8 +89,8 @@ class Exchange:
         self.id = request[REQUEST_ID]
         self.started = time.monotonic()
         self.trial = Trial(budget)
-        self.client = ""
-        """The client's name, if keys identify it."""
+        self.client = Client()
+        """Who asks, if keys say so, and in the name of which tenant."""
         self.nodes: dict[Hop, str] = {}
         self.reports: dict[Hop, RequestReport] = {}
         """What nodes said of the prompt."""
@@ -121,7 +122,7 @@ class Exchange:
 
     def told(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
-        parts = [f"client={self.client}"] if self.client else []
+        parts = [f"{what}={who}" for what, who in zip(("client", "tenant"), self.client, strict=True) if who]
         parts += [f"{hop}={node}" for hop, node in self.nodes.items()]
         parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items()]
         return " ".join(parts)
@@ -152,7 +153,7 @@ class Exchange:
 
     def trip(self) -> Trip:
         hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
-        return Trip(self.client, tuple(hops))
+        return Trip(self.client.name, tuple(hops))
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
@@ -173,13 +174,14 @@ class Requests:
         nodes: NodePools,
         direct: DirectRule,
         hints: Hints,
+        tenants: Tenants,
         metrics: ProxyMetrics,
         recent: RecentRequests,
         tracing: Tracing,
     ) -> None:
         self.session: aiohttp.ClientSession | None = None
         """For requests to nodes. Set while the proxy runs."""
-        self.admission = Admission(config.max_requests, config.max_requests_per_key)
+        self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.max_requests)
         self.bodies = BodyMemory(config.body_memory)
         self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self.running: set[asyncio.Task[web.StreamResponse]] = set()
@@ -191,6 +193,7 @@ class Requests:
         self._pools = nodes.pools
         self._direct = direct
         self._hints = hints
+        self._tenants = tenants
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
@@ -231,7 +234,8 @@ class Requests:
         exchange = Exchange(request, self.retries, BodyShare(self.bodies), self._tracing)
         status = 499
         try:
-            exchange.client = self._keys.client(request.headers.get("Authorization"))
+            client = exchange.client = self._keys.client(request.headers.get("Authorization"))
+            exchange.client = client._replace(tenant=self._tenants.named(client.tenant, request))
             response = await answer(exchange)
             status = response.status
         except ApiError as error:
@@ -256,34 +260,36 @@ class Requests:
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         limit_s = self._config.request_timeout_s
-        self.admission.check(exchange.client)  # so that no body is read only to be refused
+        self.admission.check(*exchange.client)  # so that no body is read only to be refused
         body = await read_body(exchange.request, exchange.share, MAX_BODY, limit_s)
-        with self.admission.admitted(exchange.client):
+        with self.admission.admitted(*exchange.client):
             left = limit_s - (time.monotonic() - exchange.started)
             serving = self._over_nodes(exchange, body)
             del body  # so that it takes memory only until the decode node has it
             return await self._finish(exchange, serving, max(0.0, left))
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
-        with self.admission.admitted(exchange.client):
+        with self.admission.admitted(*exchange.client):
             return await self._finish(exchange, self._models(exchange), min(_LIST_S, self._config.request_timeout_s))
 
     async def _read_and_hint(self, exchange: Exchange) -> web.StreamResponse:
-        self.admission.check(exchange.client)
+        self.admission.check(*exchange.client)
         body = await read_body(exchange.request, exchange.share, LARGEST_HINTS, HINTS_S)
 
         async def answer() -> web.StreamResponse:
             told = await self._hints.take(body, self._sender(exchange))
             return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
-        with self.admission.admitted(exchange.client):
+        with self.admission.admitted(*exchange.client):
             return await self._finish(exchange, answer(), self._config.request_timeout_s)
 
     def _sender(self, exchange: Exchange, own: NamedPrompt | None = None, *, within: bool = False) -> Sender:
         async def name(completion: Completion) -> NamedPrompt | None:
+            completion.isolate(exchange.client.tenant)
             return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
 
-        return Sender(exchange.client, name, partial(self._prefetch, exchange), own, within)
+        prefetch = partial(self._prefetch, exchange)
+        return Sender(exchange.client.owner, name, prefetch, own, within, not self._keys.has_tenants)
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -363,7 +369,8 @@ class Requests:
         """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
         field: Literal["messages", "prompt"] = "messages" if exchange.request.path == CHAT else "prompt"
         nbytes = len(body)
-        completion, prompt = await self._computed(nbytes, lambda: _read(body, field))
+        tenant = exchange.client.tenant
+        completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))
         exchange.model = self._nodes.served(completion.model(), exchange.started)
         if not self._pools["decode"].count(exchange.model):
             raise overloaded("No decode node could answer")
@@ -373,12 +380,12 @@ class Requests:
         if self._config.hints.session_ttl_s and self._config.hints.max_share:
             session = completion.session() or exchange.request.headers.get(_SESSION_HEADER)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            why, named = await self._judge(
-                exchange, completion, prompt, name=bool(completion.hints or session or self._prefetched)
-            )
+            name = bool(completion.hints or session or self._prefetched) or self._tenants.counts(tenant)
+            why, named = await self._judge(exchange, completion, prompt, name=name)
+            self._tenants.note(tenant, named)
             span.note(direct=why or "")
         if named is not None:
-            self._hints.note(exchange.client, exchange.id, named, session)
+            self._hints.note(exchange.client.owner, exchange.id, named, session)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 exchange.decodes, stream = self._prefetched.pop(last)
@@ -565,6 +572,7 @@ class Requests:
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt, ttl_s: float) -> str:
         """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Prefetch`."""
+        completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
         node = pool.pick(now, model=self._nodes.served(completion.model(), now))
         if node is None:
@@ -757,6 +765,7 @@ def _free_frames(error: BaseException | None) -> None:
         error = error.__cause__
 
 
-def _read(body: bytes, field: Literal["messages", "prompt"]) -> tuple[Completion, RoutedPrompt]:
+def _read(body: bytes, field: Literal["messages", "prompt"], tenant: str) -> tuple[Completion, RoutedPrompt]:
     completion = Completion(body, prompt=field)
+    completion.isolate(tenant)
     return completion, completion.prompt()

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from pd_cache.cluster.checks import Problem, tier_problems
-from pd_cache.cluster.reader import Source, decode_custom, dump_config, load_config, parse_config, read_config
+from pd_cache.cluster.reader import (
+    Source,
+    decode_custom,
+    dump_config,
+    load_config,
+    parse_config,
+    read_config,
+    read_tenants,
+)
 from pd_cache.cluster.records import (
     About,
     Capacity,
@@ -41,6 +49,7 @@ from pd_cache.cluster.schema import (
     ServerTlsConfig,
     StoreNode,
     SupervisorConfig,
+    TenantConfig,
     TlsConfig,
     VllmEngineConfig,
 )
@@ -78,6 +87,7 @@ __all__ = [
     "Source",
     "StoreNode",
     "SupervisorConfig",
+    "TenantConfig",
     "TlsConfig",
     "VllmEngineConfig",
     "decode_custom",
@@ -89,5 +99,6 @@ __all__ = [
     "parse_config",
     "read_about",
     "read_config",
+    "read_tenants",
     "tier_problems",
 ]

@@ -84,7 +84,7 @@ def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Pro
             )
     files: list[tuple[KeyPath, object]] = []
     if any(isinstance(node, ProxyNode) for node in nodes):
-        keys = ("api_keys_file", "monitor_keys_file", "node_key_file")
+        keys = ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file")
         files += [(("proxy", key), getattr(config.proxy, key)) for key in keys]
         if config.proxy.tls is not None:
             files += [(("proxy", "tls", key), file) for key, file in msgspec.structs.asdict(config.proxy.tls).items()]

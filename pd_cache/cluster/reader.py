@@ -12,15 +12,17 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import yaml
 
 from pd_cache.cluster.checks import KeyPath, Problem, consistency_problems
-from pd_cache.cluster.schema import ClusterConfig
+from pd_cache.cluster.schema import ClusterConfig, TenantConfig, TenantsFile
 from pd_cache.errors import ConfigError
 from transfer.settings import ByteSize
+
+T = TypeVar("T")
 
 _HOST_CLIENT = (
     "went in 0.2.0: every process is a client of the pool, so leave it out. For one client a host, give the host a cache-server node "
@@ -98,13 +100,16 @@ def load_config(file: str | Path) -> ClusterConfig:
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
     """Reads a file as `load_config` does. Also returns the source, for checks that need more than the file (ports, devices, memory)."""
+    return parse_config(_text(file), file)
+
+
+def _text(file: str | Path) -> str:
     try:
-        text = Path(file).read_text("utf-8")
+        return Path(file).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL in it
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse_config(text, file)
 
 
 def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
@@ -112,15 +117,24 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
     source = parse_document(text, Path(file))
     if source.tree is None:
         raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
-    try:
-        config = msgspec.convert(source.tree, ClusterConfig, dec_hook=decode_custom)
-    except msgspec.ValidationError:
-        wrong = _first_problem(ClusterConfig, source.tree, ())
-        assert wrong is not None, "a tree that cannot be converted has a problem"
-        raise source.error(wrong) from None
+    config = _converted(source, ClusterConfig)
     for problem in consistency_problems(config):
         raise source.error(problem)
     return config, source
+
+
+def read_tenants(file: str) -> dict[str, TenantConfig]:
+    """Reads the file that `proxy.tenants_file` names. Raises ConfigError if it cannot be used."""
+    return _converted(parse_document(_text(file), Path(file)), TenantsFile).tenants
+
+
+def _converted(source: Source, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(source.tree, kind, dec_hook=decode_custom)
+    except msgspec.ValidationError:
+        wrong = _first_problem(kind, source.tree, ())
+        assert wrong is not None, "a tree that cannot be converted has a problem"
+        raise source.error(wrong) from None
 
 
 def dump_config(config: ClusterConfig) -> str:

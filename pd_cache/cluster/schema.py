@@ -379,6 +379,27 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """How long the last prompt of a `session_id` is kept after its request began. 0: sessions are not kept."""
 
 
+class TenantConfig(Section, frozen=True, kw_only=True):
+    """What a tenant may have; None for as much as there is. Of several proxies, each grants an equal part of the bytes."""
+
+    quota: ByteSize | None = None
+    """How much of the pool. Beyond it, the tenant's own chunks that were not used for longest are removed."""
+    pins: ByteSize | None = None
+    """How much of the pool its pins may keep."""
+    max_requests: Positive | None = None
+    """The most requests in flight at a proxy. One more is answered 429 with Retry-After."""
+
+    def __post_init__(self) -> None:
+        if self.quota is not None and (self.pins or 0) > self.quota:
+            raise ValueError("`pins` must not be more than `quota`")
+
+
+class TenantsFile(Section, frozen=True, kw_only=True):
+    """The file that `proxy.tenants_file` names."""
+
+    tenants: Annotated[dict[Name, TenantConfig], msgspec.Meta(max_length=1000)]
+
+
 class ProxyConfig(Section, frozen=True, kw_only=True):
     """The `proxy` section."""
 
@@ -408,7 +429,10 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     health_interval_s: Seconds = 2.0
     health_timeout_s: Seconds = 2.0
     api_keys_file: Line | None = None
-    """A file with lines of `NAME KEY`. If it is given, clients need one of these keys. It is read again when it changes."""
+    """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys. It is read again when it
+    changes."""
+    tenants_file: Line | None = None
+    """A YAML file with `tenants: {NAME: {quota, pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
     """A file with lines of `NAME KEY`, for `/metrics`, `/peers` and all of `/health`. If it is None, clients' keys open these."""
     node_key_file: Line | None = None
@@ -425,6 +449,11 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
+        if self.tenants_file is not None and (self.api_keys_file is None or self.direct_tokens == 0):
+            raise ValueError(
+                "`tenants_file` needs `api_keys_file`, which says whose a key is, and `direct_tokens` other than 0, because what is "
+                "looked up is counted"
+            )
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError("`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key")
         if self.body_memory < 3 * LARGEST_BODY:

@@ -231,6 +231,18 @@ function drawNodes(state) {
   $("nodes").replaceChildren(table(columns, state.nodes, true));
 }
 
+function drawTenants(state) {
+  $("tenanted").hidden = !state.tenants.length;
+  const columns = [
+    { name: "tenant", cell: (one) => one.name, as: "title break" },
+    { name: "holds at most", cell: (one) => bytes(one.bytes), n: true },
+    { name: "quota", cell: (one) => bytes(one.quota), n: true },
+    { name: "hit", cell: (one) => (one.requested ? percent(one.found / one.requested) : ""), n: true },
+    { name: "chunks evicted", cell: (one) => short(one.evicted), n: true },
+  ];
+  $("tenants").replaceChildren(table(columns, state.tenants, true));
+}
+
 // --- the last hour
 function drawHour(state) {
   const room = $("hour");
@@ -284,6 +296,7 @@ function draw() {
   drawPicture(latest);
   drawHour(latest);
   drawSlow(latest);
+  drawTenants(latest);
   drawNodes(latest);
 }
 function say(state, text) {

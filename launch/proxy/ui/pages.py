@@ -24,6 +24,7 @@ from launch.http import NOBODY
 from launch.openai import ApiError, overloaded
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.tenants import Tenants
 from launch.proxy.ui.recent import RecentRequests, SlowRequest, prompt_sources
 from launch.watched import Asker, NodeRow, WatchedNodes, is_asked
 from pd_cache.cluster import NodeRecord
@@ -51,13 +52,14 @@ _MOST_SHOWN = 200
 class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
-    def __init__(self, most: int, keys: Keys, recent: RecentRequests, metrics: ProxyMetrics) -> None:
+    def __init__(self, most: int, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics) -> None:
         """`most`: the most followers at a time."""
         self._most = most
         self._keys = keys
         self._view = View(())
         self._nodes = WatchedNodes()
         self._recent = recent
+        self._tenants = tenants
         self._metrics = metrics
         self._files = {name: (_HERE / name).read_bytes() for name in _TYPES}
         self._published = asyncio.Event()
@@ -108,7 +110,8 @@ class UiPages:
             await response.prepare(request)
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
-                event = self._event(self._keys.visible_client(authorization))
+                client = self._keys.visible_client(authorization)
+                event = self._event(client and client.name)
                 await asyncio.wait_for(response.write(event), _WRITE_S)
                 await published.wait()
             await response.write_eof()
@@ -192,6 +195,7 @@ class UiPages:
                 one and {"requests": one.requests, "untold": one.untold, **one.sources}
                 for one in self._recent.minutes()
             ],
+            "tenants": [] if client else [{"name": name, **counts} for name, counts in self._tenants.usage().items()],
             "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
         }
 

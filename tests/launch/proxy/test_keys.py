@@ -36,7 +36,7 @@ class KeysFile:
         self.keys = Keys(ProxyConfig(api_keys_file=str(self.path)), self.files)
 
     def client(self, key: str) -> str:
-        return self.keys.client(f"Bearer {key}")
+        return self.keys.client(f"Bearer {key}").name
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def keys(tmp_path: Path) -> KeysFile:
 
 def test_a_key_names_its_client(tmp_path: Path) -> None:
     keys = KeysFile(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n").keys
-    assert keys.client(f"Bearer {KEY}") == "alice"
-    assert keys.client(f"bearer {KEY}x") == "bob"
+    assert keys.client(f"Bearer {KEY}").name == "alice"
+    assert keys.client(f"bearer {KEY}x") == ("bob", "")
     for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}y", "Bearer", "Bearer \udce4"):
         with pytest.raises(ApiError) as refused:
             keys.client(wrong)
@@ -63,6 +63,13 @@ def test_a_key_names_its_client(tmp_path: Path) -> None:
         (read_keys, "alice\n", ":1: expected `NAME KEY`"),
         (read_keys, "alice short\n", ":1: expected `NAME KEY`"),
         (read_keys, f"al/ice {KEY}\n", ":1: expected `NAME KEY`"),
+        (read_keys, f"alice {KEY} a/b\n", ":1: expected `NAME KEY`.* a client's tenant may follow"),
+        (read_keys, f"alice {KEY} a b\n", ":1: expected `NAME KEY`"),
+        (
+            lambda file: read_keys(file, "monitor_keys_file"),
+            f"alice {KEY} a\n",
+            "monitor_keys_file.*:1: expected `NAME KEY`",
+        ),
         (read_keys, f"alice {KEY}\nalice {KEY}x\n", ":2: the name alice"),
         (read_keys, f"alice {KEY}\nbob {KEY}\n", ":2: the name bob or its key is already on another line"),
         (read_node_key, None, "cannot be read"),

@@ -1,0 +1,194 @@
+"""Tenants: in whose name a request is, and how much of the pool each tenant may have.
+
+A tenant's requests reach the nodes with a `cache_salt` that no client can send (`bodies.tenant_salt`), so their chunks have names of their own.
+The proxy names the chunks of each prompt (`direct.py`), and counts them for the tenant until they are removed:
+
+1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and none that is leased or pinned.
+2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a quota is never exceeded for long.
+3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Nobody uses it, so the master evicts it
+   before others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Literal, NoReturn
+
+from aiohttp import web
+
+from launch.discovery import View
+from launch.openai import ApiError
+from launch.proxy.direct import DirectRule
+from launch.proxy.keys import WatchedFiles
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.prefixes import NamedPrompt
+from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
+from transfer.errors import Status
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LOOK_S = 1.0
+_STORED_WITHIN_S = 60.0
+"""How long after a prompt its chunks may still be on their way into the pool."""
+_MOST_CHUNKS = 1 << 20
+"""The most chunks that are counted for a tenant: 150 MB."""
+_MOST_REMOVED = 4096
+"""How many chunks of a tenant are removed at a time."""
+
+
+class Ledger:
+    """The chunks that a tenant's prompts have named; the one that was not used for longest comes first. Pure."""
+
+    def __init__(self) -> None:
+        self._used: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def use(self, names: Sequence[bytes], now: float) -> None:
+        """Notes the chunks of a prompt. Its end goes before its beginning, without which nothing of it is found."""
+        for name in reversed(names):
+            self._used[name] = now
+            self._used.move_to_end(name)
+
+    def oldest(self, count: int) -> list[bytes]:
+        return list(islice(self._used, max(0, count)))
+
+    def settle(self, names: Sequence[bytes], statuses: Sequence[Status], asked: float, now: float) -> int:
+        """Takes in what became of chunks that were to be removed at the time `asked`. Returns how many were removed."""
+        for name, status in zip(names, statuses, strict=False):
+            used = self._used.get(name)
+            if used is None or used >= asked:
+                continue  # it is used again, and possibly stored again
+            if status is Status.BUSY:
+                self.use([name], now)
+            elif status is Status.OK or (status is Status.MISSING and now - used > _STORED_WITHIN_S):
+                del self._used[name]
+        return statuses.count(Status.OK)
+
+
+class Tenants:
+    """What tenants may have and what they use. One per proxy, on the event loop's thread."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        files: WatchedFiles,
+        direct: DirectRule,
+        metrics: ProxyMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reads the tenants' file, and reads it again whenever `files` sees a change. Raises ConfigError if it cannot be used."""
+        self._known: Mapping[str, TenantConfig] | None = None
+        self._direct = direct
+        self._metrics = metrics
+        self._clock = clock
+        self._proxies = 1
+        self._ledgers: dict[str, Ledger] = {}
+        if (file := config.tenants_file) is not None:
+
+            def read() -> None:
+                self._known = read_tenants(file)
+
+            files.add("proxy.tenants_file", [file], read)
+
+    def update(self, view: View) -> None:
+        self._proxies = max(1, len(view.by_role("proxy")))
+
+    def named(self, tenant: str, request: web.Request) -> str:
+        """Returns the tenant of a request, which a header names if `tenant` is `@HEADER`; empty for none.
+
+        Raises ApiError 400 if the header does not name one, 403 if the tenant is not known.
+        """
+        if tenant[:1] == "@":
+            given = request.headers.getall(tenant[1:], [])
+            # two of them: the gateway's, and one that its client has sent
+            if len(given) != 1 or not _NAME.fullmatch(given[0]):
+                raise ApiError(
+                    400,
+                    f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -",
+                    code="bad_tenant",
+                )
+            tenant = given[0]
+        if tenant and self._known is not None and tenant not in self._known:
+            raise ApiError(403, f"The tenant {tenant} is not in proxy.tenants_file", code="unknown_tenant")
+        return tenant
+
+    def _config(self, tenant: str) -> TenantConfig:
+        return (self._known or {}).get(tenant, TenantConfig())
+
+    def max_requests(self, tenant: str) -> int | None:
+        """Returns how many requests of a tenant may be in flight; None if that is not bounded."""
+        return self._config(tenant).max_requests
+
+    def chunks(self, tenant: str, what: Literal["quota", "pins"]) -> int | None:
+        """Returns how many chunks this proxy grants a tenant; None if that is not bounded."""
+        size = getattr(self._config(tenant), what)
+        return None if size is None else int(size) // self._proxies // self._direct.chunk_bytes
+
+    def counts(self, tenant: str) -> bool:
+        """Returns whether `note` has to know what the tenant's prompts are known by."""
+        return tenant in (self._known or ())
+
+    def note(self, tenant: str, named: NamedPrompt | None) -> None:
+        """Counts a prompt of a tenant."""
+        if not self.counts(tenant):
+            return
+        self._metrics.tenant_requests.labels(tenant, "no" if named is None else "yes").inc()
+        if named is None:
+            return
+        if named.pool_tokens is not None:
+            self._metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
+            self._metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
+        if self.chunks(tenant, "quota") is not None:
+            self._ledgers.setdefault(tenant, Ledger()).use(named.names, self._clock())
+
+    async def keep(self) -> NoReturn:
+        """Removes what is over a quota, for ever."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self.remove()
+            except Exception:  # the next look may succeed
+                log.exception("the chunks of tenants over their quota could not be removed")
+
+    async def remove(self) -> None:
+        """Removes chunks of tenants over their quota: at most 4096 of each."""
+        for tenant in list(self._ledgers):
+            room, ledger = self.chunks(tenant, "quota"), self._ledgers[tenant]
+            if room is None:  # it has no quota any more
+                del self._ledgers[tenant]
+                continue
+            names = ledger.oldest(min(_MOST_REMOVED, len(ledger) - min(room, _MOST_CHUNKS)))
+            if names:
+                asked = self._clock()
+                statuses = await self._direct.remove(names)
+                removed = ledger.settle(names, statuses, asked, self._clock())
+                self._metrics.tenant_evicted.labels(tenant).inc(removed)
+        self.show()
+
+    def usage(self) -> dict[str, dict[str, float]]:
+        """Returns for each tenant what `NodeReading.tenants` has of it."""
+        metrics, found = self._metrics, dict[str, dict[str, float]]()
+        for tenant, config in (self._known or {}).items():
+            tokens = {one: metrics.tenant_tokens.labels(tenant, one)._value.get() for one in ("requested", "found")}
+            found[tenant] = {**tokens, "evicted": metrics.tenant_evicted.labels(tenant)._value.get()}
+            if config.quota is not None:
+                held = len(self._ledgers.get(tenant, ())) * self._direct.chunk_bytes
+                found[tenant] |= {"bytes": held, "quota": int(config.quota) // self._proxies}
+        return found
+
+    def show(self) -> None:
+        """Sets the gauges."""
+        for kind, gauge in (("bytes", self._metrics.tenant_bytes), ("quota", self._metrics.tenant_quota)):
+            gauge.clear()  # also for tenants that are gone
+            for tenant, counts in self.usage().items():
+                if kind in counts:
+                    gauge.labels(tenant).set(counts[kind])

@@ -1,0 +1,249 @@
+"""Tenants: in whose name a request is, what keeps their hits apart, and what is removed of whom. In a real pool: tests/launch/test_tenants.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.discovery import View
+from launch.proxy.keys import WatchedFiles
+from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.tenants import Ledger, Tenants
+from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
+from pd_cache.errors import ConfigError
+from tests.launch.proxy.test_direct import IDS, rule
+from tests.launch.proxy.test_hints import Renewing, message
+from tests.support.proxy import NAMESPACE, error_of, hangs, prefills, scenario, until
+from tests.support.proxy import cluster as proxied
+from transfer.errors import Status
+
+OF_A, OF_B, PLAIN, GATE, WATCH = (f"key-of-{name}-0123456789" for name in ("a", "b", "nobody", "gate", "monitor"))
+CHUNK = NAMESPACE.chunk_bytes
+FILE = f"tenants: {{a: {{quota: {4 * CHUNK}, pins: {2 * CHUNK}, max_requests: 1}}, b: {{}}}}"
+
+
+def files(folder: Path, text: str = FILE) -> dict[str, str]:
+    (folder / "keys").write_text(f"ann {OF_A} a\nben {OF_B} b\npat {PLAIN}\ngate {GATE} @X-Tenant\n")
+    (folder / "tenants.yaml").write_text(text)
+    return {"api_keys_file": str(folder / "keys"), "tenants_file": str(folder / "tenants.yaml")}
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in more.items()}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": IDS, "max_tokens": 5, **fields}
+
+
+# --- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "file:.* expected"),
+        ("tenant: {}", "unknown key; did you mean tenants"),
+        ("tenants: {a: {quota: lots}}", r"tenants.a.quota: 'lots'"),
+        ("tenants: {a/b: {}}", "1 to 63 letters"),
+        ("tenants:\n  a: {quotas: 1GiB}", r":2: tenants.a.quotas: .*unknown key; did you mean quota"),
+        ("tenants: {a: {max_requests: 0}}", "tenants.a.max_requests: 0"),
+        ("tenants: {a: {quota: 1GiB, pins: 2GiB}}", "`pins` must not be more than `quota`"),
+        ("tenants: {a: {}, a: {}}", "given twice"),
+    ],
+)
+def test_a_wrong_file_of_tenants_is_refused_with_the_reason(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_tenants(str(tmp_path / "t"))
+
+
+def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    watched = WatchedFiles()
+    with closing(rule(Renewing())) as direct:
+        tenants = Tenants(ProxyConfig(**files(tmp_path)), watched, direct, ProxyMetrics())
+        assert (tenants.chunks("a", "quota"), tenants.max_requests("a"), tenants.chunks("b", "quota")) == (4, 1, None)
+        for text in (f"tenants: {{a: {{quota: {8 * CHUNK}}}}}", "tenants: {a: {quota: x}}"):
+            (tmp_path / "tenants.yaml").write_text(text)
+            watched.look()
+            assert (tenants.chunks("a", "quota"), tenants.max_requests("a")) == (8, None)
+        proxies = [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(2)]
+        tenants.update(View(tuple(proxies)))
+        assert tenants.chunks("a", "quota") == 4, "each of two proxies has half"
+
+
+@pytest.mark.parametrize("config", [{"direct_tokens": 0, "api_keys_file": "k"}, {}])
+def test_tenants_need_keys_and_lookups(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="`tenants_file` needs `api_keys_file`"):
+        ProxyConfig(tenants_file="t", **config)
+
+
+# --- what goes first ---------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_gives_up_what_was_not_used_for_longest_a_prompts_end_first() -> None:
+    ledger = Ledger()
+    ledger.use([b"a1", b"a2", b"a3"], 0.0)
+    ledger.use([b"b1"], 1.0)
+    ledger.use([b"a1", b"a2"], 2.0)
+    assert ledger.oldest(9) == [b"a3", b"b1", b"a2", b"a1"]
+    assert ledger.oldest(-1) == []
+    ledger.use([b"b1"], 3.5)
+    told = [Status.OK, Status.OK, Status.BUSY, Status.POOL_DOWN]
+    assert ledger.settle([b"a3", b"b1", b"a2", b"a1"], told, 3.0, 4.0) == 2
+    assert ledger.oldest(9) == [b"a1", b"b1", b"a2"], "what was used meanwhile, or is leased, stays"
+    assert ledger.settle([b"a1"], [Status.MISSING], 5.0, 60.0) == 0
+    assert len(ledger) == 3, "it may still be on its way into the pool"
+    ledger.settle([b"a1"], [Status.MISSING], 63.0, 63.0)
+    assert len(ledger) == 2, "it is not in the pool"
+    ledger.settle([b"b1"], [], 63.0, 63.0)
+    assert len(ledger) == 2, "no pool is known"
+
+
+class Removing(Renewing):
+    def __init__(self, found: int = 0) -> None:
+        super().__init__(found)
+        self.removed: list[Sequence[bytes]] = []
+
+    def remove(self, names: Sequence[bytes]) -> list[Status]:
+        self.removed.append(names)
+        return [Status.OK] * len(names)
+
+
+@scenario
+async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_path: Path) -> None:
+    client = Removing(found=256)
+    async with proxied(direct=rule(client), **files(tmp_path)) as c:
+        async with c.post(body(), headers=bearer(OF_B)) as response:
+            assert response.status == 200
+        for first in range(3):  # 9 chunks, of which 4 may stay
+            async with c.post(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A)) as response:
+                assert response.status == 200
+        await c.proxy._tenants.remove()
+        names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(3)]  # type: ignore[union-attr]
+        assert [name for some in client.removed for name in some] == [*reversed(names[0]), *reversed(names[1][1:])]
+        await c.proxy._tenants.remove()
+        assert c.metric("tenant_evicted_chunks_total", tenant="a") == 5
+        assert c.metric("tenant_bytes", tenant="a") == c.metric("tenant_quota_bytes", tenant="a") == 4 * CHUNK
+        assert c.metric("tenant_tokens_total", tenant="a", outcome="requested") == 3 * len(IDS)
+        assert c.metric("tenant_tokens_total", tenant="a", outcome="found") == 3 * 256
+        assert c.metric("tenant_requests_total", tenant="b", counted="yes") == 1
+        assert c.proxy._ui.state(None)["tenants"][0]["bytes"] == 4 * CHUNK
+        assert c.proxy._ui.state("ann")["tenants"] == []
+        async with c.post(body(prompt="x" * 9000), headers=bearer(OF_A)) as response:  # no node tokenizes
+            assert response.status == 200
+        assert c.metric("tenant_requests_total", tenant="a", counted="no") == 1
+
+
+# --- in whose name -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent", "got"),
+    [
+        (bearer(OF_A), {}, "pd-cache-tenant/a/"),
+        (bearer(OF_A), {"cache_salt": "x"}, "pd-cache-tenant/a/x"),
+        (bearer(OF_A), {"cache_salt": "pd-cache-tenant/b/"}, "pd-cache-tenant/a/pd-cache-tenant/b/"),
+        (bearer(OF_A, X_Tenant="b"), {}, "pd-cache-tenant/a/"),  # only a gateway may say
+        (bearer(GATE, X_Tenant="b"), {"cache_salt": None}, "pd-cache-tenant/b/"),
+        (bearer(PLAIN), {"cache_salt": "x"}, "x"),
+        (bearer(PLAIN), {}, None),
+    ],
+)
+@scenario
+async def test_nodes_get_a_salt_that_is_the_tenants(
+    tmp_path: Path, headers: dict[str, str], sent: dict[str, Any], got: str | None
+) -> None:
+    async with proxied(direct=rule(Removing()), **files(tmp_path)) as c:
+        for chat in (False, True):
+            asked = (
+                body(**sent) if not chat else {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **sent}
+            )
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            async with c.session.post(c.url + path, json=asked, headers=headers) as response:
+                assert response.status == 200, await response.text()
+        seen = [*c.prefill[0].bodies, *c.decode[0].bodies]
+        assert {one.get("cache_salt") for one in seen} == {got}
+        assert all("X-Tenant" not in one for one in c.decode[0].headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "raw", "status", "code"),
+    [
+        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "pd-cache-tenant/a/"}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache\\u005fsalt": "pd-cache\\u002dtenant/a/"}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "x", "cache_salt": "pd-cache-tenant/a/"}', 400, "invalid_value"),
+        (bearer(OF_A), b'{"prompt": [1], "cache_salt": 7}', 400, "invalid_value"),
+        (bearer(GATE), b'{"prompt": [1]}', 400, "bad_tenant"),
+        (bearer(GATE, X_Tenant="a/b"), b'{"prompt": [1]}', 400, "bad_tenant"),
+        ([*bearer(GATE).items(), ("X-Tenant", "a"), ("X-Tenant", "b")], b'{"prompt": [1]}', 400, "bad_tenant"),
+        (bearer(GATE, X_Tenant="c"), b'{"prompt": [1]}', 403, "unknown_tenant"),
+    ],
+)  # fmt: skip
+@scenario
+async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(
+    tmp_path: Path, headers: Any, raw: bytes, status: int, code: str
+) -> None:
+    async with proxied(direct=rule(Removing()), **files(tmp_path)) as c:
+        async with c.session.post(c.url + "/v1/completions", data=raw, headers=headers) as response:
+            assert (response.status, (await error_of(response))["code"]) == (status, code)
+        assert not c.prefill[0].bodies
+        assert not c.decode[0].bodies
+
+
+@scenario
+async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path: Path) -> None:
+    client = Removing(found=0)
+    async with proxied(direct=rule(client), **files(tmp_path)) as c:
+        asked = {"token_ids": IDS, "cache_salt": "pd-cache-tenant/a/"}
+
+        async def query(key: str) -> int:
+            async with c.session.post(c.url + "/query", json=asked, headers=bearer(key)) as response:
+                return response.status
+
+        assert [await query(PLAIN), await query(OF_B)] == [400, 200]
+        of_a = c.proxy._direct._namer.name(IDS, "pd-cache-tenant/a/").names  # type: ignore[union-attr]
+        assert of_a not in client.asked
+        asked["cache_salt"] = ""
+        assert await query(OF_A) == 200
+        assert client.asked[-1] == of_a
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Path) -> None:
+    async with proxied(direct=rule(Removing(found=0)), **files(tmp_path)) as c:
+        c.proxy._hints._pool_bytes = lambda view: 1000 * CHUNK
+
+        async def pin(headers: dict[str, str], action_id: str, first: int) -> dict[str, Any]:
+            data = message("kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id)
+            async with c.session.post(c.url + "/hints", data=data, headers=headers) as response:
+                (told,) = (await response.json())["actions"]
+                return dict(told)
+
+        told = await pin(bearer(OF_A), "one", 1)
+        assert (told["status"], told["tokens"]) == ("clipped", 512)
+        assert told["reason"] == f"all pins may take {2 * CHUNK} bytes of this tenant"
+        assert (await pin(bearer(GATE, X_Tenant="a"), "two", 2))["status"] == "refused"
+        assert (await pin(bearer(OF_A), "one", 3))["tokens"] == 512, "in place of the first"
+        assert (await pin(bearer(OF_B), "one", 1))["status"] == "accepted"
+        assert len(c.proxy._hints.pins) == 2
+
+        c.prefill[0].default = hangs
+        first = asyncio.create_task(c.session.post(c.url + "/v1/completions", json=body(), headers=bearer(OF_A)))
+        await until(lambda: bool(c.prefill[0].bodies), "the first request is in flight")
+        async with c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
+            error = await error_of(response)
+            assert (response.status, error["message"][:27]) == (429, "1 requests of this tenant a")
+        first.cancel()
+        c.prefill[0].default = prefills
+        await until(lambda: not c.proxy.requests.running, "the client has gone")
+        async with c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
+            assert response.status == 200

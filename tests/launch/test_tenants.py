@@ -1,0 +1,88 @@
+"""Tenants in a real pool: of two, only the one over its quota loses chunks, and neither finds the other's."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from launch.cli import main
+from launch.masters import keys_at
+from launch.status import cluster_status
+from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
+from pd_cache.cluster import dump_config
+from tests.launch.proxy.test_tenants import OF_A, OF_B, PLAIN, bearer, files
+from tests.support.cluster import CHUNK, Answer, started
+from tests.support.waiting import wait_for
+
+CHUNK_BYTES = CHUNK * 2 * 2 * 2 * 16 * 4
+"""Tokens, layers, K and V, KV heads, the size of a head, float32."""
+
+
+def ask(url: str, key: str, prompt: list[int], **fields: Any) -> Answer:
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1, "ignore_eos": True, **fields}).encode()
+    headers = {"content-type": "application/json", **bearer(key)}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=120) as got:
+            return Answer(got.status, json.load(got), dict(got.headers))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, json.loads(error.read()), dict(error.headers))
+
+
+def prompt(number: int) -> list[int]:
+    """Five chunks."""
+    return [(number + n) % 500 for n in range(5 * CHUNK + 1)]
+
+
+def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(tmp_path: Path) -> None:
+    limits = "tenants: {{a: {{quota: {}}}, b: {{quota: 1GiB}}}}"
+    proxy = {**files(tmp_path, limits.format(20 * CHUNK_BYTES)), "direct_tokens": 1}
+    with started(tmp_path, proxy=proxy) as running:
+        url, file = running.urls["proxy"], tmp_path / "running.yaml"
+        file.write_text(dump_config(running.config))
+        rows = {row.name: row.record for row in cluster_status(running.config).nodes}
+        (space,) = rows["prefill-0"].cache_namespaces
+        database = ChunkedTokenDatabase(space)
+
+        def held(tenant: str, numbers: range) -> list[int]:
+            """How many chunks of each prompt the pool has."""
+            there = {key.decode() for key in keys_at(rows["master"].metrics or "", 60.0)}
+            salt = salt_keys(f"pd-cache-tenant/{tenant}/")
+            names = (database.name_chunks(prompt(number), None, salt) for number in numbers)
+            return [len(there.intersection(database.all_shard_keys(some))) for some in names]
+
+        def counted() -> dict[str, Any]:
+            done = CliRunner().invoke(main, ["pool", "du", "-c", str(file), "--json"])
+            return dict(json.loads(done.stdout)["tenants"])
+
+        def known() -> bool:
+            """Whether the proxy names prompts: it learns from the nodes how."""
+            assert ask(url, OF_B, prompt(0)).status == 200
+            return bool(counted().get("b", {}).get("bytes", 0) >= 5 * CHUNK_BYTES)
+
+        wait_for(known, what="a prompt that counts")
+        for number in range(3):
+            assert ask(url, OF_B, prompt(number)).status == 200
+        for number in range(10):
+            answer = ask(url, OF_A, prompt(number))
+            assert (answer.status, answer.cached[0]) == (200, 0), "nobody finds another tenant's chunks"
+        wait_for(lambda: 0 < sum(held("a", range(10))) <= 20, what="a below its quota")
+        assert held("b", range(3)) == [5, 5, 5]
+        wait_for(lambda: counted()["a"]["bytes"] <= 20 * CHUNK_BYTES, what="the metrics")
+        use = counted()
+        assert (use["a"]["quota"], use["b"]["evicted"]) == (20 * CHUNK_BYTES, 0)
+        assert use["a"]["evicted"] >= 30
+        assert sum(ask(url, OF_B, prompt(1)).cached) >= 4 * CHUNK
+        # the file changes
+        (tmp_path / "tenants.yaml").write_text(limits.format(5 * CHUNK_BYTES))
+        wait_for(lambda: 0 < sum(held("a", range(10))) <= 5, what="a below its new quota")
+        assert held("b", range(3)) == [5, 5, 5]
+        refused = ask(url, PLAIN, prompt(1), cache_salt="pd-cache-tenant/b/")
+        assert (refused.status, refused.body["error"]["param"]) == (400, "cache_salt")
+        assert "chunks evicted" in CliRunner().invoke(main, ["pool", "du", "-c", str(file)]).stdout
+        assert "tenant" in CliRunner().invoke(main, ["status", "-c", str(file), "--json"]).stdout
