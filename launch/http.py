@@ -89,7 +89,7 @@ def _first_key(file: str) -> str:
     except (OSError, ValueError):
         return ""
     found = (line.partition("#")[0].split() for line in lines)
-    return next((fields[1] for fields in found if len(fields) == 2), "")
+    return next((fields[1] for fields in found if len(fields) in (2, 3)), "")
 
 
 class Answer(NamedTuple):

@@ -19,7 +19,7 @@ from transfer.store import MooncakeStore
 
 _RENEWED = 1 << 14
 """How many leases one request renews. It takes 7 to 9 ms."""
-_REMOVED = 1 << 10
+_REMOVED = 1 << 8
 """How many objects one request removes."""
 
 

@@ -3,7 +3,8 @@
 A tenant's requests reach the nodes with a `cache_salt` that no client can send (`bodies.tenant_salt`), so their chunks have names of their own.
 The proxy names the chunks of each prompt (`direct.py`), and counts them for the tenant until they are removed:
 
-1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and none that is leased or pinned.
+1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and none that is leased or pinned, or was used in
+   the last seconds: a decode node may be about to load it.
 2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a quota is never exceeded for long.
 3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Nobody uses it, so the master evicts it
    before others.
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LOOK_S = 1.0
+_RESTS_S = 15.0
+"""How long a chunk must not have been used: longer than the usual lease."""
 _STORED_WITHIN_S = 60.0
 """How long after a prompt its chunks may still be on their way into the pool."""
 _MOST_CHUNKS = 1 << 20
@@ -58,8 +61,9 @@ class Ledger:
             self._used[name] = now
             self._used.move_to_end(name)
 
-    def oldest(self, count: int) -> list[bytes]:
-        return list(islice(self._used, max(0, count)))
+    def oldest(self, count: int, before: float) -> list[bytes]:
+        """Returns at most so many chunks that were last used before a time."""
+        return [name for name, used in islice(self._used.items(), max(0, count)) if used < before]
 
     def settle(self, names: Sequence[bytes], statuses: Sequence[Status], asked: float, now: float) -> int:
         """Takes in what became of chunks that were to be removed at the time `asked`. Returns how many were removed."""
@@ -166,9 +170,8 @@ class Tenants:
             if room is None:  # it has no quota any more
                 del self._ledgers[tenant]
                 continue
-            names = ledger.oldest(min(_MOST_REMOVED, len(ledger) - min(room, _MOST_CHUNKS)))
-            if names:
-                asked = self._clock()
+            asked, over = self._clock(), len(ledger) - min(room, _MOST_CHUNKS)
+            if names := ledger.oldest(min(_MOST_REMOVED, over), asked - _RESTS_S):
                 statuses = await self._direct.remove(names)
                 removed = ledger.settle(names, statuses, asked, self._clock())
                 self._metrics.tenant_evicted.labels(tenant).inc(removed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -91,12 +92,13 @@ def test_a_ledger_gives_up_what_was_not_used_for_longest_a_prompts_end_first() -
     ledger.use([b"a1", b"a2", b"a3"], 0.0)
     ledger.use([b"b1"], 1.0)
     ledger.use([b"a1", b"a2"], 2.0)
-    assert ledger.oldest(9) == [b"a3", b"b1", b"a2", b"a1"]
-    assert ledger.oldest(-1) == []
+    assert ledger.oldest(9, 9.0) == [b"a3", b"b1", b"a2", b"a1"]
+    assert ledger.oldest(9, 1.5) == [b"a3", b"b1"]
+    assert ledger.oldest(-1, 9.0) == []
     ledger.use([b"b1"], 3.5)
     told = [Status.OK, Status.OK, Status.BUSY, Status.POOL_DOWN]
     assert ledger.settle([b"a3", b"b1", b"a2", b"a1"], told, 3.0, 4.0) == 2
-    assert ledger.oldest(9) == [b"a1", b"b1", b"a2"], "what was used meanwhile, or is leased, stays"
+    assert ledger.oldest(9, 9.0) == [b"a1", b"b1", b"a2"], "what was used meanwhile, or is leased, stays"
     assert ledger.settle([b"a1"], [Status.MISSING], 5.0, 60.0) == 0
     assert len(ledger) == 3, "it may still be on its way into the pool"
     ledger.settle([b"a1"], [Status.MISSING], 63.0, 63.0)
@@ -124,6 +126,9 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_p
         for first in range(3):  # 9 chunks, of which 4 may stay
             async with c.post(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A)) as response:
                 assert response.status == 200
+        await c.proxy._tenants.remove()
+        assert client.removed == [], "a decode node may be about to load it"
+        c.proxy._tenants._clock = lambda: time.monotonic() + 20
         await c.proxy._tenants.remove()
         names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(3)]  # type: ignore[union-attr]
         assert [name for some in client.removed for name in some] == [*reversed(names[0]), *reversed(names[1][1:])]
