@@ -11,6 +11,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from launch.cli import main
+from launch.http import client_key
 from launch.masters import keys_at
 from launch.status import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
@@ -65,6 +66,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
             assert ask(url, OF_B, prompt(0)).status == 200
             return bool(counted().get("b", {}).get("bytes", 0) >= 5 * CHUNK_BYTES)
 
+        assert client_key(running.config) == OF_A, "the first of the file"
         wait_for(known, what="a prompt that counts")
         for number in range(3):
             assert ask(url, OF_B, prompt(number)).status == 200
