@@ -5,7 +5,8 @@ The proxy names the chunks of each prompt (`direct.py`), and counts them for the
 
 1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and none that is leased or pinned, or was used in
    the last seconds: a decode node may be about to load it.
-2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a quota is never exceeded for long.
+2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a tenant exceeds its quota only by what
+   it stores within these seconds, and then only the master's eviction can cost others anything, if the pool has no room for that.
 3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Nobody uses it, so the master evicts it
    before others.
 """
@@ -190,8 +191,10 @@ class Tenants:
 
     def show(self) -> None:
         """Sets the gauges."""
-        for kind, gauge in (("bytes", self._metrics.tenant_bytes), ("quota", self._metrics.tenant_quota)):
-            gauge.clear()  # also for tenants that are gone
-            for tenant, counts in self.usage().items():
-                if kind in counts:
-                    gauge.labels(tenant).set(counts[kind])
+        held, quota = self._metrics.tenant_bytes, self._metrics.tenant_quota
+        held.clear()  # also for tenants that are gone
+        quota.clear()
+        for tenant, counts in self.usage().items():
+            if "quota" in counts:
+                held.labels(tenant).set(counts["bytes"])
+                quota.labels(tenant).set(counts["quota"])
