@@ -219,6 +219,23 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
         assert client.asked[-1] == of_a
 
 
+@scenario
+async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_be_guessed(tmp_path: Path) -> None:
+    async with proxied(direct=rule(Removing(found=256)), **files(tmp_path)) as c:
+        data = message("kv.retain", {"block_hashes": ["00" * 32], "ttl_s": 60})
+        for key in (OF_A, PLAIN):
+            async with c.session.post(c.url + "/hints", data=data, headers=bearer(key)) as response:
+                (told,) = (await response.json())["actions"]
+            assert (told["status"], told["reason"][:28]) == ("refused", "block_hashes name prompts of")
+        stored = c.post(body(), headers={**bearer(OF_A), "X-Request-Id": "r1"})
+        async with stored as response:
+            assert response.status == 200
+        by_id = message("kv.retain", {"request_id": "r1", "ttl_s": 60})
+        for headers, status in ((bearer(GATE, X_Tenant="b"), "refused"), (bearer(OF_B), "refused")):
+            async with c.session.post(c.url + "/hints", data=by_id, headers=headers) as response:
+                assert (await response.json())["actions"][0]["status"] == status
+
+
 # --- bounds ------------------------------------------------------------------------------------------------------------
 
 
