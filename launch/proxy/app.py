@@ -75,7 +75,7 @@ class Proxy:
         self._pages = (
             self.requests,
             Overview(self._pools, keys, self.requests.admission, self.metrics, self.requests.trips, peers),
-            CacheQuery(self._direct, self._pools.caches, keys, tenants.named, self.requests.bodies),
+            CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies),
             self._ui,
         )
 

@@ -14,7 +14,7 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -274,20 +274,12 @@ def read_query(body: bytes) -> Query:
 
 
 class CacheQuery:
-    def __init__(
-        self,
-        direct: DirectRule,
-        caches: CacheView,
-        keys: Keys,
-        tenant: Callable[[str, web.Request], str],
-        bodies: BodyMemory,
-    ) -> None:
+    def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
         """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does. With a client's key, it
-        is about the prompts of the client's tenant, which `tenant` says (`Tenants.named`)."""
+        is about the prompts of the client's tenant, and with a gateway's about none."""
         self._direct = direct
         self._caches = caches
         self._keys = keys
-        self._tenant = tenant
         self._bodies = bodies
         self._under_way = 0
 
@@ -296,7 +288,6 @@ class CacheQuery:
 
     async def _answer(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(request.headers.get("Authorization"))
-        tenant = "" if client is None else self._tenant(client.tenant, request)
         share = BodyShare(self._bodies)
         try:
             body = await read_body(request, share, _LARGEST, _READ_S)
@@ -305,7 +296,7 @@ class CacheQuery:
             self._under_way += 1
             try:
                 query = read_query(body)
-                salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, tenant)
+                salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, client.tenant)
                 return web.json_response(await self._look(query, salt))
             finally:
                 self._under_way -= 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from launch.openai import ApiError, overloaded
-from pd_cache.cluster import ProxyConfig, ServerTlsConfig
+from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
 from pd_cache.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,9 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
         tenant = "".join(fields[2:3])
         good = 2 <= len(fields) <= (3 if field == "api_keys_file" else 2) and (not tenant or _TENANT.fullmatch(tenant))
         if not good or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
-            more = (
-                "; a client's tenant may follow, a name, or @HEADER for a gateway" if field == "api_keys_file" else ""
-            )
             raise ConfigError(
                 f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
-                f"ASCII characters{more}"
+                "ASCII characters; in api_keys_file, a client's tenant may follow: a name, or @HEADER for a gateway"
             )
         name, digest = fields[0], _digest(fields[1])
         if name in names or digest in keys:
@@ -175,13 +172,11 @@ def _refused() -> ApiError:
 class Admission:
     """Admits requests, or refuses them immediately."""
 
-    def __init__(
-        self, max_requests: int, max_per_key: int | None, max_of: Callable[[str], int | None] = lambda tenant: None
-    ) -> None:
-        """`max_of(tenant)`: the most requests of a tenant."""
+    def __init__(self, max_requests: int, max_per_key: int | None, limits: Callable[[str], TenantConfig]) -> None:
+        """`limits(tenant)`: what a tenant may have."""
         self._max_requests = max_requests
         self._max_per_key = max_per_key
-        self._max_of = max_of
+        self._limits = limits
         self._running: Counter[tuple[str, str]] = Counter()
         """By client and tenant."""
         self.closing = False
@@ -197,7 +192,7 @@ class Admission:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
             raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
-        for place, name, most in ((0, client, self._max_per_key), (1, tenant, self._max_of(tenant))):
+        for place, name, most in ((0, client, self._max_per_key), (1, tenant, self._limits(tenant).max_requests)):
             if name and most is not None and sum(n for who, n in self._running.items() if who[place] == name) >= most:
                 what = ("key", "tenant")[place]
                 raise ApiError(

@@ -181,7 +181,7 @@ class Requests:
     ) -> None:
         self.session: aiohttp.ClientSession | None = None
         """For requests to nodes. Set while the proxy runs."""
-        self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.max_requests)
+        self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.config)
         self.bodies = BodyMemory(config.body_memory)
         self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self.running: set[asyncio.Task[web.StreamResponse]] = set()

@@ -116,26 +116,20 @@ class Tenants:
             given = request.headers.getall(tenant[1:], [])
             # two of them: the gateway's, and one that its client has sent
             if len(given) != 1 or not _NAME.fullmatch(given[0]):
-                raise ApiError(
-                    400,
-                    f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -",
-                    code="bad_tenant",
-                )
+                what = f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -"
+                raise ApiError(400, what, code="bad_tenant")
             tenant = given[0]
         if tenant and self._known is not None and tenant not in self._known:
             raise ApiError(403, f"The tenant {tenant} is not in proxy.tenants_file", code="unknown_tenant")
         return tenant
 
-    def _config(self, tenant: str) -> TenantConfig:
+    def config(self, tenant: str) -> TenantConfig:
+        """Returns what a tenant may have."""
         return (self._known or {}).get(tenant, TenantConfig())
-
-    def max_requests(self, tenant: str) -> int | None:
-        """Returns how many requests of a tenant may be in flight; None if that is not bounded."""
-        return self._config(tenant).max_requests
 
     def chunks(self, tenant: str, what: Literal["quota", "pins"]) -> int | None:
         """Returns how many chunks this proxy grants a tenant; None if that is not bounded."""
-        size = getattr(self._config(tenant), what)
+        size = getattr(self.config(tenant), what)
         return None if size is None else int(size) // self._proxies // self._direct.chunk_bytes
 
     def counts(self, tenant: str) -> bool:

@@ -68,11 +68,15 @@ def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: P
     watched = WatchedFiles()
     with closing(rule(Renewing())) as direct:
         tenants = Tenants(ProxyConfig(**files(tmp_path)), watched, direct, ProxyMetrics())
-        assert (tenants.chunks("a", "quota"), tenants.max_requests("a"), tenants.chunks("b", "quota")) == (4, 1, None)
+        assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests, tenants.chunks("b", "quota")) == (
+            4,
+            1,
+            None,
+        )
         for text in (f"tenants: {{a: {{quota: {8 * CHUNK}}}}}", "tenants: {a: {quota: x}}"):
             (tmp_path / "tenants.yaml").write_text(text)
             watched.look()
-            assert (tenants.chunks("a", "quota"), tenants.max_requests("a")) == (8, None)
+            assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests) == (8, None)
         proxies = [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(2)]
         tenants.update(View(tuple(proxies)))
         assert tenants.chunks("a", "quota") == 4, "each of two proxies has half"
