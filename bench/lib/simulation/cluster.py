@@ -19,7 +19,7 @@ from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
-from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig
+from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _POLL_S = 0.01
@@ -134,7 +134,7 @@ class _Proxy:
         self.machine = _Machine(cluster.time, cluster.costs)
         self.loop = Station(cluster.time)
         self.looking = self.most_admitted = 0
-        self.admission = Admission(plan.proxy.max_requests, None)
+        self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
         self.pools = {
             hop: NodePool(hop, plan.proxy.policy, breaker_failures=plan.proxy.breaker_failures, cache_tokens=plan.proxy.node_cache_tokens, rng=cluster.first_turns)
