@@ -73,6 +73,7 @@ def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(t
         file = str(cluster_file(tmp_path, engine={"kind": "vllm", **engine}, nodes=nodes))
         for command in (["launch", "decode", "-c"], ["config", "check"], ["up", "-c"]):
             assert told in refused(*command, file)
+        assert CliRunner().invoke(main, ["config", "check", "--file-only", file]).exit_code == 0
 
 
 def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:

@@ -345,6 +345,38 @@ def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     assert polled(e) == ["w2"]
 
 
+def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_came_between() -> None:
+    """A command has said of it that it has other weights. So it has not those of the label, although that is its own."""
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("w1")
+    assert polled(a, far) == ["w1", "w1"]
+    far.wire.question = False
+    world.command("w2")
+    assert a.version.reset("w1") == "w1"
+    far.wire.question = True
+    assert polled(a, far) == ["w1", None]
+    assert far.version.why_not("w1") == "reset", "nor does a load count that began before"
+    assert far.version.reset("w1") == "w1"
+    assert polled(a, far) == ["w1", "w1"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_no_change_leads_from_a_label_that_is_used_again(goes_on: bool) -> None:
+    world = World()
+    a, far = world.engine(), world.engine()
+    world.command("w1")
+    polled(a, far)
+    far.wire.question = False
+    world.command("w2")
+    assert a.version.reset("w1") == "w1"
+    if goes_on:
+        assert a.version.reset()
+    far.wire.question = True
+    polled(far)
+    assert far.version.reset() is None, "its weights were those of w2 before"
+
+
 def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses_it_again() -> None:
     world = World()
     a, far = world.engine(), world.engine()
@@ -402,6 +434,13 @@ def test_no_answer_for_a_lease_means_that_nothing_is_known() -> None:
     world.clock.now += 0.01
     assert (engine.uses(), engine.version.why_not(FIRST)) == (None, "epoch_unknown")
     assert polled(engine) == [FIRST]
+
+
+def test_an_answer_counts_from_when_it_was_asked_for() -> None:
+    world = World()
+    engine = world.engine(asks=False)
+    engine.wire.meanwhile = lambda: world.clock.sleep(LEASE_S)
+    assert polled(engine) == [None]
 
 
 def test_a_restarted_authority_learns_before_it_answers() -> None:

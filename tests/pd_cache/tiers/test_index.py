@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -80,6 +81,35 @@ def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use() -> None:
         policy.used("x")
     policy.used("y")
     assert drain(policy) == "zyx"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_victim_is_never_pinned_and_everyone_goes_once(name: EvictionName, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 30))
+    policy = make_policy(name, capacity)
+    held: set[str] = set()
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    for step in range(300):
+        if len(held) == capacity or (held and rng.random() < 0.3):
+            pinned = set(rng.sample(sorted(held), rng.randrange(len(held))))
+            victim = policy.evict(pinned.__contains__)
+            assert victim in held - pinned
+            held.remove(victim)
+        else:
+            key = rng.choice([str(step), str(rng.randrange(40))])
+            if key not in held:
+                policy.added(key)
+                held.add(key)
+        for key in rng.sample(sorted(held), min(2, len(held))):
+            policy.used(key)
+        if held and rng.random() < 0.1:
+            gone = rng.choice(sorted(held))
+            policy.removed(gone)
+            held.remove(gone)
+        assert len(policy) == len(held)
+    assert sorted(drain(policy)) == sorted("".join(held))
 
 
 def test_scans_of_new_keys_do_not_grow_what_s3fifo_remembers() -> None:
