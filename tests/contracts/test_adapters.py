@@ -116,9 +116,7 @@ def test_what_one_instance_stored_another_finds_and_loads_with_holes(pair: list[
 
 
 @pytest.mark.parametrize("at", [0.001, 0.5, 0.999], ids=["header", "middle", "trailer"])
-def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(
-    pool: Pool, pair: list[AdapterSubject], at: float
-) -> None:
+def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(pool, pair, at):
     (one, other), before = pair, pool.keys()
     one.store(values(*range(4)))
     damage(pool, before, flip(at))
@@ -165,9 +163,7 @@ def test_a_killed_pool_is_misses_and_a_new_one_is_found_again(make_pool: Callabl
     wait_for(lambda: subject.load(list(values(3))) == [value(3)], what="a load from the new pool")
 
 
-def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(
-    make_pool: Callable[..., Pool], make: Make
-) -> None:
+def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, make):
     pool = make_pool().start()
     subject = make(pool, patient=False)
     stored = values(*range(6))

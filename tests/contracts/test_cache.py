@@ -246,9 +246,7 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side: Side, tokens: list
         ("store", Slots(torch.arange(3 * CHUNK) + BLOCKS * BLOCK), "slots must lie in"),
     ],
 )
-def test_places_that_do_not_fit_are_value_errors_before_anything_moves(
-    side: Side, tokens: list[int], operation: str, blocks: Any, message: str
-) -> None:
+def test_places_that_do_not_fit_are_value_errors_before_anything_moves(side, tokens, operation, blocks, message):
     names = side.names(tokens)
     for rank in side.ranks:
         with pytest.raises(ValueError, match=message):
@@ -310,9 +308,7 @@ def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side: Side, tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_closed_cache_finds_loads_and_stores_nothing_and_raises_nothing(
-    kind: str, pool: Pool, tmp_path: Path, tokens: list[int]
-) -> None:
+def test_a_closed_cache_finds_loads_and_stores_nothing_and_raises_nothing(kind, pool, tmp_path, tokens):
     opens, ranks = KINDS[kind]
     with opens(pool, tmp_path, ranks) as side:
         names = side.names(tokens)

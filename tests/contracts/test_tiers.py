@@ -90,9 +90,7 @@ def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[objec
             subject.backend.stage(payload_bytes=wrong)
 
 
-def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(
-    subject: Subject, key: Callable[[object], str]
-) -> None:
+def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(subject, key):
     payloads = {key(size): struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)}
     assert subject.put(payloads, sized=True) == [Status.OK] * 4
     for _ in range(2):  # the second time, tiers before the last may have it
@@ -111,9 +109,7 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
         fetched.release()
 
 
-def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(
-    subject: Subject, key: Callable[[object], str], make: Callable[..., Subject]
-) -> None:
+def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(subject, key, make):
     foreign = make("local").backend.stage(timeout=60)
     own = subject.backend.stage(timeout=60)
     assert foreign is not None
@@ -185,9 +181,7 @@ DAMAGES: dict[Callable[[bytes], bytes], str] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_planted_bad_data_reads_as_a_miss_with_its_reason(
-    make: Callable[..., Subject], kind: str, key: Callable[[object], str], raw_client_of_module: Any
-) -> None:
+def test_planted_bad_data_reads_as_a_miss_with_its_reason(make, kind, key, raw_client_of_module):
     subject = make(kind)
     for number, (damage, reason) in enumerate(DAMAGES.items()):
         if reason == "other_size" and kind != "mooncake":
@@ -204,9 +198,7 @@ def test_planted_bad_data_reads_as_a_miss_with_its_reason(
         subject.check_integrity()
 
 
-def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(
-    make: Callable[..., Subject], key: Callable[[object], str]
-) -> None:
+def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(make, key):
     subject = make("hybrid(local+disk+mooncake)")
     keys = [key(n) for n in range(6)]
     subject.put({name: value(n) for n, name in enumerate(keys)})
@@ -227,9 +219,7 @@ def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(
 
 
 @pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
-def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
-    make: Callable[..., Subject], chain: str, key: Callable[[object], str], raw_client_of_module: Any
-) -> None:
+def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(make, chain, key, raw_client_of_module):
     subject = make(f"hybrid({chain})")
     pool = Subject(subject.bases["mooncake"], {}, subject.metrics)
     keys = [key(n) for n in range(4)]
@@ -243,9 +233,7 @@ def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
     assert pool.get(keys) == list(values.values())
 
 
-def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(
-    make: Callable[..., Subject], key: Callable[[object], str], raw_client_of_module: Any
-) -> None:
+def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(make, key, raw_client_of_module):
     subject = make("hybrid(local+disk+mooncake)")
     keys = [key(n) for n in range(3)]
     subject.put({name: value(n) for n, name in enumerate(keys)})
@@ -272,9 +260,7 @@ OWN_BUDGET = tuple(kind for kind in KINDS if "mooncake" not in kind)
 
 
 @pytest.mark.parametrize("kind", OWN_BUDGET)
-def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(
-    make: Callable[..., Subject], kind: str, key: Callable[[object], str]
-) -> None:
+def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(make, kind, key):
     subject = make(kind, objects=0)
     assert subject.put({key(0): value(0)}) == [Status.NO_SPACE]
     assert subject.get([key(0)]) == ["missing"]
@@ -284,9 +270,7 @@ def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("kind", OWN_BUDGET)
-def test_more_than_the_budget_evicts_and_what_is_left_is_right(
-    make: Callable[..., Subject], kind: str, key: Callable[[object], str]
-) -> None:
+def test_more_than_the_budget_evicts_and_what_is_left_is_right(make, kind, key):
     subject = make(kind, objects=8)
     for n in range(40):
         assert subject.put({key(n): value(n)}) == [Status.OK]
@@ -297,9 +281,7 @@ def test_more_than_the_budget_evicts_and_what_is_left_is_right(
 
 
 @pytest.mark.parametrize("kind", ["local", "hybrid(local)", "pipelined(local)"])
-def test_what_a_reader_holds_is_never_evicted(
-    make: Callable[..., Subject], kind: str, key: Callable[[object], str]
-) -> None:
+def test_what_a_reader_holds_is_never_evicted(make, kind, key):
     subject = make(kind, objects=4)
     subject.put({key("held"): value("held")})
     (held,) = subject.backend.batched_get([key("held")])
@@ -348,9 +330,7 @@ CLOSABLE = (
 
 
 @pytest.mark.parametrize("kind", CLOSABLE)
-def test_after_close_every_call_answers_at_once_and_finds_nothing(
-    make_own: Callable[..., Subject], kind: str, key: Callable[[object], str]
-) -> None:
+def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind, key):
     subject = make_own(kind)
     subject.put({key(0): value(0)})
     (held,) = subject.backend.batched_get([key(0)])
@@ -371,9 +351,7 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(
 
 
 @pytest.mark.parametrize("kind", CLOSABLE)
-def test_close_while_others_write_and_read_ends_all_of_them(
-    make_own: Callable[..., Subject], kind: str, key: Callable[[object], str]
-) -> None:
+def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key):
     subject = make_own(kind)
     statuses: list[Status] = []
     read: list[tuple[int, bytes | str]] = []
@@ -417,9 +395,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(
 # --- at the same time ------------------------------------------------------------------------------------------------
 
 
-def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(
-    subject: Subject, key: Callable[[object], str]
-) -> None:
+def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subject, key):
     name, content = key("one"), value("one")
     allowed: dict[str, tuple[Callable[[], list[Any]], set[Any]]] = {
         "put": (lambda: subject.put({name: content}), {Status.OK, Status.BUSY}),
@@ -512,9 +488,7 @@ SMALL_BUDGET = {"local": "lfu", "disk": "s3fifo", "hybrid(local+disk)": "lru"}
 
 
 @pytest.mark.parametrize(("kind", "policy"), [*((kind, "") for kind in KINDS), *SMALL_BUDGET.items()])
-def test_it_behaves_like_a_dictionary_that_forgets_if_its_budget_is_small(
-    make: Callable[..., Subject], kind: str, policy: str
-) -> None:
+def test_it_behaves_like_a_dictionary_that_forgets_if_its_budget_is_small(make, kind, policy):
     options = {"objects": 8, "policy": policy} if policy else {}
     machine = type("Machine", (Model,), {"new": staticmethod(lambda: make(kind, **options)), "whole": not policy})
     examples = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -118,9 +118,7 @@ def _said(text: str) -> str:
 
 
 @pytest.mark.parametrize("way", ways(), ids=named)
-def test_a_requests_way_is_that_of_the_golden_file(
-    way: tuple[tuple[str, ...], tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requests_way_is_that_of_the_golden_file(way, monkeypatch):
     monkeypatch.setattr(
         routing, "_FIRST_SKIP_S", 3600.0
     )  # a node that is skipped stays so, however slow the machine is

@@ -101,9 +101,7 @@ def told(when: str, found: list[tuple[float, float]]) -> None:
 
 
 @pytest.mark.slow(seconds=150)
-def test_the_hits_are_back_in_no_time_if_the_old_pool_is_read_as_a_second_one(
-    make_pool: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_the_hits_are_back_in_no_time_if_the_old_pool_is_read_as_a_second_one(make_pool, tmp_path):
     blue, green, cold = (make_pool().start() for _ in range(3))
     with serving(tmp_path, blue) as proxy:
         assert {complete(proxy, prompt).status for prompt in MANY} == {200}

@@ -65,9 +65,7 @@ def file(cluster: LocalCluster, tmp_path: Path) -> str:
     return str(tmp_path / "running.yaml")
 
 
-def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
-    cluster: LocalCluster, alone: Any, prompt: Any
-) -> None:
+def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(cluster, alone, prompt):
     prefix = prompt(4 * CHUNK)
     first, second = prefix + prompt(90), prefix + prompt(90)
     for tokens, salt, cached in (
@@ -93,9 +91,7 @@ def test_many_prompts_with_overlapping_prefixes_at_once(cluster: LocalCluster, a
     assert [answer.tokens for answer in answers] == [alone(tokens) for tokens in prompts]
 
 
-def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(
-    cluster: LocalCluster, alone: Any, file: str, prompt: Any
-) -> None:
+def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(cluster, alone, file, prompt):
     """The longest prompt takes the prefill node 15 steps. On a busy machine the decode node may be too late for all of them."""
 
     answers: list[Answer] = []
@@ -177,9 +173,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
 
 
 @pytest.mark.usefixtures("patient")
-def test_after_a_reset_a_prompt_is_computed_and_stored_again(
-    cluster: LocalCluster, alone: Any, prompt: Any, file: str
-) -> None:
+def test_after_a_reset_a_prompt_is_computed_and_stored_again(cluster, alone, prompt, file):
     tokens = prompt(3 * CHUNK + 2)
     complete(url_of(cluster), tokens)
     assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
@@ -233,9 +227,7 @@ def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: str, pro
     assert explained(file, "never-heard-of", code=1)["hops"] == []
 
 
-def test_a_prompt_is_explained_by_what_each_node_would_find(
-    cluster: LocalCluster, file: str, prompt: Any, tmp_path: Path
-) -> None:
+def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, prompt, tmp_path):
     def found(*more: str) -> set[tuple[Any, ...]]:
         nodes = explained(file, "--prompt", str(tmp_path / "prompt"), *more)["nodes"]
         assert [one["node"] for one in nodes] == ["prefill-0", "decode-0"]
@@ -269,9 +261,7 @@ class Mended:
         return answer.status == 200 and min(answer.cached) >= len(self._tokens) - 1
 
 
-def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(
-    tmp_path: Path, alone: Any, prompt: Any
-) -> None:
+def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(tmp_path, alone, prompt):
     """One cluster loses one node after the other. Each stays dead until all requests are answered, and is back before the next dies."""
     with started(tmp_path, nodes=nodes_of_every_role(), **OUTAGES) as cluster:
         url = url_of(cluster)

@@ -94,9 +94,7 @@ def ask(cluster: LocalCluster, length: int = 3 * CHUNK + 5, seed: int | None = N
     return complete(cluster.urls["proxy"], [rng.randrange(512) for _ in range(length)])
 
 
-def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(
-    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
+def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, tmp_path):
     with joined(own_etcd, tmp_path, "prefill-1") as node:  # it found the master in etcd
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
         handed_over = metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}')
@@ -229,9 +227,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_reset_finds_model_and_master_from_a_file_that_names_neither(
-    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
+def test_a_reset_finds_model_and_master_from_a_file_that_names_neither(cluster, own_etcd, tmp_path):
     answers = [ask(cluster, seed=7) for _ in range(2)]
     file = cluster_file(tmp_path, discovery=discovery(own_etcd), nodes=[{"name": "here", "role": "proxy"}])
     done = CliRunner().invoke(main, ["reset", "-c", str(file)])
@@ -293,9 +289,7 @@ def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluste
     assert answers[0].tokens == answers[1].tokens
 
 
-def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(
-    cluster: LocalCluster, own_etcd: Etcd
-) -> None:
+def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(cluster, own_etcd):
     before = health(cluster)
     own_etcd.send(signal.SIGSTOP)
     try:

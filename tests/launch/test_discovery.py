@@ -69,9 +69,7 @@ def test_a_record_with_the_namespaces_of_all_groups_of_layers_is_read_back_as_it
     ],
     ids=["reference", "vllm", "vllm with a name"],
 )
-def test_a_record_tells_what_clients_write_into_model(
-    engine: ReferenceEngineConfig | VllmEngineConfig, model: str, kv_tokens: int
-) -> None:
+def test_a_record_tells_what_clients_write_into_model(engine, model, kv_tokens):
     config = ClusterConfig(nodes=(MasterNode(name="m"), PrefillNode(name="p")), engine=engine)
     record = describe_node(config, config.nodes[1], "http://127.0.0.1:1")
     assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
@@ -267,9 +265,7 @@ def test_the_nodes_of_the_file_are_believed_until_the_first_list() -> None:
         | st.tuples(st.floats(0, 4), st.just("sync"), st.sets(st.sampled_from("abc")).map("".join))
     )
 )
-def test_the_view_is_the_truth_once_the_source_has_answered_for_long_enough(
-    events: list[tuple[float, str, str]],
-) -> None:
+def test_the_view_is_the_truth_once_the_source_has_answered_for_long_enough(events):
     members, truth, now = Membership(grace_s=5), set[str](), 0.0
     for passed, what, nodes in events:
         now += passed

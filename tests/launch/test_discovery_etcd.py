@@ -201,9 +201,7 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, ca
 
 
 @pytest.mark.parametrize(("users", "tls"), [(True, "plain"), (False, "mutual tls"), (True, "tls")])
-def test_every_way_to_reach_etcd(
-    users: bool, tls: str, make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]]
-) -> None:
+def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
     own = certificates["client"] if tls == "mutual tls" else (None, None)
     config = None if tls == "plain" else TlsConfig(ca_file=certificates["ca"][0], cert_file=own[0], key_file=own[1])
     etcd = make_etcd(tls=config, server=certificates["server"]).start()
@@ -228,9 +226,7 @@ def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd: Callable[..., Etc
             wait_for(sees(watch, "a", "b"), 5, "news arrive")
 
 
-def test_a_wrong_password_is_told_and_nothing_ends(
-    make_etcd: Callable[..., Etcd], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_wrong_password_is_told_and_nothing_ends(make_etcd, caplog, tmp_path):
     etcd = make_etcd().start()
     etcd.enable_users(CLUSTER)
     (tmp_path / "password").write_text("wrong")
@@ -240,9 +236,7 @@ def test_a_wrong_password_is_told_and_nothing_ends(
     assert PASSWORD not in caplog.text
 
 
-def test_a_server_that_another_authority_signed_is_not_believed(
-    make_etcd: Callable[..., Etcd], certificates: dict[str, tuple[str, str]], tmp_path: Path
-) -> None:
+def test_a_server_that_another_authority_signed_is_not_believed(make_etcd, certificates, tmp_path):
     config = TlsConfig(ca_file=certificates["ca"][0])
     etcd = make_etcd(tls=config, server=certificates["server"]).start()
     stranger = TlsConfig(ca_file=make_certificates(tmp_path)["ca"][0])

@@ -36,9 +36,7 @@ def name(etcd: Etcd, leader: str | None) -> None:
         pytest.param(None, None, False, id="does not answer"),
     ],
 )
-def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(
-    etcd: Etcd, named: str | None, leads: bool | None, expected: bool
-) -> None:
+def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(etcd, named, leads, expected):
     name(etcd, named)
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock)

@@ -222,9 +222,7 @@ def examine(hosts: Hosts, folder: Path) -> DoctorReport:
     return examined(file)
 
 
-def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_reach(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_reach(hosts, tmp_path):
     whole = examine(hosts, tmp_path)
     assert broken(whole) == set()
     (segment,) = (one.about for one in whole.findings if one.check == "transfer.segment")

@@ -12,9 +12,7 @@ from pd_cache.cluster import ClusterConfig, MasterNode
     ("version", "flag"),
     [("0.3.13.post1", "--client_ttl=5"), ("0.3.14", "--client_active_ttl_sec=5"), ("", "--client_ttl=5")],
 )
-def test_the_flag_for_silent_clients_is_that_of_the_installed_version(
-    version: str, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_for_silent_clients_is_that_of_the_installed_version(version, flag, monkeypatch):
     monkeypatch.setattr(master, "mooncake_version", lambda: version)
     monkeypatch.setattr(master, "find_program", lambda name: f"/bin/{name}")
     node = MasterNode(name="m")

@@ -164,9 +164,7 @@ LINES: list[tuple[float, str | int]] = [(1, f"line {n}") for n in range(30)]
     ],
     ids=["not ready in time", "ended, with its last 20 lines", "a death in an earlier group"],
 )  # fmt: skip
-def test_a_start_that_fails_says_why_and_stops_what_was_started(
-    a: list[tuple[float, str | int]], b: list[tuple[float, str | int]], why: str, tail: list[str], log: list[str]
-) -> None:
+def test_a_start_that_fails_says_why_and_stops_what_was_started(a, b, why, tail, log):
     world = World(a=[a], b=[b])
     with pytest.raises(SupervisorError, match=why) as caught:
         world.supervisor(ready_timeout_s=10).start([fake("a"), fake("b"), fake("c")])

@@ -69,9 +69,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             yield Traced(cluster, collector)
 
 
-def test_a_request_is_one_trace_through_both_hops_to_the_pool_and_says_how_much_was_found_loaded_and_stored(
-    traced: Traced,
-) -> None:
+def test_a_request_is_one_trace_through_both_hops_to_the_pool_and_says_how_much_was_found_loaded_and_stored(traced):
     trace, client = traced.ask(list(range(4 * CHUNK)))
     store, load = "pd-cache-prefill: pd_cache.store", "pd-cache-decode: pd_cache.load"
     wait_for(lambda: traced.summed(trace, store, "stored") == 4, what="the spans of all stores")

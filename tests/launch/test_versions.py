@@ -175,9 +175,7 @@ def test_a_change_is_done_when_no_older_answer_is_relied_on(world: World) -> Non
 
 
 @pytest.mark.parametrize("why", ["a change behind", "late", "started after"])
-def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a_label(
-    why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a_label(why, caplog):
     world = World()
     a, b = world.engine(), world.engine()
     label = a.version.reset()
@@ -301,9 +299,7 @@ def test_a_command_after_an_engines_change_reaches_that_engine_too() -> None:
 
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("questions", [1, 2])
-def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended_well(
-    questions: int, answered: bool
-) -> None:
+def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended_well(questions, answered):
     """After one question, the engine has only looked which version is current; after two, it has begun one of its own."""
     world = World()
     e = world.engine()
@@ -388,9 +384,7 @@ def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses
     assert [own for _, own in world.authority.models()[MODEL].processes.values()] == ["w1", None]
 
 
-def test_a_rank_that_was_not_told_is_named_though_others_of_its_node_were_and_one_that_was_started_again_is_not() -> (
-    None
-):
+def test_a_rank_that_was_not_told_is_named_though_others_of_its_node_were_and_one_that_was_started_again_is_not():
     world = World()
     one, other = world.engine(), world.engine()
     other.wire.question = False
@@ -507,9 +501,7 @@ def test_a_version_that_cannot_be_written_down_does_not_begin(tmp_path: Path) ->
     assert polled(engine) == ["newer"]
 
 
-def test_without_a_folder_of_its_own_a_master_starts_but_takes_no_version(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_folder_of_its_own_a_master_starts_but_takes_no_version(tmp_path, caplog):
     tmp_path.chmod(0o755)
     world = World(FileValues(tmp_path / "versions"))
     assert "its mode is 0755" in caplog.text
@@ -519,9 +511,7 @@ def test_without_a_folder_of_its_own_a_master_starts_but_takes_no_version(
 
 
 @pytest.mark.parametrize("damaged", [b"", b'{"x": [1', b'{"x": [1]}', b"[]"])
-def test_a_file_of_versions_that_is_damaged_counts_as_lost(
-    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_versions_that_is_damaged_counts_as_lost(tmp_path, damaged, caplog):
     file = tmp_path / "versions"
     file.write_bytes(damaged)
     engine = World(FileValues(file)).engine()
@@ -660,9 +650,7 @@ def test_over_http_all_engines_follow(service: str, opened: Callable[..., Weight
     )
 
 
-def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
-    service: str, opened: Callable[..., WeightsVersion]
-) -> None:
+def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(service, opened):
     odd = "m" * 5000 + "ä\n"
     engines = [opened(service, odd, name) for name in ("a", "b", "Knoten-ä\n")]
     assert all(engine.current() == FIRST for engine in engines)
@@ -681,9 +669,7 @@ def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
         begin_version(channel, Question(model=odd), "v3", 0.5, for_all=True)
 
 
-def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard(
-    service: str, opened: Callable[..., WeightsVersion], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard(service, opened, monkeypatch):
     """It serves the model, but could not ask since the authority was started."""
     space = CacheMetadata.of(MODEL, KVLayout.from_tensors(make_cache())).namespace(CacheConfig(chunk_size=8))
     engine = functools.partial(NodeRecord, role="decode", address="http://h:1", **space.described())

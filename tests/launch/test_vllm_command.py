@@ -47,9 +47,7 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
 
 
 @pytest.mark.parametrize(("node", "role"), [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")])
-def test_the_connector_is_told_its_file_node_and_role(
-    node: PrefillNode | DecodeNode, role: str, executable: str, tmp_path: Path
-) -> None:
+def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tmp_path):
     argv = command(VllmEngineConfig(model="m", executable=executable), node, tmp_path / "c.yaml", tmp_path / "n")
     given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
     extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a", "namespace_file": str(tmp_path / "n")}
@@ -110,9 +108,7 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     assert "over-ridden" not in shown + " ".join(argv)
 
 
-def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there_is_named(
-    executable: str, tmp_path: Path
-) -> None:
+def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there_is_named(executable, tmp_path):
     engine = VllmEngineConfig(model="m", executable=executable, args={"hf-token": True})
     assert "--hf-token" in command(engine, DecodeNode(name="a"), tmp_path / "c.yaml", tmp_path / "n")
     assert "HF_TOKEN" not in environment(engine, DecodeNode(name="a"), tmp_path / "n")
@@ -120,9 +116,7 @@ def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there
         command(VllmEngineConfig(model="m", executable="no-such-vllm"), DecodeNode(name="a"), tmp_path, tmp_path)
 
 
-def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherwise(
-    executable: str, tmp_path: Path
-) -> None:
+def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherwise(executable, tmp_path):
     collector, node = "http://10.0.0.9:4318/v1/traces", DecodeNode(name="a")
     plain = VllmEngineConfig(model="m", executable=executable)
     own = VllmEngineConfig(

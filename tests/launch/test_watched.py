@@ -58,9 +58,7 @@ def test_a_node_that_has_not_answered_for_long_is_silent_too(watched: WatchedNod
         ({"nodes_down": 2}, "leaves 2 of its nodes alone"),
     ],
 )
-def test_a_node_that_says_that_something_does_not_work_is_ill(
-    watched: WatchedNodes, fields: dict[str, object], why: str
-) -> None:
+def test_a_node_that_says_that_something_does_not_work_is_ill(watched, fields, why):
     watched.take([answer("decode-0", 4.0, **fields)])
     row = watched.rows(4.0)[1]
     assert (row.state, row.why[: len(why)]) == ("ill", why)
@@ -128,9 +126,7 @@ def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monk
 
 
 @pytest.mark.parametrize(("later", "times"), [(53.9, 1), (54.0, 2)])
-def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_a_silent_one_less_often(
-    monkeypatch: pytest.MonkeyPatch, later: float, times: int
-) -> None:
+def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_a_silent_one_less_often(monkeypatch, later, times):
     asked: list[str] = []
     let = threading.Event()
 

@@ -135,10 +135,7 @@ def flip_a_bit_of_each(pool: Pool) -> None:
                 assert client.upsert(key, bytes(good)) == 0
 
 
-def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(
-    model: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(model, tmp_path):
     log = tmp_path / "lmcache.log"
     pool = Pool(tmp_path, client_ttl_s=5).start()
     prompts = [prompt(n) for n in range(3)]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -177,9 +176,7 @@ def interpreted() -> ModuleType:
 
 @every_case
 @both_mappings
-def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(
-    interpreted: ModuleType, case: Case, mapping: str
-) -> None:
+def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpreted, case, mapping):
     cache = Cache.random(case)
     chunk, out, payload = chunk_of(cache.layout, mapping), empty_payload(cache.layout), random_payload(cache.layout)
     before, expected = cache.copy(), scattered_on_cpu(cache, chunk, payload)
@@ -212,9 +209,7 @@ def test_layers_of_different_block_strides_are_each_followed(interpreted: Module
 @pytest.mark.parametrize(
     ("element", "run", "lanes"), [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
 )
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather: bool, element: str, run: int, lanes: int
-) -> None:
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, gather, element, run, lanes):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -327,9 +322,7 @@ def test_gpu_undoing_a_pin_twice_is_harmless_and_a_refused_pin_leaves_the_device
 
 
 @on_gpu
-def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(
-    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
-) -> None:
+def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(wide):
     cache, device, copier = wide
     out = empty_payload(cache.layout, pinned=True)
     torch.cuda.synchronize()
@@ -342,9 +335,7 @@ def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(
 
 
 @on_gpu
-def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(
-    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
-) -> None:
+def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(wide):
     cache, device, copier = wide
     chunk, payload = chunk_of(cache.layout, "blocks"), random_payload(cache.layout, pinned=True)
     torch.cuda.synchronize()
@@ -420,9 +411,7 @@ def test_gpu_threads_gather_and_scatter_side_by_side(wide: tuple[Cache, Cache, c
 
 
 @on_gpu
-def test_gpu_a_closed_copier_has_given_its_bounce_buffers_back(
-    wide: tuple[Cache, Cache, cuda.CudaPagedCopier],
-) -> None:
+def test_gpu_a_closed_copier_has_given_its_bounce_buffers_back(wide):
     cache, _, copier = wide
     out = empty_payload(cache.layout, pinned=True)
     held = torch.cuda.memory_allocated()

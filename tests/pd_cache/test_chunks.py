@@ -162,9 +162,7 @@ prompts = st.lists(
 
 
 @given(prompts, st.sampled_from([1, 2 * RUN * 4, 1 << 24]))
-def test_a_prompt_has_the_same_names_whatever_was_named_before(
-    asked: list[tuple[list[int], int, tuple[str, ...]]], most_bytes: int
-) -> None:
+def test_a_prompt_has_the_same_names_whatever_was_named_before(asked, most_bytes):
     namer = ChunkNamer(CHUNK, most_bytes=most_bytes)
     for runs, tail, salt in asked:
         names = namer.hash_tokens(prompt(runs, tail), salt)
@@ -268,9 +266,7 @@ DEFAULT = describe_hashes("sha256", "vllm-none-hash", "")
 """Of vLLM, whose own hashes these are compared with in tests/vllm/test_units.py."""
 
 
-def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_describes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_describes(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     tokens = [1, 2, 3, 4]
     plain = BlockHasher(2, DEFAULT).hashes(tokens)

@@ -115,9 +115,7 @@ def bytes_to_hit(node: Host) -> list[int]:
 
 
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
-def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
-    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, large_page: int
-) -> None:
+def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(writer, reader, monkeypatch, large_page):
     size = writer.layout.chunk_bytes(CHUNK)
     for byte in bytes_to_hit(writer):
         for step in range(STEPS + 1):
@@ -135,9 +133,7 @@ def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
 
 
 @pytest.mark.parametrize("reads", [1, 2])
-def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(
-    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, reads: int
-) -> None:
+def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(writer, reader, monkeypatch, reads):
     """And the object in the pool, which is good, stays there and is read again."""
     tokens = stored(writer)
     monkeypatch.setattr("pd_cache.mover._RETRIES", reads - 1)
@@ -159,9 +155,7 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(
 
 
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
-def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(
-    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch, large_page: int
-) -> None:
+def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(writer, reader, monkeypatch, large_page):
     tokens = stored(writer)
     monkeypatch.setattr("pd_cache.mover._RETRIES", 0)
     size = writer.layout.chunk_bytes(CHUNK)
@@ -183,9 +177,7 @@ def blank(node: Host) -> None:
         tensor.zero_()
 
 
-def test_memory_that_changes_between_the_seal_and_the_transfer_is_damage(
-    writer: Host, reader: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_changes_between_the_seal_and_the_transfer_is_damage(writer, reader, monkeypatch):
     backend: Any = writer.engine.backend
     put: Callable[..., Any] = backend.batched_put
 

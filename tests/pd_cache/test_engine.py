@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,9 +68,7 @@ def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> N
         assert node.holds(tokens, other[: sum(mask)])
 
 
-def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(
-    node: Host, tokens: list[int], raw_client: Any
-) -> None:
+def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(node, tokens, raw_client):
     slots = list(range(len(tokens)))
     node.store(tokens, slots)
     node.lookup(tokens)
@@ -136,9 +134,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
     ],
 )
 @pytest.mark.parametrize("operation", ["store", "retrieve"])
-def test_callers_mistakes_are_value_errors_before_anything_moves(
-    node: Host, tokens: list[int], operation: str, change: dict[str, Any], message: str
-) -> None:
+def test_callers_mistakes_are_value_errors_before_anything_moves(node, tokens, operation, change, message):
     arguments = {"tokens": tokens, "kv_caches": node.cache, "slot_mapping": torch.arange(LONG), **change}
     before = [tensor.clone() for tensor in node.cache]
     with pytest.raises(ValueError, match=message):
@@ -191,9 +187,7 @@ def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens
             node.engine.store(names, list(range(6)))
 
 
-def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(
-    make_pool: Callable[..., Pool], tokens: list[int]
-) -> None:
+def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, tokens):
     pool = make_pool(segment="16MiB").start()
     slots = list(range(LONG))
     settings = pool.settings(transfer={"staging_size": "16MiB"}).transfer

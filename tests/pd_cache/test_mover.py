@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,7 @@ DATABASE = ChunkedTokenDatabase(CacheMetadata.of("m", LAYOUT).namespace(CacheCon
 
 
 @pytest.mark.parametrize("tier", ["local", "disk"])
-def test_chunks_that_were_damaged_on_the_way_are_read_again_and_stay_in_their_tier(
-    tmp_path: Path, tier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_that_were_damaged_on_the_way_are_read_again_and_stay_in_their_tier(tmp_path, tier, monkeypatch):
     """However many these are, each object is asked for a constant number of times."""
     count = 6
     subject = make_subject(tier, LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=count, slots=count + 8)

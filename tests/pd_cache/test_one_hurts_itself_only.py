@@ -173,9 +173,7 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
         assert node.engine.metrics.totals()["tier_healed", "mooncake"] == 1
 
 
-def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monkeypatch):
     with backend(pool) as node, pool.bare_client() as client:
         keys = fresh(2)
         assert put(node, keys) == [Status.OK] * 2
@@ -215,9 +213,7 @@ def test_removing_damage_takes_no_longer_than_the_reader_has(pool: Pool, monkeyp
         assert given[0] <= 30, "less than exist_ms, which is a minute here"
 
 
-def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_stored(
-    pool: Pool,
-) -> None:
+def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_stored(pool):
     tokens, slots = list(range(40)), list(range(40))
     with pool.bare_client() as client, host(pool, timeouts=PATIENT) as node:
         node.compute(tokens, slots)

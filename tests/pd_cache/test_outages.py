@@ -27,9 +27,7 @@ def storing(node: Host) -> Callable[[], bool]:
     return whole
 
 
-def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
-    make_pool: Callable[..., Pool],
-) -> None:
+def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(make_pool):
     pool = make_pool()
     with host(pool, wait=False, **FAST) as node:
         for _ in range(20):

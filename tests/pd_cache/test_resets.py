@@ -69,9 +69,7 @@ def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: 
         assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
 
 
-def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(
-    pool: Pool, tmp_path: Path, model: str
-) -> None:
+def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(pool, tmp_path, model):
     cache = tiered(tmp_path)
     with host(pool, model=model, cache=cache) as node:
         stored(node)
@@ -84,9 +82,7 @@ def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(
         stored(node)
 
 
-def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_current(
-    make_pool: Callable[..., Pool], tmp_path: Path, model: str
-) -> None:
+def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_current(make_pool, tmp_path, model):
     pool = make_pool().start()
     with host(pool, model=model, cache=tiered(tmp_path), **FAST) as node:
         stored(node)
@@ -171,9 +167,7 @@ def test_a_load_of_what_was_found_in_an_earlier_epoch_is_a_miss_whatever_is_ther
         assert node.engine.load(names, blocks, kv_caches=node.cache).chunks == len(names)
 
 
-def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
-    pool: Pool, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch):
     monkeypatch.setattr("pd_cache.server.moves.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
@@ -194,9 +188,7 @@ def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
         assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
 
 
-def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(
-    pool: Pool, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(pool, tmp_path, model, monkeypatch):
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
         wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
         assert engine.lookup("a", TOKENS) == 0

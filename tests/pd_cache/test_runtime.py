@@ -62,9 +62,7 @@ def test_the_folder_is_made_for_us_alone(ours: Path) -> None:
         pass  # and found again
 
 
-def test_a_session_folder_is_taken_if_it_is_provably_our_own(
-    ours: Path, session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_folder_is_taken_if_it_is_provably_our_own(ours, session, monkeypatch):
     assert runtime_folder() == session / "pd-cache"
     session.chmod(0o755)
     assert runtime_folder() == ours
@@ -77,9 +75,7 @@ def test_a_session_folder_is_taken_if_it_is_provably_our_own(
 
 
 @pytest.mark.usefixtures("session")
-def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_with_a_folder_of_its_own(
-    ours: Path,
-) -> None:
+def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_with_a_folder_of_its_own(ours):
     ours.symlink_to("nowhere")
     with note("n", "text") as left:
         assert left
@@ -163,9 +159,7 @@ def writer(tmp_path: Path, session: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(
-    writer: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(writer, tmp_path):
     lock = tmp_path / "lock"
     folder = runtime_folder()
     assert read_note("n") == "text"
@@ -188,9 +182,7 @@ def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(
     assert os.listdir(folder) == []
 
 
-def test_a_lock_file_that_was_removed_under_its_waiter_is_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_that_was_removed_under_its_waiter_is_no_lock(tmp_path, monkeypatch):
     """A opens the file, B lets go of it and removes it, C makes another: A must not think that it holds C's."""
     path = tmp_path / "lock"
     opened: list[int] = []

@@ -75,9 +75,7 @@ def off(node: Host) -> bool:
 
 
 @pytest.mark.parametrize("before", [(), (LocalTier(capacity=ByteSize(1 << 20)),)], ids=["pools alone", "memory before"])
-def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(
-    green: Pool, blue: Pool, before: tuple[LocalTier, ...]
-) -> None:
+def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(green, blue, before):
     model = uuid.uuid4().hex
     fill(blue, model, TOKENS)
     there = blue.keys()
@@ -101,9 +99,7 @@ def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(
             assert later.holds(tokens, SLOTS)
 
 
-def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_the_first_lacks(
-    green: Pool, blue: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_the_first_lacks(green, blue, monkeypatch):
     model = uuid.uuid4().hex
     fill(blue, model, TOKENS)
     with host(green, model=model) as node:

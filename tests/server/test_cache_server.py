@@ -88,9 +88,7 @@ def name() -> str:
     return uuid.uuid4().hex
 
 
-def test_it_shares_chunks_with_engines_that_have_their_own_cache(
-    pool: Pool, server: CacheServer, tokens: Any, name: str
-) -> None:
+def test_it_shares_chunks_with_engines_that_have_their_own_cache(pool, server, tokens, name):
     model = uuid.uuid4().hex
     with in_process(pool, model=model) as alone, Engine(server.url, model) as engine:
         slots = list(range(len(tokens)))
@@ -166,9 +164,7 @@ def test_an_op_may_begin_at_any_chunk_of_the_prompt(engine: Engine, tokens: Any,
         (LoadStoreOp([0], token_ids=[2**40] * 8, start=0, end=8), "int32"),
     ],
 )
-def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(
-    engine: Engine, op: LoadStoreOp, message: str
-) -> None:
+def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(engine, op, message):
     names = {uuid.uuid4().hex for _ in range(3)}
     good, *bad = sorted(names)
     for submit in (engine.worker.submit_store_request, engine.worker.submit_retrieve_request):
@@ -179,9 +175,7 @@ def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(
     assert engine.worker.get_finished(names) == (names, set()), "nothing is under way"
 
 
-def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
-    server: CacheServer, engine: Engine, tokens: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(server, engine, tokens, name, monkeypatch):
     """In one turn, and in many."""
     model = next(model for model in server.models if model.group.model == engine.model)
     engine.store(name, tokens)
@@ -295,9 +289,7 @@ def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: ServerCache, tokens
     assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
 
 
-def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cache_has_nothing(
-    cache: ServerCache, tokens: Any
-) -> None:
+def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cache_has_nothing(cache, tokens):
     names = cache.name_chunks(tokens)
     assert all(cache.store(names, WHOLE))
     pending = cache.begin_retrieve(names, WHOLE)
@@ -314,9 +306,7 @@ def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cach
 NAMES = [bytes([number]) * 16 for number in range(5)]
 
 
-def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_each(
-    own_server: CacheServer, identity: EngineIdentity
-) -> None:
+def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_each(own_server, identity):
     """Each group has a connection of its own for its tensors; a scheduler has one for all."""
     full = LayerGroup(layers="0-1", keeps="every token", tail=0)
     window = LayerGroup(layers="2-4", keeps="the last tokens", tail=2)
@@ -385,9 +375,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
         assert other.load(names, WHOLE).reason == "never_stored", "the same names mean other chunks"
 
 
-def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_with_its_own(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_with_its_own(pool, tmp_path):
     with served(pool, tmp_path, cache=CacheConfig()) as server:
         for size in (CHUNK, 3 * CHUNK):
             cache = ServerCache(server.url, EngineIdentity(model="m", block_size=BLOCK, chunk_size=size))

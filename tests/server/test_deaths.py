@@ -114,9 +114,7 @@ def test_an_engine_that_says_goodbye_takes_everything_with_it(server: CacheServe
     assert shared_maps() <= maps
 
 
-def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after_a_restart(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after_a_restart(pool, tmp_path):
     server = ServerProcess(pool, tmp_path)
     try:
         with Engine(server.address) as engine:

@@ -71,9 +71,7 @@ def test_a_move_passes_until_its_ticket_is_revoked(fence: Fence, view: FenceView
 
 
 @pytest.mark.parametrize("used_again", [False, True])
-def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(
-    fence: Fence, view: FenceView, used_again: bool
-) -> None:
+def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(fence, view, used_again):
     """As when a server was stopped in the middle of a store."""
     place = admit(fence, loads=False)
 

@@ -95,9 +95,7 @@ def pipes() -> int:
     return found
 
 
-def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_returns(
-    end: End, client: ClientLink
-) -> None:
+def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_returns(end, client):
     received: list[bytes] = []
 
     def handle(incoming: Incoming) -> Answer:

@@ -187,9 +187,7 @@ def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem, shared:
         ({"stride": (192, 64, 1, 4)}, "contiguous"),
     ],
 )
-def test_what_is_said_about_tensors_is_checked_against_the_memory(
-    map_them: MapThem, shared: Shared, change: dict[str, Any], message: str
-) -> None:
+def test_what_is_said_about_tensors_is_checked_against_the_memory(map_them, shared, change, message):
     with pytest.raises((SharingError, LayoutError), match=message):
         map_them(shared, tensors=tuple(msgspec.structs.replace(view, **change) for view in shared.tensors))
 
@@ -254,9 +252,7 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: Map
 ROWS = ChunkSlots(torch.tensor([0, 1]), None)
 
 
-def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(
-    map_them: MapThem, shared: Shared, fence: Fence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(map_them, shared, fence, monkeypatch):
     mapped = map_them(shared)
     place, other = fence.admit(loads=True), fence.admit(loads=False)
     assert place is not None

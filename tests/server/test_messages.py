@@ -115,9 +115,7 @@ def peer(server: CacheServer) -> Iterator[StrangePeer]:
 
 
 @pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
-def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(
-    server: CacheServer, peer: StrangePeer, frame: bytes
-) -> None:
+def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(server, peer, frame):
     with pytest.raises(FrameError) as caught:
         decode_request(frame)
     assert caught.value.reason == "malformed"

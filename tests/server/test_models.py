@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -118,9 +117,7 @@ def test_groups_whose_engines_have_left_are_not_remembered_without_end(served: S
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_groups_of_layers_of_similar_size_share_memory_whatever_the_order_in_which_they_come(
-    sizes: list[int], rng: random.Random
-) -> None:
+def test_groups_of_layers_of_similar_size_share_memory_whatever_the_order_in_which_they_come(sizes, rng):
     shuffled = rng.sample(sizes, len(sizes))
     slots = {size: memory_size(size, sizes) for size in sizes}
     assert slots == {size: memory_size(size, shuffled) for size in sizes}

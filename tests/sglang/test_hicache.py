@@ -93,9 +93,7 @@ def hashes(tokens: list[int], **namespace: Any) -> list[str]:
     [*((mha_pool, one) for one in MHA), *((mla_pool, one) for one in MLA)],
     ids=[*(f"mha-{one}" for one in MHA), *(f"mla-{one}" for one in MLA)],
 )
-def test_pages_of_one_host_pool_are_loaded_into_other_pages_of_another(
-    make: Callable[[str], Any], layout: str, opened: Open
-) -> None:
+def test_pages_of_one_host_pool_are_loaded_into_other_pages_of_another(make, layout, opened):
     latent = make is mla_pool
     one, other = filled(make(layout), 1), filled(make(layout), 2)
     writer, reader = (opened(host, is_mla_model=latent) for host in (one, other))
@@ -244,9 +242,7 @@ def test_requests_of_another_salt_or_adapter_find_nothing(opened: Open) -> None:
         assert backend.batch_exists(hashes(tokens, **other)) == 0
 
 
-def test_an_sglang_whose_hashes_leave_out_salts_is_refused(
-    pool: Pool, salt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_sglang_whose_hashes_leave_out_salts_is_refused(pool, salt, monkeypatch):
     monkeypatch.delattr("sglang.srt.mem_cache.utils.storage_namespace_seed")
     with pytest.raises(ConfigError, match="sglang#26747"):
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt)
@@ -259,9 +255,7 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused(
         ({"revision": ""}, "cannot tell its weights"),
     ],
 )
-def test_options_that_are_wrong_say_so_when_the_backend_is_made(
-    extra: dict[str, Any], message: str, pool: Pool, salt: str
-) -> None:
+def test_options_that_are_wrong_say_so_when_the_backend_is_made(extra, message, pool, salt):
     with pytest.raises(ConfigError, match=message):
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=extra)
 
@@ -312,9 +306,7 @@ def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) 
     assert raw(host) == before
 
 
-def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_another_prompt(
-    make_pool: Callable[..., Pool], salt: str
-) -> None:
+def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_another_prompt(make_pool, salt):
     """The store node stops, the load is given up at its deadline, SGLang gives the pages to another prompt, and the node goes on."""
     pool = make_pool().start()
     host = filled(mha_pool("page_first"), 1)
@@ -336,9 +328,7 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
         backend.close()
 
 
-def test_sglangs_own_failure_injection_costs_pages_and_never_a_wrong_one(
-    pool: Pool, salt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglangs_own_failure_injection_costs_pages_and_never_a_wrong_one(pool, salt, monkeypatch):
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.4")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")
     host = filled(mha_pool("page_first"), 1)

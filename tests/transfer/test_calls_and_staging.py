@@ -90,9 +90,7 @@ def test_a_call_that_outlives_its_deadline_keeps_what_it_was_given_until_it_retu
     wait_for(lambda: held.ended == ["refused", "late"])
 
 
-def test_a_queued_call_lets_go_at_its_deadline_or_when_nobody_waits_for_it_and_never_starts(
-    make_held: type[Held],
-) -> None:
+def test_a_queued_call_lets_go_at_its_deadline_or_when_nobody_waits_for_it_and_never_starts(make_held):
     held = make_held()
     held.held("running", soon())
     overdue, abandoned = held.submit("overdue", soon(0.01)), held.submit("abandoned", soon())
@@ -138,9 +136,7 @@ def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(ma
     assert again.outcome("") == "again"
 
 
-def test_a_call_lets_go_if_no_spare_thread_can_be_started(
-    make_held: type[Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_lets_go_if_no_spare_thread_can_be_started(make_held, monkeypatch):
     held = make_held(spare=1)
     held.held("late", soon(0.01))
     wait_for(lambda: held.threads.late == 1)
@@ -216,9 +212,7 @@ def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: type[S
         slot.retain()
 
 
-def test_the_last_slots_of_the_pool_and_of_a_quota_are_left_to_leases_that_wait(
-    make_staging: type[StagingPool],
-) -> None:
+def test_the_last_slots_of_the_pool_and_of_a_quota_are_left_to_leases_that_wait(make_staging):
     staging = make_staging(8, headroom=2)
     assert len(all_free(staging)) == 6
     assert {lease(staging), lease(staging)}
@@ -263,9 +257,7 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging:
     assert staging.try_lease() is None
 
 
-def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(
-    make_staging: type[StagingPool], make_held: type[Held]
-) -> None:
+def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(make_staging, make_held):
     staging, held = make_staging(1), make_held()
     staging.reclaims.append(held.threads.drop_overdue)
     held.held("running", soon())
@@ -286,9 +278,7 @@ class Registry:
         return self.code
 
 
-def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place(
-    make_staging: type[StagingPool],
-) -> None:
+def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place(make_staging):
     staging, client = make_staging(4), Registry()
     slots = all_free(staging)
     lost = slots[:2]
@@ -309,9 +299,7 @@ def test_forfeited_memory_is_never_leased_again_and_other_memory_takes_its_place
     assert all(bytes(slot.view[:4]) != b"late" for slot in again)
 
 
-def test_memory_that_cannot_be_replaced_or_was_replaced_too_often_makes_the_pool_smaller(
-    make_staging: type[StagingPool],
-) -> None:
+def test_memory_that_cannot_be_replaced_or_was_replaced_too_often_makes_the_pool_smaller(make_staging):
     staging = make_staging(4)
     slot = lease(staging)
     moody = Registry()
@@ -329,9 +317,7 @@ def test_memory_that_cannot_be_replaced_or_was_replaced_too_often_makes_the_pool
     assert one.slots == 0
 
 
-def test_memory_that_took_the_place_of_other_memory_is_known_to_every_client_that_is_open(
-    make_staging: type[StagingPool],
-) -> None:
+def test_memory_that_took_the_place_of_other_memory_is_known_to_every_client_that_is_open(make_staging):
     staging, clients = make_staging(4), [Registry(), Registry(), Registry()]
     slots = all_free(staging)
     for client in clients[:2]:

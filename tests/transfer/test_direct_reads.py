@@ -124,9 +124,7 @@ def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
     assert [status_of(code) for code in codes] == [Status.LEASE_EXPIRED, Status.TRANSFER_FAILED]
 
 
-def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(monkeypatch):
     monkeypatch.setattr("transfer.moves._UNANSWERED_S", -1)
     client = SimpleNamespace(batch_get_replica_desc=lambda keys: {})
     given = TransferSettings()
@@ -152,9 +150,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
-def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_and_are_the_same(
-    pool: Pool, ways: list[str]
-) -> None:
+def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_and_are_the_same(pool, ways):
     with opened(pool, slots=16) as (store, staging):
         keys = fresh(12)
         assert put(store, staging, keys) == [Status.OK] * 12
@@ -179,9 +175,7 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
             one.release()
 
 
-def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(
-    make_pool: Callable[..., Pool], ways: list[str]
-) -> None:
+def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(make_pool, ways):
     pool = make_pool(client_ttl_s=600).start()
     with opened(pool, timeouts={"get_ms": 2000, "put_ms": 2000}) as (store, staging):
         keys = fresh(4)

@@ -73,9 +73,7 @@ def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell
         assert rpc.ask(absent[:1], later()) == b"\x00", "and the connection is as before"
 
 
-def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_over_a_few_connections(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_over_a_few_connections(pool, monkeypatch):
     with opened(pool, slots=16) as (store, staging):
         keys = fresh(3)
         put(store, staging, keys[:2])
@@ -101,9 +99,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         assert store.batch_exist(keys, timeout=20) == expected
 
 
-def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(
-    make_pool: Callable[..., Pool],
-) -> None:
+def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(make_pool):
     pool = make_pool().start()
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (
         store,
@@ -158,9 +154,7 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
             store._client = client
 
 
-def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(pool, monkeypatch):
     with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
 
@@ -298,9 +292,7 @@ def test_an_answer_may_come_byte_by_byte() -> None:
     ids=lambda item: item[0],
 )
 @pytest.mark.parametrize("at", ["trial", "request"])
-def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute(
-    spoken: tuple[str, Callable[[int], bytes]], at: str
-) -> None:
+def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute(spoken, at):
     script, now = spoken[1], 100.0
     with Master(lambda number: iter([script(number)]), trial=script if at == "trial" else None) as master:
         rpc = rpc_to(master, lambda: now)
@@ -318,9 +310,7 @@ def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute
 @pytest.mark.parametrize(
     ("master", "protocol"), [("etcd://127.0.0.1:2379", "tcp"), ("nowhere", "tcp"), ("127.0.0.1:50051", "rdma")]
 )
-def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(
-    monkeypatch: pytest.MonkeyPatch, master: str, protocol: str
-) -> None:
+def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(monkeypatch, master, protocol):
     monkeypatch.setenv("MC_RPC_PROTOCOL", protocol)
     assert lookup_rpc(master) is None
 

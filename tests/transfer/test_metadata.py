@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 from tests.transfer.test_store import SLOT, leased, opened, put
 from transfer.errors import Status
 from transfer.store import GetResult
@@ -16,9 +13,7 @@ from transfer.store import GetResult
 
 @needs_etcd
 @pytest.mark.parametrize("kind", ["http", "etcd"])
-def test_objects_move_through_each_kind_of_metadata_service(
-    make_pool: Callable[..., Pool], etcd: Etcd, kind: str
-) -> None:
+def test_objects_move_through_each_kind_of_metadata_service(make_pool, etcd, kind):
     metadata = f"etcd://{etcd.endpoint}" if kind == "etcd" else f"http://127.0.0.1:{free_port()}/metadata"
     pool = make_pool(metadata=metadata).start()
     with opened(pool, metadata=metadata) as (store, staging):

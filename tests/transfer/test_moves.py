@@ -130,9 +130,7 @@ def settings(**timeouts: int) -> TransferSettings:
 
 
 @pytest.mark.parametrize("milliseconds", [1, 1000, 3000, 10_000, 60_000, 3_600_000])
-def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_and_variables_are(
-    milliseconds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_and_variables_are(milliseconds, monkeypatch):
     given = settings(get_ms=milliseconds, put_ms=milliseconds)
     rounds = keys_per_step(given) / 4
     assert rounds >= 1
@@ -158,9 +156,7 @@ def test_the_watch_suspects_a_long_wait_on_either_clock_and_a_wall_clock_that_wa
     assert after(1, -3600), "set back: it may have been forward in between"
 
 
-def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_others(
-    staging: StagingPool, slots: list[Slot]
-) -> None:
+def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_others(staging, slots):
     client = Client()
     keys = [f"k{index}" for index in range(12)]
     client.peer_of = {key: "dead" if index in (1, 9) else "well" for index, key in enumerate(keys)}
@@ -192,9 +188,7 @@ def test_no_step_begins_after_the_deadline(slots: list[Slot]) -> None:
     assert status_of(LATE) is Status.TIMEOUT
 
 
-def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(
-    staging: StagingPool, slots: list[Slot]
-) -> None:
+def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(staging, slots):
     client = Client()
     client.peer_of, client.dead = {"a0": "a", "a1": "a", "b0": "b"}, {"a"}
     given = TransferSettings(breaker=BreakerSettings(probe_interval_ms=3_600_000))

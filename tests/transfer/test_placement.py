@@ -73,9 +73,7 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
         assert owner._moves._where(keys) == {}, "a read of them concerns no peer"
 
 
-def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
-    make_pool: Callable[..., Pool],
-) -> None:
+def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(make_pool):
     two_segments = make_pool().start("master", "store-0", "store-1")
 
     def put_all(**placement: Any) -> list[str]:

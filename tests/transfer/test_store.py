@@ -93,9 +93,7 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         assert store.available, "an impatient caller says nothing about the pool"
 
 
-def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resident(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resident(pool, caplog):
     caplog.set_level("INFO", logger="transfer.staging")
     key = fresh(1)
     with opened(pool, segment_size=32 << 20, prefault=True) as (store, staging):
@@ -119,9 +117,7 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -
             store.wait_open(1)
 
 
-def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(pool, monkeypatch):
     from transfer.store import load_mooncake
 
     staging = StagingPool(8192, 4096, prefaulted=False)

@@ -72,9 +72,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def pair(
-    model: Path, vllm_pool: Pool, plain: Reference, collector: Collector, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
+def pair(model, vllm_pool, plain, collector, tmp_path_factory):
     """A with a cache in its worker, vLLM's prefix cache, asynchronous scheduling and KV events; B with none of these, and a cache server.
     Requests with a trace context are traced. `plain` starts at the same time."""
     events_port, _ = free_port(), free_port()  # the next one is that of replays

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running
 
 NewPrompt = Callable[[int], list[int]]
@@ -62,9 +60,7 @@ def corrupt(pool: Pool, *keys: str, byte: int | None = None) -> None:
             assert client.put(key, bytes(value)) == 0
 
 
-def test_a_corrupt_object_is_computed_again_and_never_used(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, first_half := prompt[: 8 * CHUNK])
     before = vllm_pool.keys()
@@ -79,9 +75,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(
     all_free(pair.b)
 
 
-def test_a_client_that_goes_away_while_its_prompt_is_loaded(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     with stopped(vllm_pool, "store-0"):
@@ -93,9 +87,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
 
-def test_a_load_that_outlives_its_deadline_is_computed(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, vllm_pool):
     """The memory node neither answers nor dies: a transfer is given up at its deadline, and the load with it."""
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
@@ -107,9 +99,7 @@ def test_a_load_that_outlives_its_deadline_is_computed(
     all_free(pair.b)
 
 
-def test_a_client_that_goes_away_while_its_prompt_is_stored(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     with stopped(vllm_pool, "store-0"):
         with pair.a.abandoned(prompt):
@@ -120,9 +110,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_stored(
     all_free(pair.a)
 
 
-def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     vllm_pool.kill("master")
     try:
@@ -147,9 +135,7 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
 
 
 @pytest.fixture(scope="module")
-def cramped(
-    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PdCacheServer]:
+def cramped(model, vllm_pool, plain, tmp_path_factory):
     """Of the pair's namespace. It loads before the forward pass, stores what it generates, and has 28 blocks of 32 tokens."""
     options: dict[str, Any] = {
         "connector": {"load": "sync", "store_generated": True},
@@ -161,9 +147,7 @@ def cramped(
         yield server
 
 
-def test_loading_before_the_forward_pass(
-    cramped: PdCacheServer, plain: Reference, pair: Pair, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_loading_before_the_forward_pass(cramped, plain, pair, new_prompt, vllm_pool):
     """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
     server, prompt = cramped, new_prompt(700)
     store(vllm_pool, pair.a, prompt)

@@ -135,9 +135,7 @@ def wholes(kind: ModelKind, length: int) -> int:
 
 
 @each
-def test_what_was_stored_is_loaded_whatever_the_window_covers(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_prompt, vllm_pool):
     server, chunk = nodes[kind], KINDS[kind].chunk
     # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far longer
     for length in (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 320, 330, 449, LENGTH):
@@ -167,9 +165,7 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(
 
 
 @each
-def test_a_longer_prompt_continues_where_the_stored_one_ended(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt
-) -> None:
+def test_a_longer_prompt_continues_where_the_stored_one_ended(nodes, kind, new_prompt):
     server = nodes[kind]
     prompt = new_prompt(LENGTH)
     server.complete(prompt)
@@ -182,9 +178,7 @@ def test_a_longer_prompt_continues_where_the_stored_one_ended(
 
 
 @each
-def test_the_third_of_prompts_that_part_in_the_middle_loads_what_they_share(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt
-) -> None:
+def test_the_third_of_prompts_that_part_in_the_middle_loads_what_they_share(nodes, kind, new_prompt):
     server, shared = nodes[kind], new_prompt(500)
     parting = 500 // KINDS[kind].chunk * KINDS[kind].chunk
     for number, cached in enumerate((0, 0, parting)):
@@ -195,9 +189,7 @@ def test_the_third_of_prompts_that_part_in_the_middle_loads_what_they_share(
 
 
 @each
-def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(nodes, kind, new_prompt, vllm_pool):
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
     groups = stored(server, vllm_pool, prompt)
@@ -214,9 +206,7 @@ def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(
 
 
 @each
-def test_a_damaged_object_of_any_group_is_never_used(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_damaged_object_of_any_group_is_never_used(nodes, kind, new_prompt, vllm_pool):
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
     for keys in stored(server, vllm_pool, prompt):
@@ -232,9 +222,7 @@ def test_a_damaged_object_of_any_group_is_never_used(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].divisible])
-def test_preempted_requests_have_the_tokens_of_those_that_were_alone(
-    nodes: dict[str, PdCacheServer], kind: ModelKind, new_prompt: NewPrompt
-) -> None:
+def test_preempted_requests_have_the_tokens_of_those_that_were_alone(nodes, kind, new_prompt):
     """There are more requests than fit, so that loads wait for blocks, too. Models with states are left out: they need bfloat16, in which a
     plain vLLM also gives other tokens if requests are computed together."""
     server, answered = nodes[kind], 100 if kind == "gemma3" else 30
@@ -286,9 +274,7 @@ def loads_whole(server: PdCacheServer, kind: ModelKind, prompt: list[int], expec
     wait_for(loaded, 300)
 
 
-def test_nodes_of_one_rank_and_of_two_share_windows(
-    nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_nodes_of_one_rank_and_of_two_share_windows(nodes, two_ranks, new_prompt, vllm_pool):
     of_one, of_two, one = new_prompt(LENGTH), new_prompt(LENGTH), nodes["gptoss"]
     expected = [computed(one, prompt) for prompt in (of_one, of_two)]
     stored(one, vllm_pool, of_one)

@@ -506,9 +506,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
 )
-def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(
-    setting: Setting, tiny: Path, tmp_path: Path
-) -> None:
+def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(setting, tiny, tmp_path):
     loaded = streamed = seed = 0
     while (
         seed < 2 or not loaded or (setting.streams and not streamed)

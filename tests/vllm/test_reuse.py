@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, PdCacheServer, Reference
@@ -59,9 +58,7 @@ def report(server: PdCacheServer, prompt: list[int], request_id: str) -> dict[st
     return dict(told)
 
 
-def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(
-    pair: Pair, new_prompt: NewPrompt
-) -> None:
+def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(pair, new_prompt):
     prompt = new_prompt(1000)
     first = report(pair.a, prompt, "first")
     assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
@@ -94,9 +91,7 @@ def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Ref
     assert again == whole_chunks(1000) - 3 * CHUNK
 
 
-def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, new_prompt, vllm_pool):
     """Steps have 256 tokens here: four chunks are complete after the first of eight."""
     prompt = new_prompt(2000)
     before, deadline = len(vllm_pool.keys()), time.monotonic() + 60
@@ -136,9 +131,7 @@ def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, n
     assert pair.b.complete(prompt).cached == 0
 
 
-def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(700)
     remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
     handed = pair.a.complete(prompt, 1, kv_transfer_params=remote).kv_transfer_params
@@ -180,9 +173,7 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
     assert pair.b.metric("vllm:external_prefix_cache_hits_total") > 0
 
 
-def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_at_hand(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_at_hand(pair, plain, new_prompt):
     prompt, node = new_prompt(1500), pair.a
     stored(pair, prompt[:500])
     node.forget_prefixes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +11,12 @@ import pytest
 
 from pd_cache.cluster import CacheServerNode, load_config
 from tests.support.adapter import write_adapter
-from tests.support.pool import Node, Pool
+from tests.support.pool import Node
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CACHE,
     CHUNK,
     PdCacheServer,
-    Reference,
     Server,
     begun,
     by_hand,
@@ -66,9 +65,7 @@ class Sharing(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sharing(
-    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Sharing]:
+def sharing(model, vllm_pool, plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharing")
     args = {"enable-lora": True}
     file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
@@ -83,9 +80,7 @@ def sharing(
             launched.node.stop(timeout=180)
 
 
-def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(
-    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(sharing, plain, new_prompt):
     _, metrics = server_of(sharing.file)
     prompt = new_prompt(LENGTH)
 
@@ -104,9 +99,7 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
 
 
-def test_a_producer_loads_under_asynchronous_scheduling(
-    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prompt):
     """To vLLM it is no producer any more: it would give the blocks of a running load to another request."""
     server, prompts = sharing.by_hand, [new_prompt(LENGTH) for _ in range(4)]
     for prompt in prompts:
@@ -132,9 +125,7 @@ def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPro
     wait_for(uncounted, what=f"the digest of {adapter}")
 
 
-def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
-    sharing: Sharing, model: Path, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
+def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(sharing, model, new_prompt, tmp_path):
     """The files are written again between the two loads, as if each engine had a machine of its own."""
     first, second, prompt = sharing.by_hand, sharing.launched, new_prompt(LENGTH)
     plain = first.complete(prompt)
@@ -167,9 +158,7 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
     assert first.complete(prompt, model="same").cached == 0
 
 
-def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(
-    sharing: Sharing, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing, plain, new_prompt):
     server, prompt = sharing.by_hand, new_prompt(LENGTH)
     assert server.complete(prompt).tokens == plain.tokens(prompt)
     wait_for(lambda: not server.blocks_in_use)

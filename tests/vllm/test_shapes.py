@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 from launch.up import quiet
 from launch.up import running as running_cluster
 from pd_cache.cluster import read_config
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     ARGS,
@@ -36,9 +35,7 @@ WHOLE = LENGTH // CHUNK * CHUNK
 
 
 @pytest.fixture(scope="module")
-def by_tokens(
-    model: Path, vllm_pool: Pool, plain: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PdCacheServer]:
+def by_tokens(model, vllm_pool, plain, tmp_path_factory):
     """Names its chunks by tokens, has memory of its own above the pool, and leaves to compute what vLLM's own prefix cache leaves."""
     tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
     options: dict[str, Any] = {
@@ -61,9 +58,7 @@ def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewP
         wait_for(lambda: not server.blocks_in_use)
 
 
-def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(
-    by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(by_tokens, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     by_tokens.complete(prompt)
     wait_for(lambda: not by_tokens.blocks_in_use)
@@ -74,9 +69,7 @@ def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
 
-def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
-    by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(by_tokens, plain, new_prompt):
     """If both leave the same to compute. The second prompt ends behind its last whole chunk: another prompt with the same chunks, computed
     in the same pieces, leaves vLLM's own cache with just these."""
     server, own = by_tokens, plain.server()
@@ -94,9 +87,7 @@ def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(
         assert (loaded.tokens, loaded.logprobs, loaded.seconds_best) == (hit.tokens, hit.logprobs, hit.seconds_best)
 
 
-def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(
-    model: Path, plain: Reference, new_prompt: NewPrompt, tmp_path: Path
-) -> None:
+def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(model, plain, new_prompt, tmp_path):
     tree = yaml.safe_load((ROOT / "configs" / "vllm-local.yaml").read_text())
     tree["engine"] |= {"model": str(model), "executable": PROGRAM[0]}
     tree["engine"]["args"] |= {**ARGS, "max-model-len": 8192, "block-size": 128}

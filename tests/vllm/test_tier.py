@@ -204,9 +204,7 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Ope
         ({"revision": ""}, "cannot tell its weights"),
     ],
 )
-def test_options_that_are_wrong_say_so_when_vllm_starts(
-    options: dict[str, Any], message: str, vllm_pool: Pool, salt: str
-) -> None:
+def test_options_that_are_wrong_say_so_when_vllm_starts(options, message, vllm_pool, salt):
     with pytest.raises(ConfigError, match=message):
         Tiered({**options_of(vllm_pool.settings(), salt), **options})
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tests.support.collector import Collector, ReceivedSpan
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, PdCacheServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -35,9 +34,7 @@ VLLM, LOOKUP, LOAD, STORE = (
 )
 
 
-def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
-    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
-) -> None:
+def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(pair, collector, new_prompt):
     node = pair.a
     prompt = new_prompt(5 * CHUNK + 1)
     trace, client = ask(node, prompt)
@@ -63,9 +60,7 @@ def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(
     assert STORE not in spans, "all of it was there"
 
 
-def test_a_request_without_a_context_leaves_no_span(
-    pair: Pair, collector: Collector, new_prompt: Callable[[int], list[int]]
-) -> None:
+def test_a_request_without_a_context_leaves_no_span(pair, collector, new_prompt):
     pair.a.complete(new_prompt(3 * CHUNK))
     trace, _ = ask(pair.a, new_prompt(3 * CHUNK))
     received(collector, trace, LOOKUP)

@@ -13,7 +13,7 @@ from pd_cache.versions import FIRST
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, Reference, Server
+from tests.vllm.servers import CHUNK, Server
 
 NewPrompt = Callable[[int], list[int]]
 
@@ -52,14 +52,7 @@ def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[li
     return [server.complete(prompt).tokens for prompt in prompts]
 
 
-def test_after_a_reset_no_node_loads_what_old_weights_computed(
-    pair: Pair,
-    plain: Reference,
-    model: Path,
-    reloads: Callable[[Path], None],
-    new_prompt: NewPrompt,
-    tmp_path: Path,
-) -> None:
+def test_after_a_reset_no_node_loads_what_old_weights_computed(pair, plain, model, reloads, new_prompt, tmp_path):
     *prompts, again = [new_prompt(6 * CHUNK + 10) for _ in range(4)]
     new_weights = write_model(tmp_path / "llama", seed=1)
     *new, of_again = computed(plain.server(), new_weights, [*prompts, again])

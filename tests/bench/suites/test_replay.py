@@ -73,9 +73,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
         (("--html", "no/such/folder.html"), "is no folder"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_starts(
-    tmp_path: Path, arguments: tuple[str, ...], told: str
-) -> None:
+def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, arguments, told):
     result = bench("--trace", write_trace(tmp_path / "trace.jsonl", conversations(1, 1)), *arguments)
     assert result.exit_code == 2
     assert told in " ".join(result.output.split())

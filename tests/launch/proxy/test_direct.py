@@ -97,9 +97,7 @@ async def tokenizes(request: web.Request) -> web.StreamResponse:
     ],
 )  # fmt: skip
 @scenario
-async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_node_alone(
-    body: dict[str, Any], found: int, went: str, looked_up: bool | None
-) -> None:
+async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_node_alone(body, found, went, looked_up):
     client = Lookups(found)
     async with cluster(direct=rule(client, pool=POOL._replace(model="base"))) as c:
         c.decode[0].tokenize = tokenizes

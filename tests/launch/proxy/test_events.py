@@ -153,9 +153,7 @@ def pool(**caches: KnownCache) -> NodePool:
         ([1, 2, 3], [], 0.5, routed(1, 2, 3, 4, pool_tokens=48), {"a"}),  # but to load it is not free
     ],
 )
-def test_the_node_with_the_fewest_tokens_to_compute_is_taken(
-    a: list[int], b: list[int], load_cost: float, asked: RoutedPrompt, taken: set[str]
-) -> None:
+def test_the_node_with_the_fewest_tokens_to_compute_is_taken(a, b, load_cost, asked, taken):
     nodes = pool(a=cache(StoredEvent(a)), b=cache(StoredEvent(b)))
     nodes.load_cost = load_cost
     assert {nodes.pick(0.0, asked) for _ in range(4)} == taken
@@ -278,9 +276,7 @@ async def test_what_is_no_query_is_refused_and_bodies_that_do_not_come_hold_up_n
 
 
 @scenario
-async def test_a_prompt_goes_where_events_say_that_it_is_until_its_node_has_evicted_it_or_is_gone(
-    tmp_path: Path,
-) -> None:
+async def test_a_prompt_goes_where_events_say_that_it_is_until_its_node_has_evicted_it_or_is_gone(tmp_path):
     async with publishing(tmp_path) as p:
 
         async def asked() -> list[int]:

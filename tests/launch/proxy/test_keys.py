@@ -77,9 +77,7 @@ def test_a_key_names_its_client(tmp_path: Path) -> None:
         (read_node_key, "one two", "one key"),
     ],
 )
-def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(
-    tmp_path: Path, read: Any, text: str | None, told: str
-) -> None:
+def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(tmp_path, read, text, told):
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
@@ -124,9 +122,7 @@ def test_keys_that_change_are_in_force_at_the_next_look(keys: KeysFile, change: 
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])
-def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_is_logged_once(
-    keys: KeysFile, content: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_is_logged_once(keys, content, caplog):
     if content is None:
         keys.path.unlink()
     else:
@@ -245,9 +241,7 @@ def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_
     asked()
 
 
-def test_connections_that_never_begin_their_handshake_take_little_memory(
-    certificates: Certificates, tmp_path: Path
-) -> None:
+def test_connections_that_never_begin_their_handshake_take_little_memory(certificates, tmp_path):
     give(certificates, tmp_path, "server")
     tls = {"cert_file": str(tmp_path / "cert.pem"), "key_file": str(tmp_path / "key.pem")}
     with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), tls=tls) as (url, process), ExitStack() as stack:
@@ -273,9 +267,7 @@ def test_connections_that_never_begin_their_handshake_take_little_memory(
         ("broken", "server", "cert_file must be a certificate"),
     ],
 )
-def test_files_that_are_no_certificate_and_key_are_refused(
-    certificates: Certificates, tmp_path: Path, cert: str, key: str, message: str
-) -> None:
+def test_files_that_are_no_certificate_and_key_are_refused(certificates, tmp_path, cert, key, message):
     encrypted = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIB\n-----END ENCRYPTED PRIVATE KEY-----\n"
     (tmp_path / "encrypted").write_text(encrypted)
     (tmp_path / "broken").write_text("nonsense")

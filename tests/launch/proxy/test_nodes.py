@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -96,9 +95,7 @@ def serving(c: Cluster, *models: str | None) -> View:
     ids=["of its model", "one model", "several models", "unsaid"],
 )
 @scenario
-async def test_a_request_goes_to_nodes_of_its_model(
-    served: Sequence[str | None], asked_for: Sequence[str | None], statuses: list[int], asked: list[int]
-) -> None:
+async def test_a_request_goes_to_nodes_of_its_model(served, asked_for, statuses, asked):
     async with cluster(len(served), len(served)) as c:
         c.proxy.update(serving(c, *served))
         for model, status in zip(asked_for, statuses, strict=True):

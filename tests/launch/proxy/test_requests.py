@@ -12,7 +12,6 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -131,9 +130,7 @@ async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one(
 
 
 @scenario
-async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_at_all_of_them_is_the_clients_answer() -> (
-    None
-):
+async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_at_all_of_them_is_the_clients_answer():
     async with cluster(0, 2) as c:
         c.decode[0].default = answers(503, QUEUE_FULL)
         for _ in range(6):
@@ -329,9 +326,7 @@ def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest
     asked()
 
 
-def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(caplog, tmp_path):
     (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
     caplog.set_level("INFO", logger="launch.proxy")
 
@@ -355,9 +350,7 @@ def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(
     asked()
 
 
-def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(caplog):
     secret = b"Bearer sk-0123456789abcdef"
 
     @scenario

@@ -177,9 +177,7 @@ def test_retries_are_a_fraction_of_requests_and_a_few_a_second() -> None:
 
 
 @pytest.mark.parametrize(("reason", "answered"), [("unreachable", "b"), ("busy", "b"), ("error", "")])
-def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_work_on_it(
-    reason: Reason, answered: str
-) -> None:
+def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_work_on_it(reason, answered):
     pool = decode_nodes("a", "b", failures=1)
     assert request_of(pool, {"a": reason}, RetryBudget(0)) == answered
     assert pool.health(0.0) == {"a": reason != "unreachable", "b": True}
@@ -250,9 +248,7 @@ def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings() -
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=20), st.floats(0, 500))), st.integers(1, 3000))
-def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(
-    prompts: list[tuple[list[int], float]], capacity: int
-) -> None:
+def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(prompts, capacity):
     index = PrefixIndex(capacity)
     for blocks, size in prompts:
         prompt = RoutedPrompt(10**6, list(dict.fromkeys(blocks)), size)

@@ -63,9 +63,7 @@ def node(host: Host) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(
-    host: Host, node: subprocess.Popen[bytes]
-) -> None:
+def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(host, node):
     """One whose stream had begun ends with an error, another one is answered by the other node."""
     asked = node.stdout
     assert asked is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -65,9 +65,7 @@ def test_one_task_too_many_ends_at_once_as_failed(lane: TaskLane[str]) -> None:
 
 
 @pytest.mark.parametrize("end", [TaskLane.close, TaskLane.drain], ids=["close", "drain"])
-def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_them(
-    end: Callable[[TaskLane[str], float], bool], lane: TaskLane[str]
-) -> None:
+def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_them(end, lane):
     running = threading.Event()
 
     def runs(deadline: Deadline) -> str:

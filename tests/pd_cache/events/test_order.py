@@ -120,9 +120,7 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
     keeps=st.integers(0, 12),
     actions=st.lists(st.sampled_from(("publish", "publish", "publish", "lose", "heal", "in part", "cut")), max_size=60),
 )
-def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said(
-    keeps: int, actions: list[str]
-) -> None:
+def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said(keeps, actions):
     """The model: everything since the last `Forget.ALL` is a run of consecutive batches, up to the last one."""
     publisher, order = Publisher(keeps), StreamOrder()
     known: list[float | str] = []

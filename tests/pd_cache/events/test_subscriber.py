@@ -73,9 +73,7 @@ def heard(subscriber: EventSubscriber, endpoints: EventEndpoints) -> Contents:
     return contents
 
 
-def test_a_subscriber_that_comes_later_learns_what_was_said_before_and_follows(
-    subscriber: EventSubscriber, endpoints: EventEndpoints
-) -> None:
+def test_a_subscriber_that_comes_later_learns_what_was_said_before_and_follows(subscriber, endpoints):
     heard = Contents()
     with closing(EventPublisher(endpoints)) as publisher:
         publisher.publish([StoredEvent([1, 2, 3])])
@@ -86,9 +84,7 @@ def test_a_subscriber_that_comes_later_learns_what_was_said_before_and_follows(
     assert heard.forgotten == 0
 
 
-def test_of_a_publisher_that_begins_anew_only_what_it_says_now_is_believed(
-    heard: Contents, endpoints: EventEndpoints
-) -> None:
+def test_of_a_publisher_that_begins_anew_only_what_it_says_now_is_believed(heard, endpoints):
     for first in (1, 3):
         with closing(EventPublisher(endpoints)) as publisher:
             for block in (first, first + 1):
@@ -147,9 +143,7 @@ def test_garbage_on_the_stream_costs_what_is_known_and_no_more(heard: Contents, 
         heard.wait_for(9)
 
 
-def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_others(
-    subscriber: EventSubscriber, tmp_path: Path, endpoints: EventEndpoints
-) -> None:
+def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_others(subscriber, tmp_path, endpoints):
     ends, called, well, heard = endpoints_in(tmp_path, "b"), threading.Event(), threading.Event(), Contents()
 
     def breaks(steps: Sequence[Step]) -> None:

@@ -107,9 +107,7 @@ def test_tensors_come_back_as_they_were(shared: ObjectCache, name: Name, tensor:
         assert torch.equal(into[..., 0], tensor)
 
 
-def test_a_tensor_can_be_read_as_bytes_and_into_a_tensor_but_bytes_are_no_tensor(
-    shared: ObjectCache, name: Name
-) -> None:
+def test_a_tensor_can_be_read_as_bytes_and_into_a_tensor_but_bytes_are_no_tensor(shared, name):
     tensor = torch.arange(1000, dtype=torch.int32)
     shared.put_many([name("t"), name("b")], [tensor, b"abc"])
     assert shared.get(name("t")) == tensor.numpy().tobytes()
@@ -133,9 +131,7 @@ LENGTHS = ([1], [0, 5, 0], [PART], [PART - 1, 1, 1], [400, 900, 3, 9000, 0, 7], 
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_a_scattered_value_is_its_pieces_one_after_another_whatever_the_parts_are(
-    shared: ObjectCache, name: Name, lengths: list[int]
-) -> None:
+def test_a_scattered_value_is_its_pieces_one_after_another_whatever_the_parts_are(shared, name, lengths):
     given = [some(length) for length in lengths]
     whole = b"".join(given)
     assert shared.put(name(1), Scattered([memoryview(piece) for piece in given])) is Status.OK
@@ -203,9 +199,7 @@ def test_two_long_values_put_under_one_name_at_once_never_mix(make: Make, name: 
         assert other.get(name(turn)) in long
 
 
-def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_it_again(
-    pool: Pool, shared: ObjectCache, name: Name
-) -> None:
+def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_it_again(pool, shared, name):
     value, before = some(4 * PART), pool.keys()
     shared.put(name(1), value)
     (part,) = (key for key in pool.keys() - before if key.endswith("/2"))
@@ -219,9 +213,7 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
 
 
 @pytest.mark.parametrize("form", ["float32:0,9999999999999999999", "float32:4294967296,4294967296", "nn:0"])
-def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(
-    pool: Pool, shared: ObjectCache, name: Name, form: str
-) -> None:
+def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, shared, name, form):
     planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])
     assert planted is not None
     payload = PartHeader.of(0, 0, 0, PART, planted).packed()
@@ -234,9 +226,7 @@ def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(
     assert shared.get_many([name(1)]) == [ObjectOutcome(b"")]
 
 
-def test_after_its_deadline_a_read_of_thousands_of_parts_ends(
-    shared: ObjectCache, name: Name, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monkeypatch):
     cache = ObjectCache(shared.backend, "small parts", part_bytes=8)
     value, deadline, asked = some(8 * 500), Deadline(None), 0
     assert cache.put(name(1), value) is Status.OK
@@ -282,9 +272,7 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(
         (lambda cache: cache.read_into(["a"], ["abc"]), "got str"),
     ],
 )
-def test_mistakes_of_the_caller_raise_before_anything_moves(
-    shared: ObjectCache, call: Callable[[ObjectCache], object], complaint: str
-) -> None:
+def test_mistakes_of_the_caller_raise_before_anything_moves(shared, call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call(shared)
 
@@ -378,9 +366,7 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make: Ma
     asyncio.run(use())
 
 
-def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(
-    shared: ObjectCache, name: Name, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared, name, monkeypatch):
     value, staged, when = bytearray(b"a" * (4 * PART)), 0, 0
     stage = shared.backend.stage
     reached, go_on = threading.Event(), threading.Event()

@@ -112,9 +112,7 @@ def test_processes_that_share_a_path_have_folders_of_their_own(open_disk: Open) 
 
 
 @pytest.mark.parametrize("options", [{"direct": False}, {"sync": True}, {"threads": 1}])
-def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(
-    open_disk: Open, options: dict[str, Any]
-) -> None:
+def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(open_disk, options):
     subject = open_disk(**options)
     assert subject.put(all_values()) == [Status.OK] * 8
     assert subject.get(KEYS) == expected()
@@ -124,9 +122,7 @@ def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_eve
     fetched.release()
 
 
-def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
-    open_disk: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_disk, monkeypatch):
     real = os.open
 
     def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
@@ -140,9 +136,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
     assert subject.get(["k"]) == [value("k")]
 
 
-def test_an_object_whose_folder_cannot_be_flushed_leaves_nothing_behind(
-    open_disk: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_whose_folder_cannot_be_flushed_leaves_nothing_behind(open_disk, monkeypatch):
     subject = open_disk(sync=True, retry_s=60.0)
     flush = os.fsync
 
@@ -220,9 +214,7 @@ def leave_room_for(objects: int, folder: Path) -> Path:
     return ballast
 
 
-def test_on_a_full_disk_the_oldest_make_room_and_the_budget_grows_again_with_the_room(
-    open_disk: Open, small_disk: Path
-) -> None:
+def test_on_a_full_disk_the_oldest_make_room_and_the_budget_grows_again_with_the_room(open_disk, small_disk):
     subject = open_disk(small_disk, objects=9)
     subject.put({"early": value("early")})
     ballast = leave_room_for(3, small_disk)
@@ -251,9 +243,7 @@ def test_a_disk_that_others_filled_when_it_was_opened_makes_room_too(open_disk: 
     assert second.get(["k0", "k3", "new"]) == ["missing", value("k3"), value("new")]
 
 
-def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back(
-    open_disk: Open, small_disk: Path
-) -> None:
+def test_a_full_disk_with_nothing_to_evict_refuses_writes_is_read_and_comes_back(open_disk, small_disk):
     subject = open_disk(small_disk, objects=50)
     subject.put({"early": value("early")})
     disk = disk_of(subject)
@@ -323,9 +313,7 @@ def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk: O
     assert subject.count("pd_cache_tier_failures_total") == 0
 
 
-def test_a_failing_disk_is_switched_off_once_and_tried_again(
-    open_disk: Open, faults: Faults, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_disk_is_switched_off_once_and_tried_again(open_disk, faults, caplog):
     subject = open_disk()
     subject.put(all_values())
     faults.fail(errno.EIO, "read", "write", "probe", "sweep")
@@ -343,9 +331,7 @@ def test_a_failing_disk_is_switched_off_once_and_tried_again(
     assert subject.get(["k7"]) == [value("k7")]
 
 
-def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budget_holds(
-    open_disk: Open, faults: Faults
-) -> None:
+def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budget_holds(open_disk, faults):
     subject = open_disk(objects=8)
     subject.put(all_values())
     faults.fail(errno.EPERM, "sweep")
@@ -478,9 +464,7 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
     assert memory.pool.in_use == 0
 
 
-def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
-    open_disk: Open, freezable_disk: Path
-) -> None:
+def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(open_disk, freezable_disk):
     subject = open_disk(freezable_disk, objects=40, retry_s=60.0, timeouts=IMPATIENT)
     subject.put(all_values())
     memory = subject.backend.memory
@@ -496,9 +480,7 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
     subject.check_integrity()
 
 
-def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(
-    open_disk: Open, faults: Faults
-) -> None:
+def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(open_disk, faults):
     subject = open_disk(threads=1, retry_s=60.0)
     subject.put(all_values())
     memory = subject.backend.memory

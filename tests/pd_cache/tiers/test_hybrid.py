@@ -75,9 +75,7 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
 
 
 @pytest.mark.parametrize(("promote", "promoted"), [("second_hit", [False, True, True]), ("never", [False] * 3)])
-def test_a_chunk_is_promoted_when_its_tier_says_so(
-    make: Callable[..., Subject], promote: str, promoted: list[bool]
-) -> None:
+def test_a_chunk_is_promoted_when_its_tier_says_so(make, promote, promoted):
     subject = make(promote=promote)
     only_on_disk(subject, "k")
     for expected in promoted:
@@ -117,9 +115,7 @@ class Asked:
         return call
 
 
-def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(
-    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, monkeypatch):
     subject = make()
     subject.put({key: value(key) for key in "abcd"})
     subject.bases["local"].batched_remove(["b", "d"])
@@ -136,9 +132,7 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(
     assert asked.calls == [("batched_get", ["b"])]
 
 
-def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(pool, monkeypatch):
     tokens = list(range(5000, 5000 + 4 * CHUNK))
     model = uuid.uuid4().hex
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
@@ -155,9 +149,7 @@ def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(
         assert asked.calls == [("batch_exist", node.keys(tokens)[2:])]
 
 
-def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
-    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make, monkeypatch):
     subject = make()
     only_on_disk(subject, "k")
     switch_off_disk(subject)
@@ -169,9 +161,7 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(
     assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
 
 
-def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(
-    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(make, monkeypatch):
     subject = make()
     subject.put({"both": value("both"), "memory": value("memory"), "disk": value("disk")})
     subject.bases["disk"].batched_remove(["memory"])
@@ -204,9 +194,7 @@ def named(calls: list[tuple[str, list[str]]], method: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3], ids=["a wiped folder", "every other file", "two of three files"])
-def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(
-    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
+def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(make, monkeypatch, kept):
     subject = make(promote="never", objects=64)
     keys = [f"k{n}" for n in range(64)]
     for start in range(0, len(keys), 8):
@@ -241,9 +229,7 @@ def make_behind(tmp_path: Path, backlog: int) -> Subject:
     return Subject(hybrid, {"local": local, "disk": disk}, metrics)
 
 
-def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(
-    tmp_path: Path, faults: Faults
-) -> None:
+def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(tmp_path, faults):
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
     disk = make_disk(memory, tmp_path, 40, metrics=metrics)
     disk.wait_available(10)
@@ -344,9 +330,7 @@ def levels(metrics: CacheMetrics) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(
-    pool: Pool,
-) -> None:
+def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(pool):
     metrics = CacheMetrics()
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)

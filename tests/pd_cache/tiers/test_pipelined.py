@@ -66,9 +66,7 @@ def inner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(local, monkeypatch)
 
 
-def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(
-    subject: Subject, inner: Watched
-) -> None:
+def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(subject, inner):
     fetches = subject.backend.batched_get(KEYS)
     first = next(fetches)
     assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
@@ -81,9 +79,7 @@ def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_
         one.release()
 
 
-def test_no_more_than_its_depth_is_fetched_ahead_and_nothing_for_a_single_chunk(
-    subject: Subject, inner: Watched
-) -> None:
+def test_no_more_than_its_depth_is_fetched_ahead_and_nothing_for_a_single_chunk(subject, inner):
     before = threading.active_count()
     (single,) = subject.backend.batched_get(KEYS[:1])
     assert threading.active_count() == before

@@ -49,9 +49,7 @@ def test_an_adapter_is_its_weights_and_its_configuration_and_no_name(adapters: A
     served.close()
 
 
-def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(
-    adapters: Adapters, tmp_path: Path
-) -> None:
+def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(adapters, tmp_path):
     folder = tmp_path / "adapter"
     adapter = known(adapters, folder)
     assert (adapter.digest, adapter.why) == (b"", "adapter_unreadable")

@@ -181,9 +181,7 @@ def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fa
 
 
 @pytest.mark.parametrize("layers", [(PLAIN,), (FULL, WINDOW)])
-def test_after_a_failed_load_the_prompt_is_computed_and_stored_in_every_group_and_not_loaded_again(
-    layers: Layers,
-) -> None:
+def test_after_a_failed_load_the_prompt_is_computed_and_stored_in_every_group_and_not_loaded_again(layers):
     scene, request = Scene(*layers), Request()
     scene.has(request)
     scene.load(request, 0, run(30, 37), run(10, 17))
@@ -241,9 +239,7 @@ def offered(scene: Scene, name: str) -> Any:
 @pytest.mark.parametrize(
     ("layers", "enough"), [((FULL, WINDOW), 20), ((FULL, STATE), 20), ((FULL, WINDOW, DRAFTS), 24)]
 )
-def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until_vllm_can_preempt_them(
-    layers: Layers, enough: int
-) -> None:
+def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until_vllm_can_preempt_them(layers, enough):
     loads = (2 * CHUNK if DRAFTS in layers else 3 * CHUNK, True)
     scene = scarce(*layers, blocks=enough)
     assert offered(scene, "a") == offered(scene, "b") == loads

@@ -61,9 +61,7 @@ DRAFTING, STATES = (FULL, DRAFTS), (PLAIN, KeptLayers(1, CHUNK, "state"))
         (announced(2 * CHUNK, NAMESPACE, further=[OTHER]), False, DRAFTING),
     ],
 )
-def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(
-    params: dict[str, Any], waits: bool, layers: tuple[KeptLayers, ...]
-) -> None:
+def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(params, waits, layers):
     scene, request = Scene(*layers), Request("a", PROMPT, params)
     assert scene.ask(request) == ((None if waits else 0), False)
     assert scene.troubles("lookup", "other_namespace") == (not waits and params["pd_cache"]["prefix_tokens"] > CHUNK)
@@ -73,9 +71,7 @@ def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(
 
 
 @pytest.mark.parametrize(("namespace", "reason"), [("", "deadline"), (OTHER, "other_namespace")])
-def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_configured(
-    namespace: str, reason: str
-) -> None:
+def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_configured(namespace, reason):
     scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK, namespace))
     scene.ask(request)
     scene.clock.now += 1.99
@@ -89,9 +85,7 @@ def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_con
     ("layers", "options", "length", "awaited"),
     [(STATES, {"recompute": "block"}, 2 * CHUNK, CHUNK), (DRAFTING, {}, len(PROMPT), 2 * CHUNK)],
 )
-def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(
-    layers: tuple[KeptLayers, ...], options: dict[str, Any], length: int, awaited: int
-) -> None:
+def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(layers, options, length, awaited):
     scene, request = Scene(*layers, **options), Request("a", PROMPT[:length], announced(length))
     assert scene.ask(request) == (None, False)
     scene.has(request, awaited // CHUNK + scene.lookups.ahead)
@@ -102,9 +96,7 @@ def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(
 @pytest.mark.parametrize(
     ("layers", "options", "chunks"), [((PLAIN,), {}, 3), (DRAFTING, {}, 2), ((PLAIN,), {"stores": False}, 0)]
 )
-def test_a_prefill_node_announces_what_it_stores_and_what_it_did(
-    layers: tuple[KeptLayers, ...], options: dict[str, Any], chunks: int
-) -> None:
+def test_a_prefill_node_announces_what_it_stores_and_what_it_did(layers, options, chunks):
     scene, request = Scene(*layers, **options), Request("a", PROMPT, REMOTE)
     scene.ask(request)
     request.num_computed_tokens = len(PROMPT)
@@ -163,9 +155,7 @@ def report(**fields: Any) -> RequestReport:
     ],
     ids=["not all is there", "what vLLM has counts apart", "a load that ends early keeps a part"],
 )
-def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(
-    at_hand: int, there: int, loaded: Loaded, told: RequestReport
-) -> None:
+def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(at_hand, there, loaded, told):
     scene, request = Scene(), Request()
     scene.has(request, there)
     scene.load(request, at_hand)

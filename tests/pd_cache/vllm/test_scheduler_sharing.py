@@ -24,9 +24,7 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_o
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is_known_to_be_good(
-    aborted: bool,
-) -> None:
+def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is_known_to_be_good(aborted):
     """Such a store would put whatever a failed load left in the blocks into the pool, under the names of the chunks that it lacks."""
     scene, request = Scene(load="sync"), Request()
     scene.has(request, 2)
@@ -49,9 +47,7 @@ def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is
     ("event", "cached"),
     [("loaded", True), ("finished", True), ("aborted", False), ("preempted", False), ("reset", False)],
 )
-def test_blocks_that_a_step_loads_and_computes_are_kept_by_vllm_when_the_load_is_known_to_be_good(
-    event: str, cached: bool
-) -> None:
+def test_blocks_that_a_step_loads_and_computes_are_kept_by_vllm_when_the_load_is_known_to_be_good(event, cached):
     """vLLM itself has put all blocks of the request into its own cache when it planned the step."""
     scene, request = Scene(load="sync"), Request()
     scene.has(request, 1)

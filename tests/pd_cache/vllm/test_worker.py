@@ -193,9 +193,7 @@ def test_a_rank_without_layers_of_a_group_loads_the_others(make: Make, cache: Ca
     ],
     ids=["after the step that computes it", "one that raises", "what another rank stores"],
 )
-def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(
-    make: Make, cache: Cache, stores: bool, loads: Any, outcome: StoreOutcome, calls: list[Any]
-) -> None:
+def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, cache, stores, loads, outcome, calls):
     cache.loads = loads
     side = make(stores=(stores,))
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))
