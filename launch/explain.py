@@ -157,19 +157,8 @@ def request_text(explained: ExplainedRequest) -> str:
     for hop in explained.hops:
         if hop.report is None:
             lines.append(f"{hop.hop} at {hop.node}: the node has no report on it (any more)")
-            continue
-        report = hop.report
-        lines += [
-            f"{hop.hop} at {hop.node}: {report.asked} tokens",
-            f"  in the engine's own cache {report.at_hand}, found behind these {report.found}, loaded {report.loaded} "
-            f"(chunks from memory {report.memory}, disk {report.disk}, pool {report.pool}), computed {report.computed}",
-            *(
-                [f"  of these, {report.streamed} came while the prefill node computed others"]
-                if report.streamed
-                else ()
-            ),
-            f"  {report.reason}: {MEANINGS[report.reason]}",
-        ]
+        else:
+            lines += [f"{hop.hop} at {hop.node}: {hop.report.asked} tokens", hop.report.text()]
     if not explained.hops:
         lines.append(
             f"{explained.request_id}: no node knows this request among its last ones; the id is the X-Request-Id of its answer, "

@@ -251,6 +251,16 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: MissReason = "none"
     """Why the first chunk that was not loaded was not there."""
 
+    def text(self) -> str:
+        """Returns the report for people, as indented lines."""
+        lines = [
+            f"  in the engine's own cache {self.at_hand}, found behind these {self.found}, loaded {self.loaded} "
+            f"(chunks from memory {self.memory}, disk {self.disk}, pool {self.pool}), computed {self.computed}",
+            *([f"  of these, {self.streamed} came while the prefill node computed others"] if self.streamed else ()),
+            f"  {self.reason}: {MEANINGS[self.reason]}",
+        ]
+        return "\n".join(lines)
+
     @classmethod
     def of(
         cls,

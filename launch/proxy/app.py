@@ -45,6 +45,7 @@ class Proxy:
         config: ProxyConfig,
         direct: DirectRule | None = None,
         *,
+        cluster: str = "",
         master: Callable[[View], str | None] | None = None,
         pool_bytes: PoolBytes | None = None,
         files: WatchedFiles | None = None,
@@ -54,7 +55,7 @@ class Proxy:
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
-        `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key
+        `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key
         files. `peers` returns the content of `/peers`. `rng` orders nodes that were never taken. The caller closes `tracing`. Raises
         ConfigError if a key file cannot be used.
         """
@@ -71,7 +72,9 @@ class Proxy:
         self.requests = Requests(
             config, keys, self._pools, self._direct, self._hints, tenants, self.metrics, recent, tracing
         )
-        self._ui = UiPages(config.ui_followers, keys, recent, tenants, self.metrics)
+        self._ui = UiPages(
+            config.ui_followers, cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips
+        )
         self._pages = (
             self.requests,
             Overview(self._pools, keys, self.requests.admission, self.metrics, self.requests.trips, peers),

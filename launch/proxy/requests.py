@@ -47,7 +47,7 @@ from launch.proxy.nodes import (
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.tenants import Tenants
-from launch.proxy.ui import RecentRequests
+from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.reasons import RequestReport
 from pd_cache.sparse_log import SparseLog
@@ -96,6 +96,10 @@ class Exchange:
         """What nodes said of the prompt."""
         self.first_byte_s: float | None = None
         """How long the decode node's first byte took; None before it."""
+        self.prefill_s: float | None = None
+        """How long the prefill hop took; None without one."""
+        self.cut_status: int | None = None
+        """The status of the error with which its answer ended after the first byte; None if it did not."""
         self.model: str | None = None
         """The model that the nodes must serve; None for any."""
         self.share = share
@@ -150,6 +154,11 @@ class Exchange:
     def note_report(self, hop: Hop, report: RequestReport | None) -> None:
         if report is not None:
             self.reports[hop] = report
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its answer comes token by token."""
+        return self.response is not None and self.response.content_type == "text/event-stream"
 
     def trip(self) -> Trip:
         hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
@@ -253,9 +262,10 @@ class Requests:
             exchange.span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
-            if exchange.nodes and request.method == "POST":
-                self.trips.note(exchange.id, exchange.trip())
-                self._recent.note(exchange.id, took, exchange.first_byte_s, status, exchange.trip())
+            if request.method == "POST" and (exchange.nodes or status >= 500):
+                trip, status = exchange.trip(), exchange.cut_status or status
+                self.trips.note(exchange.id, trip)
+                self._recent.note(EndedRequest(exchange.id, took, exchange.first_byte_s, status, trip, exchange.streamed, exchange.prefill_s))  # fmt: skip
         return response
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
@@ -334,10 +344,11 @@ class Requests:
         response = exchange.response
         if response is None or not response.prepared:
             raise error
+        exchange.cut_status = error.status
         self._metrics.cut.labels(error.code or "").inc()
         log.warning("request %s: cut after its first byte: %s", exchange.id, error.message)
         response.force_close()
-        if response.content_type == "text/event-stream" and response.content_length is None:
+        if exchange.streamed and response.content_length is None:
             event = (b"" if exchange.event_ended else b"\n\n") + b"data: " + error.body() + b"\n\n"
             try:
                 await asyncio.wait_for(exchange.write(event), _LAST_WORDS_S)
@@ -399,7 +410,8 @@ class Requests:
             prompt = prompt._replace(named=named)
             await self._begin_stream(exchange, completion, prompt, nbytes)
             answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
-            self._metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
+            exchange.prefill_s = time.monotonic() - exchange.started
+            self._metrics.prefill_seconds.observe(exchange.prefill_s)
             if isinstance(answer, Refusal):
                 return answer
             handoff = answer

@@ -51,6 +51,7 @@ def run_proxy(
     proxy = Proxy(
         settings,
         direct,
+        cluster=config.name,
         master=lambda view: master_of(config, view),
         pool_bytes=lambda view: pool_bytes(config, view),
         files=files,

@@ -246,6 +246,7 @@ async def cluster(
     *,
     drain_s: float = 0.2,
     direct: DirectRule | None = None,
+    name: str = "",
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """So many nodes of each kind; a URL in their place is a node that is not ours."""
@@ -262,7 +263,7 @@ async def cluster(
                 urls[hop].append(given or node.url)
         # checks of health get in the way of scripts; their own tests ask for them
         settings = ProxyConfig(**{"policy": "round_robin", "health_interval_s": 3600, "drain_s": drain_s, **config})
-        proxy = Proxy(settings, direct, rng=InOrder())
+        proxy = Proxy(settings, direct, cluster=name, rng=InOrder())
         proxy.update(view(**urls))
         server = TestServer(proxy.app())
         await server.start_server()

@@ -5,6 +5,6 @@
 """
 
 from launch.proxy.ui.pages import UiPages
-from launch.proxy.ui.recent import RecentRequests
+from launch.proxy.ui.recent import EndedRequest, RecentRequests
 
-__all__ = ["RecentRequests", "UiPages"]
+__all__ = ["EndedRequest", "RecentRequests", "UiPages"]

@@ -2,7 +2,8 @@
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
-const SOURCES = ["engine", "memory", "disk", "pool"];
+const SAVED = ["memory", "disk", "pool"];
+const SOURCES = ["engine", ...SAVED];
 const LOST_AFTER_MS = 15000;
 const $ = (id) => document.getElementById(id);
 
@@ -25,16 +26,17 @@ function title(node, text) {
 
 // --- texts for figures
 const known = (value) => typeof value === "number" && isFinite(value);
-function short(value) {
+function short(value, base = 1000, units = ["", "k", "M", "G", "T"]) {
   if (!known(value)) return "";
-  for (const unit of ["", "k", "M", "G", "T"]) {
-    if (value < 999.5) return (value >= 99.95 || (unit === "" && Number.isInteger(value)) ? value.toFixed(0) : value.toFixed(1)) + unit;
-    value /= 1000;
+  for (const unit of units) {
+    if (value < 999.5) return (value >= 99.95 || (unit === units[0] && Number.isInteger(value)) ? value.toFixed(0) : value.toFixed(1)) + unit;
+    value /= base;
   }
   return value.toExponential(0);
 }
-const bytes = (value) => (known(value) ? short(value).replace(/[kMGT]?$/, " $&B") : "");
+const bytes = (value) => short(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
 const rate = (value) => (known(value) ? (value < 0.5 ? "–" : bytes(value) + "/s") : "");
+const statuses = (failed) => Object.entries(failed).map(([status, count]) => `${count} × ${status === "499" ? "client left" : status}`).join(", ");
 const percent = (part) => (known(part) ? Math.round(part * 100) + " %" : "");
 function seconds(value) {
   if (!known(value)) return "";
@@ -54,21 +56,19 @@ function drawFigures(state) {
   const hour = state.minutes.filter((one) => one);
   const last = state.minutes.slice(-5).filter((one) => one);
   const asked = (list) => sum(list, "computed") + SOURCES.reduce((total, source) => total + sum(list, source), 0);
-  const hit = (list) => (asked(list) ? ["memory", "disk", "pool"].reduce((total, tier) => total + sum(list, tier), 0) / asked(list) : NaN);
-  // a cache server moves the same bytes for its engines
-  const engines = state.nodes.filter((node) => node.role === "prefill" || node.role === "decode");
+  const hit = (list) => (asked(list) ? SAVED.reduce((total, tier) => total + sum(list, tier), 0) / asked(list) : NaN);
+  const saved = SAVED.reduce((total, tier) => total + sum(hour, tier), 0);
   const tiles = [
-    [percent(hit(last)) || "–", "hit, last 5 minutes"],
-    [percent(hit(hour)) || "–", "hit, last hour"],
-    [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), "requests a second"],
-    [String(state.proxy.running), "in flight"],
-    [rate(sum(engines, "load")) || "–", "loaded"],
-    [rate(sum(engines, "store")) || "–", "stored"],
+    [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), `requests a second, ${state.proxy.running} in flight`],
+    [short(sum(hour, "errors")), "errors (5xx) in the last hour", sum(hour, "errors") ? "silent" : ""],
+    [seconds(state.first_token[0]) || "–", `first token, median of the hour; 99 % within ${seconds(state.first_token[1]) || "–"}`],
+    [percent(hit(hour)) || "–", `hit in the last hour; ${percent(hit(last)) || "–"} in 5 minutes`],
+    [short(Math.round(saved)), "tokens that hits saved in the last hour"],
+    [seconds(state.saved_s) || "–", "of prefill that hits saved in it (estimate)"],
   ];
-  $("figures").replaceChildren(...tiles.map(([value, what]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, what))));
-  const silent = state.nodes.filter((node) => node.state === "silent").length;
+  $("figures").replaceChildren(...tiles.map(([value, what, as]) => el("div", { class: "tile" }, el("b", { class: as || "" }, value), el("span", {}, what))));
+  document.title = $("name").textContent = state.cluster ? `${state.cluster} · pd-cache` : "pd-cache";
   const parts = [`${state.proxy.asked} nodes`];
-  if (silent) parts.push(`${silent} without an answer`);
   if (state.left_out) parts.push(`${state.left_out} not shown`);
   $("line").textContent = parts.join(" · ") + ` · version ${state.version}`;
 }
@@ -131,7 +131,7 @@ function drawPicture(state) {
   cards.append(svg("rect", { x: columns.pool, y: poolTop, width: card.w, height: poolHeight, rx: 7, class: "card" }));
   const used = sum(segments, "used");
   const size = sum(segments, "size");
-  cards.append(svg("text", { x: columns.pool + 8, y: poolTop + 18, class: "name" }, cut(!size ? "no segment known" : narrow ? `${percent(used / size)} used` : `${bytes(used)} of ${bytes(size)}`, letters + 3)));
+  cards.append(svg("text", { x: columns.pool + 8, y: poolTop + 18, class: "name" }, cut(!size ? "not known" : narrow ? `${percent(used / size)} used` : `${bytes(used)} of ${bytes(size)}`, letters + 3)));
   segments.forEach((segment, index) => {
     const y = poolTop + 28 + index * segmentHeight;
     const inner = card.w - 16;
@@ -191,7 +191,7 @@ function drawSlow(state) {
       if (hop.sources) {
         const tiers = [...SOURCES, "computed"].map((name) => [name, Math.round(hop.sources[name])]);
         parts.push(el("span", { class: "sub" }, `: ${hop.asked} tokens: ` + tiers.filter(([, count]) => count).map(([name, count]) => `${name} ${count}`).join(", ") + " "));
-        if (hop.reason !== "none") parts.push(el("span", { class: "reason", title: hop.meaning }, hop.reason));
+        if (hop.reason !== "none") parts.push(el("span", { class: "reason" }, hop.reason));
       } else {
         parts.push(el("span", { class: "sub" }, ": no report"));
       }
@@ -200,7 +200,7 @@ function drawSlow(state) {
     return found;
   };
   const columns = [
-    { name: "request", cell: (one) => el("span", { class: "mono", title: one.id }, cut(one.id, 36)), as: "whole title break" },
+    { name: "request", cell: (one) => el("a", { class: "mono", title: `explain ${one.id}`, href: "/ui/requests/" + encodeURIComponent(one.id) }, cut(one.id, 36)), as: "whole title break" },
     { name: "first byte", cell: (one) => (known(one.first_byte) ? seconds(one.first_byte) : one.status === 499 ? "none: the client left" : `none: status ${one.status}`), n: true },
     { name: "in all", cell: (one) => seconds(one.seconds), n: true },
     { name: "ended", cell: (one) => ago(one.ago), n: true },
@@ -244,24 +244,39 @@ function drawTenants(state) {
 }
 
 // --- the last hour
-function drawHour(state) {
-  const room = $("hour");
-  const width = Math.max(280, room.clientWidth);
-  const height = 150;
-  const left = 38;
-  const low = 120;
-  const canvas = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Hit rate by tier, minute by minute" });
+function chart(width, what, label) {
+  const [left, low] = [48, 120];
+  const canvas = svg("svg", { viewBox: `0 0 ${width} 150`, role: "img", "aria-label": what });
   for (const part of [0, 0.5, 1]) {
     const y = low - part * 100;
     canvas.append(svg("line", { x1: left, x2: width, y1: y, y2: y, class: "grid" }));
-    canvas.append(svg("text", { x: 0, y: y + 4, class: "q" }, percent(part)));
+    canvas.append(svg("text", { x: 0, y: y + 4, class: "q" }, label(part)));
   }
+  for (const back of [60, 45, 30, 15, 0]) {
+    const x = left + (width - left) * (1 - back / 60);
+    canvas.append(svg("text", { x, y: 138, class: "q", "text-anchor": back === 0 ? "end" : back === 60 ? "start" : "middle" }, back ? `−${back} min` : "now"));
+  }
+  return [canvas, left, low];
+}
+function drawHour(state) {
+  const room = $("hour");
+  const width = Math.max(280, room.clientWidth);
+  const [canvas, left, low] = chart(width, "Hit rate by tier, minute by minute", percent);
   const step = (width - left) / state.minutes.length;
+  const slowest = Math.max(...state.minutes.map((minute) => (minute && minute.first_token[1]) || 0));
+  const [times] = chart(width, "Time to the first token, minute by minute", (part) => (part * slowest ? seconds(part * slowest) : "0 s"));
   state.minutes.forEach((minute, index) => {
     if (!minute) return;
+    const x = left + index * step;
+    const when = `${state.minutes.length - 1 - index} min ago: `;
+    const [median, most] = minute.first_token.map((value) => (known(value) ? low - (value / slowest) * 100 : null));
+    for (const [y, bar] of known(median) ? [[most, "most"], [median, "median"]] : []) {
+      const text = `${when}median ${seconds(minute.first_token[0])}, 99 % within ${seconds(minute.first_token[1])}`;
+      times.append(title(svg("rect", { x, y, width: Math.max(1, step - 1.5), height: low - y, class: bar }), text));
+    }
+    if (minute.errors) times.append(title(svg("rect", { x, y: 12, width: Math.max(3, step - 1.5), height: 5, class: "failed" }), when + statuses(minute.failed)));
     const asked = minute.computed + SOURCES.reduce((total, source) => total + minute[source], 0);
     if (!asked) return;
-    const x = left + index * step;
     let y = low;
     const group = svg("g", {});
     group.append(svg("rect", { x, y: low - 100, width: Math.max(1, step - 1.5), height: 100, class: "blank" }));
@@ -271,17 +286,16 @@ function drawHour(state) {
       group.append(svg("rect", { x, y, width: Math.max(1, step - 1.5), height: tall, class: source }));
     }
     const text = SOURCES.filter((source) => minute[source]).map((source) => `${source} ${percent(minute[source] / asked)}`).join(", ");
-    canvas.append(title(group, `${state.minutes.length - 1 - index} min ago: ${minute.requests} requests; ${text || "nothing found"}`));
+    canvas.append(title(group, `${when}${minute.requests} requests; ${text || "nothing found"}`));
   });
-  for (const back of [60, 45, 30, 15, 0]) {
-    const x = left + (width - left) * (1 - back / 60);
-    canvas.append(svg("text", { x: back === 0 ? width : x, y: height - 12, class: "q", "text-anchor": back === 0 ? "end" : back === 60 ? "start" : "middle" }, back ? `−${back} min` : "now"));
-  }
   const hour = state.minutes.filter((one) => one);
   const all = sum(hour, "computed") + SOURCES.reduce((total, source) => total + sum(hour, source), 0);
   const shares = [...SOURCES, "computed"].map((source) => [source, sum(hour, source)]).filter(([, tokens]) => tokens);
   const untold = sum(hour, "untold");
   room.replaceChildren(canvas);
+  $("times").replaceChildren(times);
+  if (statuses(state.failed)) $("times").append(el("p", {}, `Requests that failed: ${statuses(state.failed)}.`));
+  if (!slowest) $("times").append(el("p", { class: "sub" }, "No streamed answer in the last hour."));
   if (all) room.append(el("p", {}, "The whole hour: " + shares.map(([source, tokens]) => `${source} ${percent(tokens / all)}`).join(", ") + "."));
   if (untold) room.append(el("p", { class: "sub" }, `${untold} of ${sum(hour, "requests")} requests came back without a report, and are not counted.`));
 }
@@ -299,10 +313,15 @@ function draw() {
   drawTenants(latest);
   drawNodes(latest);
 }
+function verdict(state) {
+  if (!state.serves) return ["down", "down: no decode node can be reached, requests are answered 503"];
+  const troubled = state.nodes.filter((node) => node.state === "silent" || node.state === "ill").length;
+  return troubled ? ["ill", `serving, but ${troubled} of ${state.proxy.asked} nodes are silent or ill`] : ["live", "serving"];
+}
 function say(state, text) {
   if ($("state").textContent !== text) $("state").textContent = text;
   $("state").dataset.state = state;
-  document.body.classList.toggle("stale", state !== "live" && latest !== null);
+  document.body.classList.toggle("stale", state === "lost" && latest !== null);
 }
 function follow() {
   if (source) source.close();
@@ -311,7 +330,7 @@ function follow() {
   source.onmessage = (event) => {
     heard = Date.now();
     latest = JSON.parse(event.data);
-    say("live", "live");
+    say(...verdict(latest));
     if (!document.hidden) draw();
   };
   source.onerror = () => say("lost", "not live, connecting again");

@@ -11,6 +11,7 @@ import base64
 import binascii
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ from launch.discovery import View
 from launch.http import NOBODY
 from launch.openai import ApiError, overloaded
 from launch.proxy.keys import Keys
-from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.metrics import ProxyMetrics, RecentTrips
+from launch.proxy.nodes import NodePools
 from launch.proxy.tenants import Tenants
-from launch.proxy.ui.recent import RecentRequests, SlowRequest, prompt_sources
+from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
 from launch.watched import Asker, NodeRow, WatchedNodes, is_asked
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
-from pd_cache.reasons import MEANINGS
 
 _HERE = Path(__file__).parent
 _TYPES = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -52,9 +53,12 @@ _MOST_SHOWN = 200
 class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
-    def __init__(self, most: int, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics) -> None:
-        """`most`: the most followers at a time."""
+    def __init__(self, most: int, cluster: str, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
+        """`most`: the most followers at a time. `cluster`: its name."""
         self._most = most
+        self._cluster = cluster
+        self._pools = pools
+        self._trips = trips
         self._keys = keys
         self._view = View(())
         self._nodes = WatchedNodes()
@@ -76,6 +80,7 @@ class UiPages:
         for path, name in (("/ui", "page.html"), ("/ui/page.css", "page.css"), ("/ui/page.js", "page.js")):
             app.router.add_get(path, self._page(name))
         app.router.add_get("/ui/events", self._follow, allow_head=False)
+        app.router.add_get("/ui/requests/{id}", self._explain)
         app.on_shutdown.append(self._close)
 
     def _page(self, name: str) -> Callable[[web.Request], Any]:
@@ -85,6 +90,22 @@ class UiPages:
             return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
 
         return serve
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        """Answers with what `pd-cache explain` prints, as far as the proxy itself knows it."""
+        authorization = _authorization(request)
+        if not self._keys.may_watch(authorization):
+            return _key_needed()
+        trip = self._trips.get(request.match_info["id"], self._keys.visible_client(authorization))
+        if trip is None:
+            raise ApiError(404, "No such request among the last ones", code="not_found")
+        names = {record.address: record.name for record in self._view.nodes}
+        lines = [f"request {request.match_info['id']}"]
+        for hop in trip.hops:
+            asked = "no report" if hop.report is None else f"{hop.report.asked} tokens\n{hop.report.text()}"
+            lines.append(f"{hop.hop} at {names.get(hop.node, hop.node)}: {asked}")
+        lines.append("docs/troubleshooting.md has a cure for each reason; `pd-cache explain ID` asks the nodes, too.\n")
+        return web.Response(text="\n".join(lines), headers=_HEADERS)
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
         authorization = _authorization(request)
@@ -168,13 +189,18 @@ class UiPages:
     def state(self, client: str | None) -> dict[str, Any]:
         """Returns what one event says. `client`: whose requests it may name; None for all."""
         self._nodes.update(self._view.nodes)
-        now = time.monotonic()
+        now, minutes = time.monotonic(), self._recent.minutes()
         rows = self._nodes.rows(now)
         names = {row.record.address: row.name for row in rows}
         owners = {one.segment_name: row.name for row in rows if row.role != "master" for one in row.segments}
         segments = sorted(self._nodes.segments, key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
             "version": pd_cache.__version__,
+            "cluster": self._cluster,
+            "serves": any(self._pools.pools["decode"].health(now).values()),
+            "failed": sum((one.failed for one in minutes if one is not None), Counter[int]()),
+            "saved_s": self._recent.saved_s(),
+            "first_token": [first_token_within(minutes, part) for part in (0.5, 0.99)],
             "proxy": {
                 "running": self._metrics.running._value.get(),
                 "requests_s": self._recent.rate(),
@@ -192,8 +218,16 @@ class UiPages:
                 for one in segments[:_MOST_SHOWN]
             ],
             "minutes": [
-                one and {"requests": one.requests, "untold": one.untold, **one.sources}
-                for one in self._recent.minutes()
+                one
+                and {
+                    "requests": one.requests,
+                    "untold": one.untold,
+                    "failed": one.failed,
+                    "errors": sum(count for status, count in one.failed.items() if status >= 500),
+                    "first_token": [first_token_within([one], part) for part in (0.5, 0.99)],
+                    **one.sources,
+                }
+                for one in minutes
             ],
             "tenants": [] if client else [{"name": name, **counts} for name, counts in self._tenants.usage().items()],
             "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
@@ -229,7 +263,7 @@ def _shown_node(row: NodeRow) -> dict[str, Any]:
     }
 
 
-def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:
+def _shown_slow(one: EndedRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:
     hops = [
         {
             "hop": hop.hop,
@@ -237,7 +271,6 @@ def _shown_slow(one: SlowRequest, age_s: float, names: dict[str, str]) -> dict[s
             "asked": None if hop.report is None else hop.report.asked,
             "sources": None if hop.report is None else prompt_sources(hop.report),
             "reason": "" if hop.report is None else hop.report.reason,
-            "meaning": "" if hop.report is None else MEANINGS[hop.report.reason],
         }
         for hop in one.trip.hops
     ]

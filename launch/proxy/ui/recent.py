@@ -5,8 +5,8 @@ Everything is bounded: for each minute of an hour, where prompts were found, and
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -35,16 +35,20 @@ def prompt_sources(report: RequestReport) -> dict[str, float]:
     }
 
 
-class SlowRequest(NamedTuple):
+class EndedRequest(NamedTuple):
     request_id: str
-    at: float
-    """When it ended, by the caller's clock."""
     seconds: float
     first_byte_s: float | None
     """How long the client waited for the first byte; None if there was none."""
     status: int
-    """What the client was sent; 499 if it went away before."""
+    """What the client was sent; 499 if it went away before; of an answer that was cut, the error's."""
     trip: Trip
+    streamed: bool = False
+    """Whether its first byte was that of its first token."""
+    prefill_s: float | None = None
+    """How long its prefill hop took; None without one."""
+    at: float = 0.0
+    """When it ended; `RecentRequests` sets it."""
 
     @property
     def waited(self) -> float:
@@ -57,9 +61,15 @@ class Minute(msgspec.Struct):
     """Minutes since the clock's zero."""
     requests: int = 0
     untold: int = 0
-    """How many of them came back without a report, such as streams of vLLM."""
+    """How many of them were answered without a report, such as streams of vLLM."""
+    failed: Counter[int] = msgspec.field(default_factory=Counter)
+    """How many ended with a status of 400 or more, by status."""
+    first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))
+    """How long its last streams took to their first token, in seconds."""
+    pace: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
+    """Of prompts of which some tokens were loaded: tokens loaded or computed, and the seconds that they took; of all others the same."""
     sources: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(_SOURCES, 0.0))
-    slow: list[SlowRequest] = []
+    slow: list[EndedRequest] = []
 
 
 class RecentRequests:
@@ -68,17 +78,26 @@ class RecentRequests:
         self._clock = clock
         self._minutes: deque[Minute] = deque(maxlen=MINUTES)
 
-    def note(self, request_id: str, seconds: float, first_byte_s: float | None, status: int, trip: Trip) -> None:
+    def note(self, one: EndedRequest) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
         now = self._clock()
         minute = self._minute(now)
         minute.requests += 1
-        if (report := next((hop.report for hop in trip.hops), None)) is None:
-            minute.untold += 1
-        else:
+        if one.status >= 400:
+            minute.failed[one.status] += 1
+        first_token_s = one.first_byte_s if one.streamed and one.status < 400 else None
+        if first_token_s is not None:
+            minute.first_token.append(first_token_s)
+        if (report := next((hop.report for hop in one.trip.hops), None)) is not None:
             for source, tokens in prompt_sources(report).items():
                 minute.sources[source] += tokens
-        minute.slow.append(SlowRequest(request_id, now, seconds, first_byte_s, status, trip))
+            took_s = first_token_s if one.prefill_s is None else one.prefill_s
+            if took_s is not None and report.reason != "too_short":
+                minute.pace[0 if report.loaded else 2] += report.loaded + report.computed
+                minute.pace[1 if report.loaded else 3] += took_s
+        elif one.status < 400:
+            minute.untold += 1
+        minute.slow.append(one._replace(at=now))
         if len(minute.slow) > SLOWEST:
             minute.slow.remove(min(minute.slow, key=lambda one: one.waited))
 
@@ -94,7 +113,13 @@ class RecentRequests:
         known = {minute.number: minute for minute in self._minutes}
         return [known.get(number) for number in range(last - MINUTES + 1, last + 1)]
 
-    def slowest(self, client: str | None = None) -> list[SlowRequest]:
+    def saved_s(self) -> float | None:
+        """Returns how much longer the last hour's prompts with hits would have taken at the pace of those without; None if either lack."""
+        known = [minute for minute in self.minutes() if minute is not None]
+        hit_tokens, hit_s, tokens, seconds = (sum(minute.pace[index] for minute in known) for index in range(4))
+        return hit_tokens * seconds / tokens - hit_s if tokens and hit_tokens else None
+
+    def slowest(self, client: str | None = None) -> list[EndedRequest]:
         """Returns the requests of the last hour that waited longest for their first byte. `client`: only that client's."""
         slow = [one for minute in self.minutes() if minute is not None for one in minute.slow]
         return sorted((one for one in slow if client in (None, one.trip.client)), key=lambda one: -one.waited)[:SLOWEST]
@@ -103,3 +128,9 @@ class RecentRequests:
         """Returns how many requests ended a second, over the present minute and the last."""
         ended = sum(minute.requests for minute in self.minutes()[-2:] if minute is not None)
         return ended / (_MINUTE_S + self._clock() % _MINUTE_S)
+
+
+def first_token_within(minutes: Iterable[Minute | None], part: float) -> float | None:
+    """Returns the seconds within which `part` of the minutes' streams had their first token; None without streams."""
+    times = sorted(time for minute in minutes if minute is not None for time in minute.first_token)
+    return times[min(len(times) - 1, int(part * len(times)))] if times else None

@@ -16,7 +16,7 @@ from tests.support.proxy import Behaviour, cluster, says, scenario, until
 
 pytestmark = needs_chromium
 
-LIVE = "document.getElementById('state') !== null && document.getElementById('state').dataset.state === 'live'"
+STATE = "(document.getElementById('state') || document.body).dataset.state"
 EVIL = "<img src=x onerror=document.title='owned'>"
 
 
@@ -44,7 +44,10 @@ def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_tex
     @scenario
     async def run() -> None:
         files = keys(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
-        async with cluster(prefill=0, decode=2, **files) as c, chromium(tmp_path) as browser:
+        async with (
+            cluster(prefill=0, decode=2, name=EVIL, health_interval_s=0.2, **files) as c,
+            chromium(tmp_path) as browser,
+        ):
             for node in c.decode:
                 node.default = counting_evil()
             names = zip((EVIL, "decode-1"), c.decode, strict=True)
@@ -56,19 +59,22 @@ def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_tex
             assert [one["response"]["status"] for one in browser.said("Network.responseReceived")] == [401]
             await browser.type_password(WATCHING)
             await browser.open(c.url + "/ui")
-            await browser.until(LIVE)
-            await browser.until(f"{text_of('line')}.includes('1 without an answer')")
+            await browser.until(f"{STATE} === 'ill'")
+            await browser.until(f"{text_of('state')} === 'serving, but 1 of 4 nodes are silent or ill'")
             await browser.until("document.querySelectorAll('#picture path.edge.load').length === 2")
             await browser.until(f"{text_of('nodes')}.includes({EVIL[:40]!r})")
             titles = "[...document.querySelectorAll('#picture title')].map((one) => one.textContent)"
             assert await browser.evaluate(f"{titles}.some((text) => text.startsWith('<img src=x onerror'))")
             assert await browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-            assert await browser.evaluate("document.title") == "pd-cache"
+            assert await browser.evaluate("document.title") == f"{EVIL} · pd-cache"
             c.proxy._ui._closing = True  # as for a proxy that is being restarted: streams end, and new ones are refused
-            await browser.until("document.getElementById('state').dataset.state === 'lost'")
+            await browser.until(f"{STATE} === 'lost'")
             assert await browser.evaluate("document.body.classList.contains('stale')")
             c.proxy._ui._closing = False
-            await browser.until(LIVE)
+            await browser.until(f"{STATE} === 'ill'")
+            for node in c.decode:
+                await node.stop()
+            await browser.until(f"{STATE} === 'down'")
             asked = [one["request"]["url"] for one in browser.said("Network.requestWillBeSent")]
             assert [url for url in asked if not url.startswith((c.url + "/ui", "data:,"))] == [], "of no other host"
             assert [one for one in browser.said("Audits.issueAdded") if "Policy" in one["issue"]["code"]] == []

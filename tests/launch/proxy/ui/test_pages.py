@@ -96,7 +96,27 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
         assert (slow["id"], [hop["node"] for hop in slow["hops"]]) == ("mine", ["prefill-0", "decode-0"])
         assert (slow["status"], slow["hops"][0]["reason"]) == (200, "evicted")
         assert slow["hops"][0]["sources"] == {"engine": 0, "memory": 0, "disk": 0, "pool": 200, "computed": 100}
-        assert slow["hops"][0]["meaning"].startswith("the node that looked had stored this chunk")
+        async with c.get("/ui/requests/mine") as response:
+            explained = await response.text()
+        assert explained.startswith("request mine\nprefill at prefill-0: 300 tokens\n  in the engine's own cache 0,")
+        assert "evicted: the node that looked had stored this chunk" in explained
+        async with c.get("/ui/requests/other") as response:
+            assert response.status == 404
+
+
+@scenario
+async def test_a_proxy_whose_decode_nodes_are_gone_does_not_serve_and_counts_what_it_refuses() -> None:
+    async with cluster(health_interval_s=0.1) as c:
+        async with follow(c) as response:
+            follower = Follower(response)
+            assert (await follower.event())["serves"]
+            await c.decode[0].stop()
+            await follower.until(lambda event: not event["serves"])
+            async with c.post() as refused:
+                assert refused.status == 503
+            event = await follower.until(lambda event: event["failed"])
+        assert event["failed"] == {"503": 1}
+        assert sum(minute["errors"] for minute in event["minutes"] if minute) == 1
 
 
 @scenario
@@ -222,7 +242,7 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
 ) -> None:
     files = keys(tmp_path_factory.mktemp("k"), api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
     async with cluster(**files) as c:
-        for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events"):
+        for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events", "/ui/requests/mine"):
             for wrong in ("", "Bearer nothing", f"Bearer {KEY}", basic(KEY), "Basic !", "Basic", basic("") + "=="):
                 headers = {"Authorization": wrong} if wrong else {}
                 async with c.session.get(c.url + path, headers=headers) as response:
@@ -230,7 +250,7 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
                     assert response.headers["WWW-Authenticate"].startswith("Basic ")
             for right in (f"Bearer {WATCHING}", basic(WATCHING)):
                 async with c.session.get(c.url + path, headers={"Authorization": right}) as response:
-                    assert response.status == 200
+                    assert response.status == (404 if "requests" in path else 200)
 
 
 @scenario
@@ -242,3 +262,8 @@ async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path_facto
         async with follow(c, Authorization=basic(OTHER)) as response:
             event = await Follower(response).event()
         assert [one["id"] for one in event["slow"]] == ["r1"]
+        for number, status in enumerate((404, 200)):
+            async with c.session.get(
+                c.url + f"/ui/requests/r{number}", headers={"Authorization": basic(OTHER)}
+            ) as response:
+                assert response.status == status
