@@ -43,7 +43,8 @@ _LONGEST_LINE = 8192
 _LONGEST_LABEL = 40
 _MOST = 2.0**62
 """More than any node can have counted; seconds and bytes are below it, too."""
-_TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
+TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
+"""What people call a tier, by its kind."""
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
 _QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
 _RUNNING = ("pd_cache_reference_running", "num_requests_running", "pd_cache_proxy_requests_running")
@@ -157,7 +158,7 @@ def _by(samples: Samples, name: str, label: str) -> dict[str, float]:
         if label in labels:
             text = labels[label][:_LONGEST_LABEL]
             if label == "tier":
-                text = _TIERS.get(text.partition("-")[0], text)  # a second tier of a kind is called `disk-1`
+                text = TIERS.get(text.partition("-")[0], text)  # a second tier of a kind is called `disk-1`
             found[text] = found.get(text, 0.0) + value
     return found
 
@@ -337,7 +338,7 @@ def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, floa
     parts = _parts(steps)
     if not parts and last is not None and len(last.tier_bytes) == 1:
         parts = dict.fromkeys(last.tier_bytes, 1.0)  # a node with one tier does not count by tier
-    if parts and set(parts) <= set(_TIERS.values()):
+    if parts and set(parts) <= set(TIERS.values()):
         loaded = found.pop("loaded")
         found |= {tier: loaded * part for tier, part in parts.items()}
     return found
@@ -346,8 +347,8 @@ def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, floa
 def _parts(steps: list[_Increment]) -> dict[str, float]:
     """Returns which part of the chunks was read from each tier; empty if none was."""
     hits = _sums(steps, "hits")
-    read = sum(hits.get(tier, 0.0) for tier in _TIERS.values())
-    return {tier: hits.get(tier, 0.0) / read for tier in _TIERS.values()} if read else {}
+    read = sum(hits.get(tier, 0.0) for tier in TIERS.values())
+    return {tier: hits.get(tier, 0.0) / read for tier in TIERS.values()} if read else {}
 
 
 def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:

@@ -12,7 +12,6 @@ import time
 import urllib.error
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 
 import msgspec
 from rich.console import Console, Group
@@ -22,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, View, open_directory
-from launch.figures import read_node, read_samples, total
+from launch.figures import TIERS, read_node, read_samples, total
 from launch.http import NOBODY, Access, proxy_access
 from launch.masters import LEADER, Segment, master_health, mooncake_of, segments_at
 from launch.versions import known_versions
@@ -34,6 +33,7 @@ from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0
 _AT_A_TIME = 16
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 NOT_ASKED = "not asked"
 NO_ANSWER = "no answer"
 
@@ -347,18 +347,19 @@ def status_table(status: ClusterStatus) -> Group:
     table = Table(box=None, pad_edge=False)
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)
-    for column in ("state", "up since", "hit rate", "bytes by tier", "in flight"):
+    for column in ("state", "up for", "hit", "holds", "in flight"):
         table.add_column(column, overflow="fold")
     details = []
     for row in status.nodes:
         state = row.state.partition(":")[0].partition(";")[0]
+        held = [f"{TIERS.get(tier, tier)} {shown_bytes(size)}" for tier, size in row.bytes_by_tier.items() if size]
         table.add_row(
             row.name,
             row.record.role,
             escape(", ".join(filter(None, (state, row.leads, row.memory)))),
-            _shown_time(row.up_since),
+            _shown_age(row.up_since),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
-            escape("\n".join(f"{tier} {shown_bytes(value)}" for tier, value in row.bytes_by_tier.items())),
+            escape("\n".join(held)),
             "" if row.in_flight is None else str(row.in_flight),
         )
         if state != row.state:
@@ -375,13 +376,12 @@ def status_table(status: ClusterStatus) -> Group:
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
 
 
-def _shown_time(at: float | None) -> str:
-    if at is None:
+def _shown_age(since: float | None) -> str:
+    if since is None:
         return ""
-    try:
-        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # a node can send any number
-        return f"{at:g}"
+    age = max(0.0, time.time() - since)
+    unit, length = next(((unit, length) for unit, length in _UNITS if age >= 2 * length), ("s", 1))
+    return f"{age // length:.4g} {unit}"  # a node can send any number
 
 
 def as_json(status: ClusterStatus) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -123,6 +124,17 @@ def test_eighty_columns_show_every_word() -> None:
     assert "…" not in shown
     for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: no answer: timed out"):
         assert part in shown
+
+
+def test_eighty_columns_have_a_line_for_each_node() -> None:
+    record = NodeRecord(name="prefill-10", role="cache-server", address="http://10.0.0.1:4")
+    row = NodeStatus(
+        record=record, up_since=time.time() - 200_000, hit_rate=0.985, bytes_by_tier={"mooncake": 84 << 30}
+    )
+    row.in_flight, row.memory, text = 12, "draining", io.StringIO()
+    Console(file=text, width=80).print(status_table(ClusterStatus("etcd", True, [row] * 3)))
+    cells = ["prefill-10", "cache-server", "up,", "draining", "2", "d", "98.5%", "pool", "84.0", "GiB", "12"]
+    assert [line.split() for line in text.getvalue().splitlines()[2:]] == [cells] * 3
 
 
 def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:
