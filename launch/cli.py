@@ -135,13 +135,14 @@ def launch(role: str, file: Path, name: str | None) -> None:
 def up(file: Path, drain_s: float | None) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
     from launch.supervise import stop_on_signals
-    from launch.up import running
+    from launch.up import running, welcome
 
     _log_what_happens()
     config, source = read_config(file)
     with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
         for name, url in cluster.urls.items():
             click.echo(f"ready {name} {url}".rstrip())
+        click.echo(welcome(cluster, file))
         cluster.supervisor.wait(stop)
         if drain_s is not None:
             from launch.drain import drain_local
@@ -166,7 +167,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 @_json_option
 @click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
 def status(file: Path, as_json: bool, watch: bool) -> None:
-    """Show the nodes of the cluster, and what each is doing: roles, up since, hit rate, bytes by tier, in flight, errors by reason.
+    """Show the nodes of the cluster, and what each is doing: roles, up for how long, hit rate, bytes by tier, in flight, errors by reason.
 
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch.discovery.directory import describe_node
 from launch.supervise import Program, StopFlag, Supervisor, to_stderr
 from pd_cache.cluster import (
     ROLES,
@@ -48,6 +49,21 @@ class LocalCluster:
     def urls(self) -> dict[str, str]:
         """Where each node answers, by name."""
         return dict(self.supervisor.ready_urls)
+
+
+def welcome(cluster: LocalCluster, file: Path) -> str:
+    """Returns what `up` says when all nodes are ready: how many, and if a proxy is among them, the page to watch and a command to try."""
+    config, urls = cluster.config, cluster.urls
+    lines = [f"all {len(urls)} nodes{'' if len(urls) == len(config.nodes) else ' of this machine'} are ready"]
+    proxy = next((urls[node.name] for node in config.by_role("proxy") if node.name in urls), None)
+    model = next((describe_node(config, node, "").model for node in config.by_role("decode")), None)
+    if proxy is not None and model is not None:
+        lines.append(f"watch {proxy}/ui in a browser, or: pd-cache top -c {file}")
+        lines.append("try, twice (the second is a hit; `pd-cache explain` takes the id in its answer):")
+        key = " -H 'Authorization: Bearer KEY'" if config.proxy.api_keys_file else ""
+        body = f"""'{{"model": "{model}", "max_tokens": 4, "prompt": ['$(seq -s, 1000)']}}'"""
+        lines.append(f"  curl -s {proxy}/v1/completions -H 'Content-Type: application/json'{key} -d {body}")
+    return "\n".join(lines)
 
 
 def quiet(line: str) -> None:

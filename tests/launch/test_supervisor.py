@@ -236,6 +236,24 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
     assert lines[-1] == "a | no end of line"
 
 
+def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_are_not() -> None:
+    said: list[str] = []
+    lines = (
+        "WARNING: Logging before InitGoogleLogging() is written to STDERR",
+        "E1 x.cpp:1] Local segment descriptor not found",
+        "E1 x.cpp:2] real",
+    )
+    with supervising(said.append) as supervisor:
+        supervisor.start(
+            [
+                program(
+                    "a", f"print({chr(10).join(lines)!r}); print('ready a', flush=True); import signal; signal.pause()"
+                )
+            ]
+        )
+    assert said == ["a | E1 x.cpp:2] real"]
+
+
 def test_a_program_that_does_not_exist_stops_the_others() -> None:
     for argv in ("/no/such/program", "no-such-program-in-path", str(ROOT / "pyproject.toml")):
         with pytest.raises(SupervisorError, match="b: cannot be started"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +16,7 @@ from pd_cache.cluster import (
     DecodeNode,
     MasterNode,
     ModelConfig,
+    ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
     StoreNode,
@@ -38,6 +42,20 @@ def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> 
     assert all(chosen)
     assert len(set(chosen)) == 4
     assert [node.port for node in config.nodes[3:]] == [7, 0]  # type: ignore[union-attr]
+
+
+def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> None:
+    config = cluster(DecodeNode(name="d"), ProxyNode(name="p"), DecodeNode(name="e", host=ELSEWHERE))
+    supervisor = SimpleNamespace(ready_urls={"master": "", "d": "http://h:1", "p": "http://h:2"})
+    lines = up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")).splitlines()  # type: ignore[arg-type]
+    assert lines[0] == "all 3 nodes of this machine are ready"
+    assert lines[1] == "watch http://h:2/ui in a browser, or: pd-cache top -c c.yaml"
+    body = subprocess.run(
+        ["bash", "-c", lines[-1].replace("curl -s", "printf '%s\n'")], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[-1]
+    assert json.loads(body) == {"model": "m", "max_tokens": 4, "prompt": list(range(1, 1001))}
+    supervisor.ready_urls = {"d": "http://h:1"}
+    assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"  # type: ignore[arg-type]
 
 
 def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
