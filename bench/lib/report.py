@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -30,6 +31,13 @@ _WIDTH = 160
 """Columns of a page, and of what is not a terminal."""
 _TICKS = 10
 """So many different x, or fewer, are the ticks."""
+_NAME = re.compile(r"\b[a-z]+\d*(_[a-z0-9]+)+\b")
+"""A figure as JSON names it."""
+_WORDS = {
+    "_per_s": " a second", "_gbps": ", GB/s", "_s": ", s", "_ms": ", ms", "_us": ", µs", "_bytes": ", bytes",
+    "_p50": ", median", "_p99": ", 99 % within", "ttft": "first token", "tpot": "time a token",
+}  # fmt: skip
+_WORD = re.compile("|".join(f"{part}(?![a-z0-9])" for part in _WORDS))
 option = functools.partial(click.option, show_default=True)
 
 
@@ -172,15 +180,15 @@ def finish(
     rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
     everything = {**results, "checks": rows, "ok": ok}
     tables = [_plain(results)] if report is None else [part for part in report.parts if isinstance(part, Table)]
-    if listed:
-        tables.append(Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed]))
+    tables = [_in_words(table) for table in tables]
+    targets = [Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed])][: len(listed)]
     if html is not None:
         assert report is not None, "a page needs a report"
-        html.write_text(_page(report, tables, everything), encoding="utf-8")
+        html.write_text(_page(report, [*targets, *tables], everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
-        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), tables)
+        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), [*tables, *targets])
         if html is not None:
             click.echo(f"written: {html}")
     if strict and not ok:
@@ -191,12 +199,12 @@ def _plain(results: Mapping[str, Any]) -> Table:
     rows = results.get("results")
     if isinstance(rows, list):
         return Table.of("", rows)
-    return Table("", ("figure", "value"), list(results.items()))
+    return Table("", ("", "value"), list(results.items()))
 
 
 def _judged(check: Check) -> Sequence[object]:
     limit = f"{'≥' if check.from_below else '≤'} {shown(check.limit)}"
-    return (check.name, check.value, limit, Text("met", "green") if check.ok else Text("missed", "red"))
+    return (in_words(check.name), check.value, limit, Text("met", "green") if check.ok else Text("missed", "red"))
 
 
 def _draw(console: Console, tables: Iterable[Table]) -> None:
@@ -209,6 +217,11 @@ def _draw(console: Console, tables: Iterable[Table]) -> None:
         console.print(drawn)
 
 
+def in_words(text: str) -> str:
+    """Returns a text in which the names of figures are words: `lookup_p50_ms` becomes `lookup, median, ms`."""
+    return _NAME.sub(lambda found: _WORD.sub(lambda one: _WORDS[one[0]], found[0]).replace("_", " "), text)
+
+
 def shown(value: object) -> str:
     """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
     if value is None:
@@ -218,21 +231,45 @@ def shown(value: object) -> str:
     return str(value)
 
 
+def _in_words(table: Table) -> Table:
+    """Names columns, and rows if their column has no name, in words."""
+    rows = table.rows if table.columns[0] else [[in_words(str(row[0])), *row[1:]] for row in table.rows]
+    return table._replace(columns=[in_words(name) for name in table.columns], rows=rows)
+
+
+_STYLE = """:root{color-scheme:light dark}body{margin:1rem 2%;font-family:sans-serif}
+div{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem}figure{margin:1rem 0;background:#fff;color:#222}svg{width:100%;height:auto}pre,section{overflow-x:auto}table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8886;font-variant-numeric:tabular-nums}.n{text-align:right}
+.met{color:#0a7d4f}.missed{background:#b91c1c;color:#fff;font-weight:600}"""
+
+
+def _html(table: Table) -> str:
+    def cell(value: object) -> str:
+        text = value.plain if isinstance(value, Text) else shown(value)
+        kind = text if isinstance(value, Text) else "n" if isinstance(value, int | float) else ""
+        return f'<td class="{kind}">{escape(text)}</td>'
+
+    sides = ["n" if isinstance(value, int | float) else "" for value in (*table.rows, table.columns)[0]]
+    head = "".join(f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, table.columns, strict=True))
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
+    title = f"<h2>{escape(table.title)}</h2><p>{escape(table.note)}</p>"
+    return f"<section>{title}<table><tr>{head}</tr>{body}</table></section>"
+
+
 def _page(report: Report, tables: Sequence[Table], results: Mapping[str, Any]) -> str:
     """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
-    _draw(console, [*tables, Table("How it was measured", ("", ""), list(report.about.items()))])
     plots = [part for part in report.parts if isinstance(part, LinePlot)]
     parts = [
         f"<h1>{escape(report.title)}</h1><p>{escape(report.summary)}</p>",
-        console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
+        *map(_html, tables),
+        "<div>",
         *(f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)}</figcaption></figure>" for plot in plots),
+        "</div>",
+        _html(Table("How it was measured", ("", ""), list(report.about.items()))),
         f"<details><summary>All figures, as JSON</summary><pre>{escape(json.dumps(results, indent=1))}</pre></details>",
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(report.title)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(report.title)}</title>\n'
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
-        "<style>body{margin:1rem auto;max-width:72rem;font-family:sans-serif}pre{overflow-x:auto}svg{max-width:100%}</style>\n"
-        + "\n".join(parts)
-        + "</html>\n"
+        f"<style>{_STYLE}</style>\n" + "\n".join(parts) + "</html>\n"
     )

@@ -39,9 +39,8 @@ _PEER_RATIO = 0.8
 """A lookup may take so much of LMCache's."""
 _GROUPS_MS = 3.0
 """So long a lookup of 32768 tokens in many layer groups may take."""
-_CLIENTS = 8
 _RATES = {4096: 0.6, 32768: 0.4}
-"""How many lookups a second there have to be, in raw requests a second, of `_CLIENTS` clients, by tokens."""
+"""How many lookups a second there have to be, in raw requests a second, of any number of clients, by tokens."""
 _SEGMENT = 64 << 20
 _WARM_UP = 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
@@ -363,7 +362,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     """Returns the checks of one client's lookups, against their parts and LMCache's, and of many clients' against raw requests."""
     rows = figures["results"]
     checks = [
-        at_most(f"first_ms, {row['tokens']} tokens", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"])
+        at_most(f"{row['tokens']} tokens, first, ms", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"])
         for row in rows
     ]
     checks += [
@@ -379,10 +378,12 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     ]
     checks += [
         at_least(
-            f"lookups / raw requests, {row['tokens']} tokens, {_CLIENTS} clients", row["ratio"], _RATES[row["tokens"]]
+            f"lookups a second / raw requests, {row['tokens']} tokens, {row['clients']} clients",
+            row["ratio"],
+            _RATES[row["tokens"]],
         )
         for row in figures["clients"]
-        if row["clients"] == _CLIENTS and row["tokens"] in _RATES
+        if row["tokens"] in _RATES
     ]
     return checks
 

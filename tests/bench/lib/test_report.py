@@ -40,7 +40,7 @@ def test_the_page_loads_nothing_and_shows_text_as_it_is(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     assert NASTY not in text.replace("&amp;", "&").split("<svg")[0]
     assert "<script" not in text
-    assert "missed" in text
+    assert '<td class="missed">missed</td>' in text
 
 
 def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
