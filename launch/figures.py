@@ -228,6 +228,17 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.sources is None else hit_rate(self.sources)
 
 
+def shown_age(seconds: float) -> str:
+    """Returns a time that has passed as text for people."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.0f} h"
+    )
+
+
 def hit_rate(sources: Mapping[str, float]) -> float:
     """Returns the hit rate of the shares of `SOURCES`. What the engine's own cache held was not loaded."""
     return sum(part for source, part in sources.items() if source not in ("engine", "computed"))

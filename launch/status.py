@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, View, open_directory
-from launch.figures import TIERS, read_node, read_samples, total
+from launch.figures import TIERS, read_node, read_samples, shown_age, total
 from launch.http import NOBODY, Access, proxy_access
 from launch.masters import LEADER, Segment, master_health, mooncake_of, segments_at
 from launch.versions import known_versions
@@ -33,7 +33,6 @@ from pd_cache.errors import PdCacheError
 
 _SYNC_S = 5.0
 _AT_A_TIME = 16
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 NOT_ASKED = "not asked"
 NO_ANSWER = "no answer"
 
@@ -357,7 +356,7 @@ def status_table(status: ClusterStatus) -> Group:
             row.name,
             row.record.role,
             escape(", ".join(filter(None, (state, row.leads, row.memory)))),
-            _shown_age(row.up_since),
+            "" if row.up_since is None else shown_age(max(0.0, time.time() - row.up_since)),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(held)),
             "" if row.in_flight is None else str(row.in_flight),
@@ -374,14 +373,6 @@ def status_table(status: ClusterStatus) -> Group:
     if (skew := status.skew) is not None and not skew.fails:
         differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
-
-
-def _shown_age(since: float | None) -> str:
-    if since is None:
-        return ""
-    age = max(0.0, time.time() - since)
-    unit, length = next(((unit, length) for unit, length in _UNITS if age >= 2 * length), ("s", 1))
-    return f"{age // length:.4g} {unit}"  # a node can send any number
 
 
 def as_json(status: ClusterStatus) -> str:

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import Directory, open_directory
-from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, tenant_cells
+from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age, tenant_cells
 from launch.http import proxy_access
 from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
 from pd_cache.cluster import ClusterConfig
@@ -105,10 +105,6 @@ def seconds(value: float) -> str:
 
 def percent(part: float | None) -> str:
     return "" if part is None else f"{part:.0%}"
-
-
-def _ago(value: float) -> str:
-    return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -292,7 +288,7 @@ def table(rows: Sequence[NodeRow], width: int, screen: Screen | None = None) -> 
         style = "reverse" if screen is not None and row.name == screen.selected else ""
         cells = [_trend(row, one.width) if one.title == _TREND else one.cell(row) for one in columns]
         if row.state == "silent":
-            since = "" if row.silent_s is None else f" for {_ago(row.silent_s)}"
+            since = "" if row.silent_s is None else f" for {shown_age(row.silent_s)}"
             texts = [*cells[: len(silent.columns) - 1], f"no answer{since}: {row.why}"]
             silent.add_row(*(Text(text, "" if text == row.name else "red") for text in texts), style=style)
         else:
@@ -334,7 +330,7 @@ def details(row: NodeRow, width: int) -> RenderableType:
         add("tenant", tenant, f"{size} of {quota}" if quota else "", f"hit {hit or '-'}", f"{evicted} chunks evicted")
     for reason, tokens, when in rates.missed[:5]:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
-        add("computed", f"{short(tokens):>5} tokens, last {_ago(when)} ago: {reason}: {meaning}")
+        add("computed", f"{short(tokens):>5} tokens, last {shown_age(when)} ago: {reason}: {meaning}")
     if row.role in ("prefill", "decode", "cache-server"):
         for name in TRENDS:
             trend = row.history.trend(name)

@@ -35,7 +35,7 @@ _NAME = re.compile(r"\b[a-z]+\d*(_[a-z0-9]+)+\b")
 """A figure as JSON names it."""
 _WORDS = {
     "_per_s": " a second", "_gbps": ", GB/s", "_s": ", s", "_ms": ", ms", "_us": ", µs", "_bytes": ", bytes",
-    "_p50": ", median", "_p99": ", 99 % within", "ttft": "first token", "tpot": "time a token",
+    "_p50": ", median", "_p90": ", 90 % within", "_p99": ", 99 % within", "ttft": "first token", "tpot": "time a token",
 }  # fmt: skip
 _WORD = re.compile("|".join(f"{part}(?![a-z0-9])" for part in _WORDS))
 option = functools.partial(click.option, show_default=True)
@@ -223,9 +223,11 @@ def in_words(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; nothing for None."""
+    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; `a: 1, b: 2` for a dict."""
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
@@ -240,7 +242,7 @@ def _in_words(table: Table) -> Table:
 _STYLE = """:root{color-scheme:light dark}body{margin:1rem 2%;font-family:sans-serif}
 div{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem}figure{margin:1rem 0;background:#fff;color:#222}svg{width:100%;height:auto}pre,section{overflow-x:auto}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8886;font-variant-numeric:tabular-nums}.n{text-align:right}
-.met{color:#0a7d4f}.missed{background:#b91c1c;color:#fff;font-weight:600}"""
+.met{color:light-dark(#047857,#34d399)}.missed{background:#b91c1c;color:#fff;font-weight:600}"""
 
 
 def _html(table: Table) -> str:

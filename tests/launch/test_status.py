@@ -133,7 +133,7 @@ def test_eighty_columns_have_a_line_for_each_node() -> None:
     )
     row.in_flight, row.memory, text = 12, "draining", io.StringIO()
     Console(file=text, width=80).print(status_table(ClusterStatus("etcd", True, [row] * 3)))
-    cells = ["prefill-10", "cache-server", "up,", "draining", "2", "d", "98.5%", "pool", "84.0", "GiB", "12"]
+    cells = ["prefill-10", "cache-server", "up,", "draining", "56", "h", "98.5%", "pool", "84.0", "GiB", "12"]
     assert [line.split() for line in text.getvalue().splitlines()[2:]] == [cells] * 3
 
 

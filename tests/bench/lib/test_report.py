@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.lib.about import about
-from bench.lib.report import LinePlot, Report, Table, at_least, finish, report_options
+from bench.lib.report import LinePlot, Report, Table, at_least, finish, in_words, report_options
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.config import CacheConfig
 from transfer.settings import TransferSettings
@@ -51,6 +51,19 @@ def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
     done = CliRunner().invoke(bench, ["--json"], catch_exceptions=False)
     check = {"name": NASTY, "value": 1.0, "limit": 2.0, "ok": False}
     assert json.loads(done.stdout) == {"results": [{"a": NASTY}], "checks": [check], "ok": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lookup_p50_ms", "lookup, median, ms"),
+        ("answered_per_s", "answered a second"),
+        ("ttft_p99_ms: reuse / recompute", "first token, 99 % within, ms: reuse / recompute"),
+        ("hit_rate", "hit rate"),
+    ],
+)
+def test_figures_are_named_in_words(name: str, words: str) -> None:
+    assert in_words(name) == words
 
 
 def test_a_page_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
