@@ -546,14 +546,18 @@ def config_check(file: Path, file_only: bool) -> None:
     from pd_cache.cluster.machine import check_machine, local_nodes
 
     config, source = read_config(file)
+    mine = local_nodes(config)
     if not file_only:
-        check_machine(config, source, local_nodes(config))
-        for name, why in refused_flags(config, local_nodes(config)).items():
+        check_machine(config, source, mine)
+        for name, why in refused_flags(config, mine).items():
             raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
     counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
     size = config.cache.chunk_size
-    chunks = "chunks of the size that fits the model" if size == "auto" else f"chunks of {size} tokens"
-    click.echo(f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks} over {config.transfer.protocol}")
+    chunks = "chunk size by the model" if size == "auto" else f"chunks of {size} tokens"
+    click.echo(f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks}, {config.transfer.protocol}")
+    if not file_only:
+        hosts = ", ".join(sorted({node.host for node in config.nodes}))
+        click.echo(f"on this machine: {', '.join(node.name for node in mine) or f'no node; the hosts are {hosts}'}")
 
 
 @config.command("example")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 """How long a node may take."""
-_CHOSEN_BY_UP = "its port is 0 in this file, chosen by `up`"
+_CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
 _AT_A_TIME = 24
 _LONGEST_PAUSE_S = 15.0
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")

@@ -59,7 +59,7 @@ def node_findings(status: ClusterStatus) -> Iterator[Finding]:
     asked = [row for row in status.nodes if row.asked]
     if asked and not any(row.answers for row in asked):
         yield broken(
-            check, f"none of the {len(asked)} nodes that take questions answers", why="the cluster is not running, or not from here",
+            check, f"none of the {len(asked)} nodes that take questions answers", why="the cluster does not run, or this machine does not reach it",
             repair=_UP,
         )  # fmt: skip
         return

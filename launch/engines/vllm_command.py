@@ -79,27 +79,26 @@ def command(
 
 def refused_flags(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, str]:
     """Returns what vLLM's own parser says against the flags of these nodes, by the name of the node. It runs in vLLM's Python, which takes
-    seconds. Empty if all flags are good, if the engine is not vLLM, or if its program is no script of a Python."""
-    engine = config.engine
-    if not isinstance(engine, VllmEngineConfig):
+    seconds. Empty if all flags are good, if none of them runs vLLM, or if its program is no script of a Python."""
+    engine, engines = config.engine, [node for node in nodes if isinstance(node, PrefillNode | DecodeNode)]
+    if not isinstance(engine, VllmEngineConfig) or not engines:
         return {}
     with open(executable(engine.executable), "rb") as script:
         first = script.readline(4096).decode(errors="replace").split()
     if len(first) != 1 or not first[0].startswith("#!/") or "python" not in first[0]:
         return {}
     refused = {}
-    for node in nodes:
-        if isinstance(node, PrefillNode | DecodeNode):
-            given = ("serve", engine.model, *flags(_visible(_arguments(engine, node))))
-            try:
-                done = subprocess.run(
-                    [first[0][2:], "-P", "-c", _PARSE, *given],
-                    capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S,
-                )  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired):
-                continue
-            if done.returncode == 2:
-                refused[node.name] = done.stderr.rpartition("error: ")[2].strip()
+    for node in engines:
+        given = ("serve", engine.model, *flags(_visible(_arguments(engine, node))))
+        try:
+            done = subprocess.run(
+                [first[0][2:], "-P", "-c", _PARSE, *given],
+                capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 2:
+            refused[node.name] = done.stderr.rpartition("error: ")[2].strip()
     return refused
 
 

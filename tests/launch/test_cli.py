@@ -138,7 +138,8 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
             up.wait()
     assert running_config(file) is None
     shown = json.loads(CliRunner().invoke(main, ["status", "--json", "-c", str(file)]).stdout)
-    assert {"no answer: its port is 0 in this file, chosen by `up`"} == {node["state"] for node in shown["nodes"]}
+    said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
+    assert {said} == {node["state"] for node in shown["nodes"]}
     wait_for(lambda: not any(lives(one) for one in family), 30, "every process being gone")
 
 
@@ -225,6 +226,19 @@ def test_output_that_does_not_fit_on_its_disk_is_one_line(command: list[str]) ->
 )
 def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None:
     assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
+
+
+def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_those_of_others(tmp_path: Path) -> None:
+    nodes = [
+        {"name": "m", "role": "master", "host": "192.0.2.1", "port": 50051},
+        {"name": "d", "role": "decode", "host": "192.0.2.2", "port": 8200},
+    ]
+    elsewhere = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes)
+    result = CliRunner().invoke(main, ["config", "check", str(elsewhere)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("on this machine: no node; the hosts are 192.0.2.1, 192.0.2.2\n")
+    here = cluster_file(tmp_path, nodes=[{"name": "m", "role": "master", "port": 0, "metrics_port": 0}])
+    assert CliRunner().invoke(main, ["config", "check", str(here)]).stdout.endswith("on this machine: m\n")
 
 
 def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
     assert answer.reading is not None
     assert answer.reading.at == 7.0
     assert ask_node(record("b", free_port()), NOBODY).why == "Connection refused"
-    assert "chosen by `up`" in ask_node(record("c", 0), NOBODY).why
+    assert "this user has none running" in ask_node(record("c", 0), NOBODY).why
 
 
 def test_a_store_is_asked_where_it_answers(well: int) -> None:
