@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -13,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.cache import CacheEngineBuilder, EngineLookup, PromptCache
+from pd_cache.cache import CacheEngine, CacheEngineBuilder, EngineLookup, PromptCache
 from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig
-from pd_cache.layout import KVLayout
+from pd_cache.layout import KVLayout, shard_tensors
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, StoreOutcome
+from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
+from pd_cache.tiers import open_backend
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
-from tests.support.kv import make_cache
+from tests.support.kv import make_cache, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -179,6 +181,52 @@ def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]
 # --- objects that are not what they should be ------------------------------------------------------------------------
 
 
+def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens: list[int]) -> None:
+    model, slots = uuid.uuid4().hex, list(range(LONG))
+    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
+    whole = make_cache(heads=4, block_size=BLOCK)
+    layout = KVLayout.from_tensors(whole)
+    write_prompt(whole, layout, tokens, slots)
+    halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
+
+    def engine(cache: list[torch.Tensor], **place: int) -> CacheEngine:
+        layout = KVLayout.from_tensors(cache)
+        made = CacheEngine(
+            open_backend(settings, layout.shard(place.get("shards_per_rank", 1)).chunk_bytes(CHUNK)),
+            settings,
+            CacheMetadata.of(model, layout, **place),
+            layout,
+        )
+        stack.callback(made.close)
+        made.wait_available(60)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        engines = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
+        both = engine(whole, shards_per_rank=2)
+        assert {one.database.namespace for one in engines} == {both.database.namespace}
+        ranks, alone = [PromptCache(one) for one in engines], PromptCache(both)
+        mapping = torch.tensor(slots)
+
+        ranks[0].store(tokens, kv_caches=halves[0], slot_mapping=mapping)
+        assert alone.lookup(tokens) == 0, "half of a chunk is no chunk"
+        assert ranks[1].store(tokens, kv_caches=halves[1], slot_mapping=mapping) == 24
+        assert alone.lookup(tokens) == ranks[0].lookup(tokens) == 24
+
+        empty = [torch.zeros_like(layer) for layer in whole]
+        assert int(alone.retrieve(tokens, kv_caches=empty, slot_mapping=mapping).sum()) == 24
+        for now, was in zip(empty, whole, strict=True):
+            assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+        more = [token + 500 for token in tokens]
+        assert alone.store(more, kv_caches=whole, slot_mapping=mapping) == 24
+        for rank, half in enumerate(halves):
+            blank = [torch.zeros_like(layer) for layer in half]
+            assert int(ranks[rank].retrieve(more, kv_caches=blank, slot_mapping=mapping).sum()) == 24
+            for now, was in zip(blank, half, strict=True):
+                assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+
+
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:
     with host(pool) as node:
         names = node.engine.name_chunks(tokens)
@@ -242,3 +290,20 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
     finally:
         CacheEngineBuilder.destroy(instance)
+
+
+def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool: Pool, tokens: list[int]) -> None:
+    model = uuid.uuid4().hex
+    with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
+        names = storer.engine.name_chunks(tokens)
+        assert storer.engine.find(names) == Found(0, 0, "never_stored", FIRST)
+        storer.compute(tokens, slots := [*range(LONG)])
+        assert storer.store(tokens, slots) == 24
+        assert finder.engine.find(names) == Found(3, 3, "none", FIRST)
+        gone = storer.engine.database.keys(names[1:])
+        assert storer.engine.backend.store.remove(gone, timeout=60, force=True) == [Status.OK] * len(gone)
+        assert storer.engine.find(names) == Found(1, 1, "evicted", FIRST)
+        assert finder.engine.find(names) == Found(1, 1, "evicted", FIRST)
+        assert stranger.engine.find(names) == Found(1, 1, "never_stored", FIRST)
+        loaded = finder.engine.load(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
+        assert loaded == Loaded(1, "evicted", TierChunks(pool=1))
