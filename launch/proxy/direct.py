@@ -77,6 +77,8 @@ class DirectRule:
         self._seeds = seeds
         self._used: Pool | str | None = None
         self._client: LookupClient | None = None
+        self._opened: tuple[Pool, LookupClient] | None = None
+        """The last client, kept while the pool is not known: of each that is closed, the process keeps 26 MiB."""
         self._namer: PromptNamer | None = None
         self._keys_per_chunk = 1
         """How many objects a chunk has, in all groups of layers."""
@@ -93,8 +95,7 @@ class DirectRule:
         """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none."""
         if self._closed or pool == self._used:
             return
-        self._retire()
-        self._used = pool
+        self._used, self._client, self._namer = pool, None, None
         blind = pool if isinstance(pool, str) else self._enter(pool)
         if self._tokens == 0:
             blind = "direct_tokens is 0"
@@ -111,7 +112,10 @@ class DirectRule:
             self._keys_per_chunk = sum(one.shards for one in pool.namespaces)
             self.chunk_bytes = sum(one.chunk_bytes for one in pool.namespaces)
             if self._open is not None and self._tokens:
-                self._client = self._open(pool)
+                if self._opened is None or self._opened[0] != pool:
+                    self._retire()
+                    self._opened = pool, self._open(pool)
+                self._client = self._opened[1]
         except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
             return str(error)
         return ""
@@ -193,12 +197,13 @@ class DirectRule:
         return await asyncio.get_running_loop().run_in_executor(self._threads, client.remove, names)
 
     def _retire(self) -> None:
-        if self._client is not None:
-            self._threads.submit(self._client.close)  # takes up to a second
-        self._used = self._client = self._namer = None
+        if self._opened is not None:
+            self._threads.submit(self._opened[1].close)  # takes up to a second
+        self._opened = None
 
     def close(self) -> None:
         """Closes the client for good. Waits for lookups under way, which have their own deadlines."""
         self._closed = True
+        self._used = self._client = self._namer = None
         self._retire()
         self._threads.shutdown(wait=True)

@@ -221,3 +221,19 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
             async with c.post({"prompt": prompt}) as response:
                 assert response.status == 200
         assert len(c.prefill[0].bodies) == 1, "the good one was looked up and went past"
+
+
+def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
+    opened: list[Lookups] = []
+
+    def opens(pool: Pool) -> LookupClient:
+        opened.append(Lookups(0))
+        return opened[-1]
+
+    direct = DirectRule(256, opens)
+    for known in (POOL, "no decode node reports its namespace", POOL):
+        direct.use(known)
+    assert [client.closed for client in opened] == [False]
+    direct.use(POOL._replace(master="127.0.0.1:2"))
+    direct.close()
+    assert [client.closed for client in opened] == [True, True]
