@@ -15,7 +15,11 @@ describes the format of traces, `agent_trace` the synthetic one.
 `--hints` compares hints in place of policies: the agents wait for tools of minutes in a tenth of their pauses, nodes have no caches of their
 own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say (`bench/lib/hinted_pool.py`).
 
-    pd-cache bench routing [--hints | --trace FILE] --json         or  python -m bench.suites.routing --json
+`--pooled` compares nodes' own caches with one pool that has as much room as all of them together, beside what others have published:
+`longest_prefix` takes the node whose cache holds most of the prompt, and of equal ones the first, `longest_prefix_idle` the one with the
+least to do. `--customers` is llm-d's prefix workload, beside their figures; `random` takes any node.
+
+    pd-cache bench routing [--hints | --pooled | --customers N] [--trace FILE] --json         or  python -m bench.suites.routing --json
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
-Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
-_ROUTERS: tuple[Router, ...] = get_args(Router)
+Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
+Router = Policies | Literal["longest_prefix", "longest_prefix_idle", "random"]
+_ROUTERS: tuple[Policies, ...] = get_args(Policies)
 _SPACE = "0" * 16
 _RATE = 12_000.0
 """Tokens/s of a node."""
@@ -65,6 +70,26 @@ _LOAD = 8
 """Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
 """Tokens; the longest published context has about 181,000 at the 99th percentile."""
+_CUSTOMER_TOKENS, _USERS, _QUESTION_TOKENS = 6_000, 5, 1_200
+_STAGES = (
+    (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21),
+    (40, 38), (43, 36), (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
+)  # fmt: skip
+"""Requests a second, and for how many seconds; the first are for warmth."""
+_DRAIN_S = 600
+"""Between two stages: until everything is answered."""
+_PUBLISHED: dict[tuple[str, Router], str] = {
+    ("conversation", "longest_prefix"): "hits 2.22, time 0.76",
+    ("toolagent", "longest_prefix"): "hits 1.38, time 0.74",
+    ("synthetic", "longest_prefix"): "hits 2.36, time 0.52",
+    ("agents", "round_robin"): "0.017, 0.922; > 0.95",
+    ("customers", "random"): "92.6",
+    ("customers", "least_loaded"): "94.9",
+    ("customers", "guess"): "31.1",
+    ("customers", "events"): "0.54",
+}
+"""What others measured: FAST'25, section 5.3.2, of three traces; vLLM's article, of one prefill node without and with a pool, and of up to
+60 GPUs with it; llm-d, p90 of the time to first token."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
@@ -114,13 +139,13 @@ def simulate(
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-    pool = NodePool("prefill", policy, rng=Random(0))
+    pool, rng = NodePool("prefill", policy, rng=Random(0)), Random(0)
     told = 0 if router == "guess" else cache_tokens
     pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
     budget = BlockBudget(sys.maxsize)
     known: dict[str, KnownCache] = {}
-    if router in ("events", "oracle"):
+    if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
         known = {url: KnownCache(budget) if router == "events" else _SeenCache(node) for url, node in fleet.items()}
         for cache in known.values():
             cache.fingerprint = _SPACE
@@ -156,6 +181,11 @@ def simulate(
             named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
             prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
             url = pool.pick(time.now, prompt)
+            if router == "random":
+                url = rng.choice(pool.urls())
+            elif router in ("longest_prefix", "longest_prefix_idle"):
+                work = pool.loads() if router == "longest_prefix_idle" else dict.fromkeys(fleet, 0.0)
+                url = max(fleet, key=lambda url: (known[url].tokens(named), -work[url]))
             assert url is not None
             done = ExitStack()
             done.enter_context(pool.working(url, prompt))
@@ -212,6 +242,64 @@ def compare_hints(requests: list[Request], nodes: int, pool_tokens: int, rate: f
             row[f"{name}prompt_p99_s"] = quantile([seconds for seconds, _, _ in some], 0.99)
         rows.append(row)
     return rows
+
+
+def compare_pooled(
+    name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int, rate: float = _RATE
+) -> list[dict[str, Any]]:
+    """Returns one row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
+    whole = HintedPool(requests, 0, nodes * cache_tokens, "none", 0.0)  # without hints, an LRU
+    pooled = simulate(requests, "least_loaded", nodes, 0, rate, whole).hit_rate
+    rows = []
+    for router in routers:
+        own = simulate(requests, router, nodes, cache_tokens, rate).hit_rate
+        row = {"workload": name, "nodes": nodes, "cache_tokens": cache_tokens, "policy": router}
+        row |= {"own_hit_rate": own, "pool_hit_rate": pooled}
+        row |= {"hits": pooled / max(1e-9, own), "prefill_time": (1 - pooled) / max(1e-9, 1 - own)}
+        rows.append(row | {"published": _PUBLISHED.get((name, router), "")})
+    return rows
+
+
+def compare_customers(
+    customers: int, nodes: int, cache_tokens: int, scale: float = 1.0, rate: float = _RATE
+) -> list[dict[str, Any]]:
+    """Returns one row per router: how long the prompts of `customer_trace` took until they were computed."""
+    requests, rows = customer_trace(customers, scale), []
+    routers: tuple[Router, ...] = ("random", "least_loaded", "guess", "guess_of_size", "events")
+    for router in routers:
+        outcome = simulate(requests, router, nodes, cache_tokens, rate)
+        prompts = [seconds for seconds, _, _ in outcome.waited]
+        row = {"policy": router, "hit_rate": outcome.hit_rate, "prompt_mean_s": statistics.fmean(prompts)}
+        row |= {f"prompt_p{part}_s": quantile(prompts, part / 100) for part in (50, 90)}
+        rows.append(row | {"published_ttft_p90_s": _PUBLISHED.get(("customers", router), "")})
+    return rows
+
+
+def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
+    """Returns the requests of llm-d's prefix workload, of 15 to 60 requests a second, times `scale`.
+
+    Each customer has a system prompt of 6,000 tokens and five users, and each user one question of 1,200 tokens, which comes again and again,
+    always in the same order; a stage of the load begins when that before it is answered (inference-perf's profile X-70R-6kSys,
+    https://llm-d.ai/blog/kvcache-wins-you-can-see).
+    """
+    rng, fresh = Random(0), count()
+    prompts = []
+    for _ in range(customers):
+        system = [next(fresh) for _ in range(_CUSTOMER_TOKENS // BLOCK_TOKENS)]
+        for _ in range(_USERS):
+            blocks = -(-(_CUSTOMER_TOKENS + _QUESTION_TOKENS) // BLOCK_TOKENS)
+            prompts.append([*system, *(next(fresh) for _ in range(blocks - len(system)))])
+    rng.shuffle(prompts)
+    requests: list[Request] = []
+    begun = 0.0
+    for rate, seconds in _STAGES:
+        now = begun + rng.expovariate(rate * scale)
+        while now < begun + seconds:
+            prompt = prompts[len(requests) % len(prompts)]
+            requests.append(Request(now * 1000, _CUSTOMER_TOKENS + _QUESTION_TOKENS, prompt, _ANSWER_TOKENS))
+            now += rng.expovariate(rate * scale)
+        begun += seconds + _DRAIN_S
+    return requests
 
 
 def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Request]:
@@ -272,30 +360,97 @@ def _hints(agents: int, nodes: int, pools: tuple[int, ...], seed: int) -> tuple[
     return {"requests": len(requests), "results": rows}, checks
 
 
+def _pooled(
+    trace: Path | None, agents: int, routers: tuple[Router, ...], fleets: tuple[int, ...], caches: tuple[int, ...]
+) -> tuple[dict[str, Any], list[Check]]:
+    rows: list[dict[str, Any]] = []
+    recorded = {} if trace is None else {trace.name.split("_")[0]: read_trace(trace)}
+    with progress() as bar:
+        for nodes in bar.track(fleets, description="nodes"):
+            workloads = recorded | ({"agents": agent_trace(agents * nodes)} if agents else {})
+            for name, requests in workloads.items():
+                for cache in caches:
+                    rows += compare_pooled(name, requests, routers, nodes, cache)
+    checks = [
+        at_least(
+            f"hits, {row['workload']} {row['policy']} on {row['nodes']} at {row['cache_tokens']}", row["hits"], 1.0
+        )
+        for row in rows
+    ]
+    return {"results": rows}, checks
+
+
+def _customers(customers: int, nodes: int, caches: tuple[int, ...]) -> tuple[dict[str, Any], list[Check]]:
+    rows, checks = [], []
+    for cache in caches:
+        compared = compare_customers(customers, nodes, cache)
+        rows += [{"cache_tokens": cache, **row} for row in compared]
+        p90 = {row["policy"]: row["prompt_p90_s"] for row in compared}
+        checks.append(at_most(f"prompt_p90_s by events, of random's, at {cache}", p90["events"] / p90["random"], 1.0))
+    return {"results": rows}, checks
+
+
 _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
+_POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_robin", "events")
 _POOLS = (6_000_000, 8_000_000, 12_000_000)
 
 
 @click.command()
 @option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
-@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for none.")
-@option("--nodes", default=4, type=click.IntRange(1))
+@option(
+    "--agents",
+    default=400,
+    type=click.IntRange(0),
+    help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.",
+)
+@option(
+    "--nodes",
+    "fleets",
+    multiple=True,
+    default=(4,),
+    type=click.IntRange(1),
+    help="With --pooled: may be given several times.",
+)
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
 @option("--hints", is_flag=True, help="Compare agents' hints on pools, instead of policies.")
+@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them, instead of policies.")
+@option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
+@option(
+    "--customers",
+    default=0,
+    type=click.IntRange(0),
+    help="llm-d's prefix workload of so many customers, instead of others.",
+)
 @option("--pool", "pools", multiple=True, default=_POOLS, type=click.IntRange(512), help="With --hints: tokens that the pool holds; may be given several times.")  # fmt: skip
 @option("--seed", default=0, help="With --hints: another one makes other agents.")
 @output_options
 def main(
     trace: Path | None,
     agents: int,
-    nodes: int,
+    fleets: tuple[int, ...],
     caches: tuple[int, ...],
     hints: bool,
+    pooled: bool,
+    routers: tuple[Router, ...],
+    customers: int,
     pools: tuple[int, ...],
     seed: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
+    if sum(map(bool, (hints, pooled, customers))) > 1:
+        raise click.UsageError("--hints, --pooled and --customers are different comparisons: give one")
+    nodes, *more = fleets
+    if more and not pooled:
+        raise click.UsageError("several --nodes are for --pooled")
+    if pooled:
+        if trace is None and not agents:
+            raise click.UsageError("neither --trace nor --agents: nothing to route")
+        finish(*_pooled(trace, agents, routers, fleets, caches), **output)
+        return
+    if customers:
+        finish(*_customers(customers, nodes, caches), **output)
+        return
     if hints:
         finish(*_hints(agents, nodes, pools, seed), **output)
         return

@@ -9,7 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.routing import agent_trace, compare, compare_hints, main, simulate
+from bench.suites.routing import (
+    agent_trace,
+    compare,
+    compare_customers,
+    compare_hints,
+    compare_pooled,
+    customer_trace,
+    main,
+    simulate,
+)
 from tests.support.traces import conversations, write_trace
 
 
@@ -53,3 +62,41 @@ def test_hints_are_reported_as_json() -> None:
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.stdout)["results"]) == 4
     assert CliRunner().invoke(main, ["--hints", "--agents", "0"]).exit_code == 2
+
+
+def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
+    # two prompts of two blocks in turn: the node with the first block gets both, and has room for one
+    requests = [Request(1000 * at, 2 * BLOCK_TOKENS, [0, 1 + at % 2]) for at in range(6)]
+    first, robin = compare_pooled("pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS)
+    assert first["own_hit_rate"] == pytest.approx(5 / 12)  # the first block, but for the first time
+    assert first["pool_hit_rate"] == pytest.approx(9 / 12)  # 0, 1 and 2 are computed once
+    assert first["hits"] == pytest.approx(9 / 5)
+    assert first["prefill_time"] == pytest.approx(3 / 7)
+    assert robin["own_hit_rate"] == pytest.approx(8 / 12)  # each node has one of the prompts
+
+
+def test_the_longest_prefix_may_leave_a_node_idle() -> None:
+    requests = [Request(at, BLOCK_TOKENS, [at]) for at in range(3)] + [Request(3000, BLOCK_TOKENS, [0])]
+    rows = compare_pooled("apart", requests, ("longest_prefix", "longest_prefix_idle"), 3, BLOCK_TOKENS)
+    assert [row["own_hit_rate"] for row in rows] == [0.0, pytest.approx(0.25)]
+
+
+def test_customers_ask_the_same_again_and_events_find_it() -> None:
+    requests = customer_trace(2, scale=0.05)
+    assert len({tuple(request.hash_ids[:11]) for request in requests}) == 2
+    assert len({tuple(request.hash_ids) for request in requests}) == 10
+    assert requests[10].hash_ids == requests[0].hash_ids
+    assert all(len(request.whole_blocks) == 14 for request in requests)
+    rows = {row["policy"]: row for row in compare_customers(8, 4, 30_000, scale=0.05)}
+    assert rows["events"]["hit_rate"] > 2 * rows["random"]["hit_rate"]
+    assert rows["events"]["prompt_p90_s"] < rows["random"]["prompt_p90_s"]
+    assert rows["events"]["published_ttft_p90_s"] == "0.54"
+
+
+def test_pools_are_reported_beside_what_was_published() -> None:
+    pooled = ["--pooled", "--agents", "2", "--cache", "20000", "--policy", "round_robin", "--json"]
+    result = CliRunner().invoke(main, [*pooled, "--nodes", "1", "--nodes", "2"])
+    assert result.exit_code == 0, result.output
+    assert [row["published"] for row in json.loads(result.stdout)["results"]] == ["0.017, 0.922; > 0.95"] * 2
+    assert CliRunner().invoke(main, [*pooled, "--customers", "1"]).exit_code == 2
+    assert CliRunner().invoke(main, ["--nodes", "1", "--nodes", "2"]).exit_code == 2
