@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,7 +23,8 @@ from bench.lib.simulation.costs import (  # fmt: skip
     read_costs,
 )
 from bench.lib.simulation.workload import SimulatedRequest, of_arrival
-from bench.suites.scale import full_at, main
+from bench.lib.trace import BLOCK_TOKENS, Request
+from bench.suites.scale import capacity, full_at, main, within
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.traces import conversations, write_trace
@@ -111,3 +113,26 @@ def test_costs_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"costs\.yaml"):
         read_costs(file)
+
+
+def test_limits_are_met_at_higher_rates_with_hits_than_without() -> None:
+    # one prompt of ten chunks, again and again: a second to compute, or a tenth for its last chunk
+    costs = msgspec.structs.replace(_COSTS, engine=EngineShape(chunk_tokens=BLOCK_TOKENS))
+    trace = [Request(number * 1000.0, 10 * BLOCK_TOKENS, list(range(10)), 2) for number in range(40)]
+    plan = ClusterPlan(1, 1, pool_chunks=1000)
+    assert within(trace, costs, plan, 0.02, (6.0, 1.0), reuse=False) > 0.9
+    assert within(trace, costs, plan, 0.02, (5.0, 1.0), reuse=False) == 0  # 5,120 tokens of a millisecond
+    assert within(trace, costs, plan, 0.02, (6.0, 0.09), reuse=False) == 0  # a tenth of a second a token
+    hits, without = (capacity(trace, costs, 1, 2, (6.0, 1.0), reuse)[0] for reuse in (True, False))
+    assert hits > 3 * without
+
+
+def test_limits_are_reported_beside_what_was_published(tmp_path: Path) -> None:
+    file = write_trace(tmp_path / "trace.jsonl", conversations(8, 4))
+    result = _bench("--trace", file, "--within", 5, 0.1, "--nodes", 2, "--json")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["rate"] >= row["rate_without"] > 0
+    assert row["published"] == "0.59 to 4.98"
+    never = _bench("--trace", file, "--within", 1e-6, 0.1, "--nodes", 2, "--json")
+    assert json.loads(never.stdout)["results"][0]["gain"] is None
