@@ -573,7 +573,8 @@ def config_example(name: str) -> None:
 @click.option(
     "--tokens",
     type=click.IntRange(1),
-    required=True,
+    default=10_000_000,
+    show_default=True,
     help="Different prompt tokens of the time in which they should be found again, e.g. an hour.",
 )
 @click.option(

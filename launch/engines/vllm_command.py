@@ -23,15 +23,17 @@ from pd_cache.vllm.files import NAMESPACE_FILE, TellCache
 
 _TRACES = "otlp-traces-endpoint"
 _PARSE = """
-import sys
+import importlib.util, sys
 from vllm.entrypoints.cli import serve
 parser = serve.FlexibleArgumentParser(prog="vllm")
 commands = parser.add_subparsers()
 for command in serve.cmd_init():
     command.subparser_init(commands)
 parser.parse_args(sys.argv[1:])
+if importlib.util.find_spec("pd_cache") is None:
+    parser.error("pd-cache is not installed in vLLM's environment, whose processes load its connector")
 """
-"""vLLM's own parser, without what follows it."""
+"""vLLM's own parser, without what follows it; and whether vLLM will find the connector."""
 _PARSE_S = 120.0
 
 
