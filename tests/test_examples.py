@@ -67,8 +67,9 @@ class Machine:
     def _read_out(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            _, name, address = line.decode().split()
-            self.ready[name] = address
+            if line.startswith(b"ready "):
+                _, name, address = line.decode().split()
+                self.ready[name] = address
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

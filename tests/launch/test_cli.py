@@ -230,13 +230,13 @@ def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None
 
 def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_those_of_others(tmp_path: Path) -> None:
     nodes = [
-        {"name": "m", "role": "master", "host": "192.0.2.1", "port": 50051},
-        {"name": "d", "role": "decode", "host": "192.0.2.2", "port": 8200},
+        {"name": "m", "role": "master", "host": "198.51.100.1", "port": 50051},
+        {"name": "d", "role": "decode", "host": "198.51.100.2", "port": 8200},
     ]
     elsewhere = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes)
     result = CliRunner().invoke(main, ["config", "check", str(elsewhere)])
     assert result.exit_code == 0, result.output
-    assert result.stdout.endswith("on this machine: no node; the hosts are 192.0.2.1, 192.0.2.2\n")
+    assert result.stdout.endswith("on this machine: no node; the hosts are 198.51.100.1, 198.51.100.2\n")
     here = cluster_file(tmp_path, nodes=[{"name": "m", "role": "master", "port": 0, "metrics_port": 0}])
     assert CliRunner().invoke(main, ["config", "check", str(here)]).stdout.endswith("on this machine: m\n")
 
