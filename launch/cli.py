@@ -26,7 +26,7 @@ from pd_cache.errors import ConfigError, PdCacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from launch.pool import PoolReport
+    from launch.operate.pool import PoolReport
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -145,7 +145,7 @@ def up(file: Path, drain_s: float | None) -> None:
         click.echo(welcome(cluster, file))
         cluster.supervisor.wait(stop)
         if drain_s is not None:
-            from launch.drain import drain_local
+            from launch.operate.drain import drain_local
 
             with stop_on_signals() as hurried:
                 drain_local(file, cluster.config, drain_s, hurried)
@@ -203,8 +203,8 @@ def top(file: Path, once: bool, interval: float) -> None:
 
     `h` shows the keys, `q` ends.
     """
+    from launch.operate.top import top as shown
     from launch.supervise import StoppedError, signals_as_exceptions
-    from launch.top import top as shown
 
     config = _running(file)
     try:
@@ -228,7 +228,7 @@ def reset(file: Path, model: str | None, version: str | None) -> None:
     do not know yet that they have these weights, e.g. one that was started since. Chunks of the version before are left to eviction;
     `pd-cache pool rm --old` removes them at once.
     """
-    from launch.reset import ResetModel, reset_models
+    from launch.operate.reset import ResetModel, reset_models
     from pd_cache.versions import LABEL
 
     if version is not None and (not version or not re.match(LABEL, version)):
@@ -261,7 +261,7 @@ def pool_ls(file: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from launch import pool as pooled
+    from launch.operate import pool as pooled
 
     report = _survey(file)
     if as_json:
@@ -280,7 +280,7 @@ def pool_du(file: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from launch import pool as pooled
+    from launch.operate import pool as pooled
 
     report = _survey(file)
     if as_json:
@@ -308,7 +308,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
     """
     from rich.console import Console
 
-    from launch import pool as pooled
+    from launch.operate import pool as pooled
 
     if not pattern and not old:
         raise click.UsageError("give a PATTERN or --old")
@@ -329,7 +329,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
 def _survey(file: Path) -> PoolReport:
     from rich.console import Console
 
-    from launch.pool import survey
+    from launch.operate.pool import survey
 
     config = _running(file)
     with Console(stderr=True).status("counting …"):
@@ -366,7 +366,7 @@ def drain(node: str, file: Path, timeout_s: float, job: str | None, as_json: boo
     from rich.console import Console
     from rich.progress import Progress
 
-    from launch import drain as drained
+    from launch.operate import drain as drained
     from launch.supervise import signals_as_exceptions
 
     config = _running(file)
@@ -440,7 +440,7 @@ def explain(
         raise click.UsageError("--cache-salt belongs to --prompt")
     import msgspec
 
-    from launch import explain as explained
+    from launch.operate import explain as explained
 
     config = _running(file)
     if request_id is not None:
@@ -512,7 +512,7 @@ def _send_hint(
 ) -> None:
     import msgspec
 
-    from launch import pin as pins
+    from launch.operate import pin as pins
     from pd_cache.decoding import decode_json
 
     releases = kind == "kv.release"
@@ -610,7 +610,7 @@ def size(
     """
     from rich.console import Console
 
-    from launch import size as sized
+    from launch.operate import size as sized
 
     found = sized.size_of(
         model, tokens=tokens, share=share, prompt=prompt, ttft_s=ttft_s, ranks=ranks, kv_dtype=kv_dtype

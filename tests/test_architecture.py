@@ -28,7 +28,7 @@ LAUNCH_LAYERS = (
     ("watched",),
     ("reachability", "status", "up"),
     ("engines", "proxy"),
-    ("roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top", "size"),
+    ("roles", "doctor", "demo", "operate"),
     ("cli", "__main__"),
 )
 """The same inside launch."""
@@ -39,7 +39,7 @@ STRANGERS = (
     {"vllm", "adapters"},
     {"reachability", "status", "up"},
     {"engines", "proxy"},
-    {"roles", "doctor", "demo", "reset", "pool", "drain", "explain", "pin", "top", "size"},
+    {"roles", "doctor", "demo", "operate"},
 )
 """Modules and packages of one layer that never import one another."""
 
@@ -182,8 +182,8 @@ LIGHT = {
     "launch.roles": ("torch", "mooncake", "aiohttp", "grpc", "zmq", "prometheus_client", "rich"),
     "launch.status": ("torch", "mooncake", "aiohttp", "grpc"),
     "launch.doctor": ("torch", "mooncake", "aiohttp", "grpc"),
-    "launch.top": ("torch", "mooncake", "aiohttp", "grpc"),
-    "launch.explain": ("torch", "mooncake", "aiohttp", "grpc"),
+    "launch.operate.top": ("torch", "mooncake", "aiohttp", "grpc"),
+    "launch.operate.explain": ("torch", "mooncake", "aiohttp", "grpc"),
     "launch.proxy.app": ("torch", "mooncake", "grpc", "rich", "opentelemetry"),
     "pd_cache.objects.cache": ("torch", "mooncake", "zmq", "yaml", "aiohttp", "pd_cache.cluster"),
     "bench.suites.bandwidth": ("torch",),

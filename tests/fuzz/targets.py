@@ -24,13 +24,13 @@ from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import read_master_health, read_places, read_segments
 from launch.openai import ApiError
+from launch.operate.top import Screen, draw
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
 from launch.reachability import PeerReport, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
-from launch.top import Screen, draw
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from launch import drain as drained_by
 from launch.cli import main
-from launch.drain import Drain, drain, drain_local
 from launch.masters import Segment, begin_drain, drain_job, segments_at
+from launch.operate import drain as drained_by
+from launch.operate.drain import Drain, drain, drain_local
 from launch.status import cluster_status
 from launch.supervise import StopFlag, StoppedError
 from pd_cache.cluster import dump_config, load_config
@@ -270,7 +270,7 @@ def test_before_a_machine_stops_what_it_holds_moves_to_others_if_there_are_any(
     config, hurried = load_config(pool.file), StopFlag()
     drain_local(pool.file, config, 60.0, hurried)
     assert caplog.messages == ["nothing is moved: no node of another machine gives memory to the pool"]
-    monkeypatch.setattr("launch.drain.local_nodes", lambda whole: [whole.node("store-0")])
+    monkeypatch.setattr("launch.operate.drain.local_nodes", lambda whole: [whole.node("store-0")])
     drain_local(pool.file, config, 0.5, hurried)
     hurried.set()
     drain_local(pool.file, config, 60.0, hurried)

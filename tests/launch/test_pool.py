@@ -21,10 +21,10 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from launch import pool as pooled
 from launch.cli import main
 from launch.masters import Segment, keys_at, sizes_at
-from launch.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
+from launch.operate import pool as pooled
+from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.errors import PdCacheError
 from tests.support.pool import Pool

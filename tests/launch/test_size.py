@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import main
-from launch.size import Size
+from launch.operate.size import Size
 
 LLAMA = {
     "num_hidden_layers": 32,

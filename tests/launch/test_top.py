@@ -23,8 +23,8 @@ from rich.console import Console
 from launch.cli import main
 from launch.figures import NodeReading
 from launch.masters import Segment
+from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
 from launch.supervise import end, spawn_child
-from launch.top import Screen, columns_for, draw, read_keys, seconds, short
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache.cluster import NodeRecord
 from tests.support.pool import free_port

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import Response, serving
-from launch.reset import ResetModel, reset_models
+from launch.operate.reset import ResetModel, reset_models
 from launch.status import ClusterStatus, NodeStatus
 from launch.versions import KNOWN_S, Authority, FileValues, Told, answering, known_versions, serving_versions, tell_all
 from pd_cache.chunks import CacheMetadata
@@ -679,7 +679,7 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
         engine(name="other", namespace=None),
     ]
     status = ClusterStatus("file", True, [NodeStatus(record=record) for record in records])
-    monkeypatch.setattr("launch.reset.cluster_status", lambda _: status)
+    monkeypatch.setattr("launch.operate.reset.cluster_status", lambda _: status)
     near = opened(service, name="near")
     assert near.current() == FIRST
     done: list[ResetModel] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.lib.model import ModelKind, write_model
-from launch.size import size_of
+from launch.operate.size import size_of
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import PdCacheServer, cluster_file, running_all
