@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -195,6 +196,24 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, ca
             client.delete(prefix_of(CLUSTER) + name)
     assert "does not answer" not in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etcd: Callable[..., Etcd]) -> None:
+    etcd = make_etcd().start()
+    with closing(etcd.client()) as client, registered(etcd.settings(), "a"):
+        for number in range(84):
+            client.put(f"{prefix_of(CLUSTER)}junk-{number}", b"x" * 1_000_000)
+        for first in range(0, 4200, 100):
+            puts = [
+                client.transactions.put(f"{prefix_of(CLUSTER)}n{number}", msgspec.json.encode(record(f"n{number}")))
+                for number in range(first, first + 100)
+            ]
+            client.transaction(compare=[], success=puts, failure=[])
+        with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+            assert watch.wait_synced(60)
+            view = watch.view()
+            assert (len(view.nodes), len(view.unreadable)) == (4201, 84)
+            assert "a" in names(view)
 
 
 # --- users and TLS ---------------------------------------------------------------------------------------------------

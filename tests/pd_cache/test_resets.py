@@ -109,6 +109,18 @@ def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_
             assert new.engine.epoch is None
 
 
+def test_engines_that_change_one_after_another_load_only_what_equal_weights_computed(pool: Pool, model: str) -> None:
+    with host(pool, model=model) as one, host(pool, model=model) as other:
+        stored(one)
+        label = other.engine.reset()
+        assert label
+        assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
+        assert one.engine.reset() == label
+        stored(one)
+        assert all(other.retrieve(TOKENS, OTHER))
+        assert other.holds(TOKENS, OTHER)
+
+
 def test_two_resets_at_once_while_all_threads_load_leave_no_node_with_kv_of_old_weights(pool: Pool, model: str) -> None:
     part = TOKENS[: 2 * CHUNK]
     begun: list[float] = []

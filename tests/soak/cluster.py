@@ -373,7 +373,7 @@ class Footprint(NamedTuple):
 
         Connections to peers come and go, and threads are started when they are first needed.
         """
-        allowed = Footprint(before.processes, before.descriptors + 32, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
+        allowed = Footprint(before.processes, before.descriptors + 24, before.threads + 6, before.mebibytes * 5 // 4 + 96)  # fmt: skip
         rows = zip(self._fields, before, self, allowed, strict=True)
         return [f"{now} {what} instead of {was}" for what, was, now, limit in rows if now > limit]
 

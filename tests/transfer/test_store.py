@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.support.pool import Pool
+from tests.support.waiting import wait_for
 from transfer.errors import Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
@@ -138,6 +140,25 @@ def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_
         staging.close()
     with urllib.request.urlopen(f"http://127.0.0.1:{pool.metrics_port}/get_all_segments") as page:
         assert len(page.read().decode().split()) == 1, "only the store node's segment is mounted"
+
+
+def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    with opened(pool, timeouts={"get_ms": 1000}, threads=1) as (store, staging):
+        keys = fresh(2)
+        put(store, staging, keys)
+        pool.nodes["store-0"].send(signal.SIGSTOP)
+        slots = leased(staging, 2)
+        start = time.monotonic()
+        results = store.start_get(keys, slots, timeout=1).results()
+        assert time.monotonic() - start < 30, "a bound, not a measurement"
+        assert all(result.status in (Status.TIMEOUT, Status.TRANSFER_FAILED) for result in results)
+        for slot in slots:
+            slot.release()
+        if results[0].status is Status.TIMEOUT:
+            assert staging.in_use == 2, "slots that the stuck call may still write were handed out"
+        pool.nodes["store-0"].send(signal.SIGCONT)
+        wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
 def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
+from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running
 
 NewPrompt = Callable[[int], list[int]]
@@ -108,6 +109,25 @@ def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_pro
     all_free(pair.a)
     assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
     all_free(pair.a)
+
+
+def test_the_memory_node_is_killed_between_lookup_and_load(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
+) -> None:
+    prompt = new_prompt(LENGTH)
+    store(vllm_pool, pair.a, prompt)
+    hits = pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit")
+    failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
+    vllm_pool.kill("store-0")
+    try:
+        # for some seconds the master does not know, and still promises the chunks
+        answer = pair.b.complete(prompt)
+        assert answer.tokens == plain.tokens(prompt)
+        wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
+        assert pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit") == hits + WHOLE
+        all_free(pair.b)
+    finally:
+        vllm_pool.start("store-0")
 
 
 def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(pair, plain, new_prompt, vllm_pool):

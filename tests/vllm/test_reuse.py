@@ -75,6 +75,18 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
 
 
+def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(
+    pair: Pair, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    prefix = new_prompt(500)
+    stored(pair, prefix)
+    pair.a.forget_prefixes()
+    prompt = prefix + new_prompt(300)
+    answer = pair.a.complete(prompt)
+    assert answer.cached == whole_chunks(500)
+    assert answer.tokens == plain.tokens(prompt)
+
+
 def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(1000)
     stored(pair, prompt)

@@ -212,6 +212,20 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
     assert shared.get(name(1)) == value
 
 
+def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
+    pool: Pool, shared: ObjectCache, name: Name
+) -> None:
+    before = pool.keys()
+    shared.put(name(1), some(1000))
+    (key,) = pool.keys() - before
+    with pool.bare_client() as client:
+        good = bytearray(client.get(key))
+        good[500] ^= 1
+        assert client.upsert(key, bytes(good)) == 0
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "corrupt")]
+    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
+
+
 @pytest.mark.parametrize("form", ["float32:0,9999999999999999999", "float32:4294967296,4294967296", "nn:0"])
 def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, shared, name, form):
     planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])

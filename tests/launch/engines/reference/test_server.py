@@ -108,6 +108,60 @@ def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token_by_to
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expected):
+    cache = FakeCache()
+    prefill, decode = make_engine(cache), make_engine(cache, wait_ms=FOR_EVER)
+    prompt = list(prompt_of(40))
+    work = {"cached_tokens": 0, "computed_tokens": 40, "reason": "never_stored"}
+
+    async def run():
+        async with served(prefill) as first, served(decode) as second, served(make_engine()) as without_a_cache:
+            remote = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+            params = (await post(first, prompt=prompt, **remote))["kv_transfer_params"]
+            ours = {"prefix_tokens": 32, "namespace": "", "prefill": work}
+            assert params == {"do_remote_prefill": True, "pd_cache": ours}
+            answer = await post(second, prompt=prompt, kv_transfer_params=params)
+            assert answer["choices"][0]["token_ids"] == expected(request_of(40))
+            assert answer["pd_cache"]["prefill"] == work
+            assert answer["pd_cache"]["self"]["cached_tokens"] == 32
+            events = await post_stream(second, prompt=prompt, kv_transfer_params=params)
+            assert json.loads(events[-2])["pd_cache"]["prefill"] == work
+            nothing = (await post(without_a_cache, **remote))["kv_transfer_params"]
+            assert nothing["pd_cache"]["prefix_tokens"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_node_reports_what_became_of_its_last_requests_and_what_it_would_find(make_engine, caplog):
+    cache = FakeCache()
+
+    async def run():
+        async with served(make_engine(cache)) as client:
+            first = await post(client)
+            cache.wait_for_chunks(1)
+            again = await post(client, headers={"X-Request-Id": "mine"})
+            assert again["id"] == "cmpl-mine"
+            assert await get(client, "/requests/mine") == {"reports": [again["pd_cache"]["report"]]}
+            assert (await get(client, f"/requests/{first['id']}"))["reports"] == [first["pd_cache"]["report"]]
+            assert (await get(client, "/requests/other", 404))["error"]["code"] == "not_found"
+            async with client.post("/survey", json={"model": "tiny", "prompt": list(prompt_of(20))}) as response:
+                assert await response.json() == {"tokens": 20, "found": 16, "reason": "none"}
+            return first["pd_cache"]["report"], again["pd_cache"]["report"]
+
+    with caplog.at_level("INFO", "launch.engines.reference.server"):
+        first, again = asyncio.run(run())
+    nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0, "streamed": 0}
+    assert first == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
+    assert again == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
+    assert any(
+        line.startswith("request mine: 200 in ") and "computed=4 reason=none" in line for line in caplog.messages
+    )
+    counted = cache.metrics.totals()
+    assert counted["requests", "never_stored"] == counted["requests", "none"] == 1
+    assert counted["missed_tokens", "never_stored"] == 20
+    assert counted["prompt_tokens", "loaded"] == 16
+
+
 BAD = [
     ({"model": "other"}, 404, "model"), ({"prompt": [300]}, 400, "prompt"), ({"prompt": [2**62]}, 400, "prompt"),
     ({"prompt": "x" * 300}, 400, "prompt"), ({"max_tokens": 0}, 400, "max_tokens"), ({"max_tokens": 237}, 400, "prompt"),
