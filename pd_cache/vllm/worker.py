@@ -1,7 +1,7 @@
 """The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
 
-A load or store never touches a block after it was reported as ended: the thread that copies is the one that reports, and it
-waits for the pool only until its deadline.
+A load or store never touches a block after it was reported as ended: the thread that reports copies itself, or has waited for those that copy
+the other groups of layers. Each waits for the pool only until its deadline.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads chunks of all groups at the same time. Returns what became of the first one that failed, or else of the first."""
+        """Loads chunks of all groups at the same time, and waits for all. Returns what became of the first one that failed, or else of the first."""
         parts = [(part, cache) for part in op.parts if (cache := self._caches[part.group]) is not None]
 
         def load(part: GroupChunks, cache: BlockCache) -> Loaded:

@@ -177,6 +177,24 @@ def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_repor
     assert {session for session, _ in cache.calls} == {"a", "b"}
 
 
+def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_others_copy_no_more(make: Make) -> None:
+    failed, slow = Cache(), Cache()
+    failed.loads = 1
+    slow.gate.clear()
+    side = make(caches=(failed, slow), stores=(True, True))
+    parts = [GroupChunks(0, NAMES, BLOCKS), GroupChunks(1, NAMES, BLOCKS)]
+    for first in (parts, parts[::-1]):
+        side.start(Step(loads=[LoadOp("a", first, [])]))
+        wait_for(lambda: failed.calls and slow.calls, what="both groups to be loading")
+        assert side.take_loads(Step(), set()).finished == set()
+        slow.gate.set()
+        assert ended(side, "a").failed == {"a"}
+        slow.gate.clear()
+        failed.calls.clear()
+        slow.calls.clear()
+    slow.gate.set()
+
+
 def test_a_rank_without_layers_of_a_group_loads_the_others(make: Make, cache: Cache) -> None:
     side = make(caches=[cache, None], stores=(True, False))
     side.start(Step(loads=[LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], [])]))
