@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,24 @@ def on_this_machine(node: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in _GPUS} | {"host": "127.0.0.1"} | free | small
 
 
-@pytest.mark.parametrize("name", ["cluster", "rdma"])
+def recipe(name: str) -> dict[str, Any]:
+    """A file of configs/; `one-gpu` is `cluster` with what docs/recipes.md puts in place of its sections."""
+    tree: dict[str, Any] = yaml.safe_load(example_file("cluster" if name == "one-gpu" else name).read_text())
+    if name == "one-gpu":
+        page = (ROOT / "docs" / "recipes.md").read_text()
+        (sections,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        tree |= yaml.safe_load(sections)
+    return tree
+
+
+def test_a_recipe_of_one_gpu_a_machine_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(recipe("one-gpu")))
+    assert load_config(tmp_path / "cluster.yaml").shards == 1
+
+
+@pytest.mark.parametrize("name", ["cluster", "rdma", "one-gpu"])
 def test_the_nodes_of_a_recipe_share_a_prompt(name: str, tmp_path: Path) -> None:
-    nodes = yaml.safe_load(example_file(name).read_text())["nodes"]
+    nodes = recipe(name)["nodes"]
     with started(tmp_path, nodes=[on_this_machine(node) for node in nodes], engine=ENGINE) as cluster:
         prompt = list(range(4 * CHUNK + 9))
         answers = [complete(cluster.urls["proxy"], prompt) for _ in range(2)]
