@@ -1,6 +1,6 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
-`checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them. docs/troubleshooting.md explains each check. Nothing
+`checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them. docs/troubleshooting.md explains the checks. Nothing
 is changed, and whatever is put into the pool is removed again.
 """
 
