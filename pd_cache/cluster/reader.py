@@ -28,7 +28,6 @@ _HOST_CLIENT = (
     "went in 0.2.0: every process is a client of the pool, so leave it out. For one client a host, give the host a cache-server node "
     "and its engines `cache_server: NAME`"
 )
-_BY_LAYERS = "went in 0.2.0, because loads layer by layer saved no time: use async"
 _POOLS_EVENTS = (
     "went in 0.2.0: vLLM nodes publish what their own caches hold (their events_port), and the proxy looks up what the pool holds; "
     "for events of the pool itself, Mooncake's master has --enable_kv_events from 0.3.14 on"
@@ -42,8 +41,7 @@ REMOVED: dict[str, str] = {
         "went in 0.2.0: a load from there crossed the bus twice, to staging memory and back, and GPU memory is what engines are short of; "
         "leave device out"
     ),
-    "connector.load: auto": _BY_LAYERS,
-    "connector.load: layerwise": _BY_LAYERS,
+    "connector.load": "went in 0.2.0: all loads run while other requests compute, as with `async`; leave it out",
     "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
     "nodes.master.events_chunks": _POOLS_EVENTS,
     "nodes.master.events_interval_ms": _POOLS_EVENTS,

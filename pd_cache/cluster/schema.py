@@ -163,8 +163,6 @@ EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
-    load: Literal["async", "sync"] = "async"
-    """`async` loads while other requests compute, `sync` before the forward pass of the step that needs the KV."""
     lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"

@@ -282,7 +282,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("start_load_kv")
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begins the step's loads; with `load: sync`, completes those whose requests compute in this step."""
+        """Begins the step's loads."""
         if self._worker is not None:
             self._worker.start(self._step())
 
@@ -377,7 +377,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("lookup", otherwise=(0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously."""
+        """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously, as all are."""
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -255,29 +255,12 @@ def place_of(
     return metadata, rank % replicas == 0
 
 
-def check_sync(vllm_config: VllmConfig, layers: Sequence[KeptLayers]) -> None:
-    """Raises ConfigError if vLLM cannot compute again what a load within a step failed to bring. See docs/vllm.md."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    begun = "vLLM has begun a request's next step before it learns that a load has failed"
-    if len(layers) > 1 or layers[0].kind != "full":
-        why = "vLLM can compute again what such a load failed to bring only if a model's layers all keep every token in one group"
-    elif stages > 1:
-        why = f"with a pipeline_parallel_size of {stages} {begun}"
-    elif vllm_config.scheduler_config.async_scheduling:
-        why = f"with asynchronous scheduling {begun}, and would answer with that step's token; set async-scheduling to false"
-    else:
-        return
-    raise ConfigError(f"connector.load is sync, and {why}. Or set connector.load to async")
-
-
 def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int) -> Settings:
     """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes depend on besides tokens.
 
-    `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not fit, if hashes depend on a seed
-    that is random in each process, or for the same reasons as `check_sync`.
+    `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not fit, or if hashes depend on a seed
+    that is random in each process.
     """
-    if settings.connector.load == "sync":
-        check_sync(vllm_config, layers)
     cache = settings.node.cache
     cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
     if cache.hash_mode == "blocks":

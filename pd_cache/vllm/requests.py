@@ -14,7 +14,6 @@ from pd_cache.reasons import Loaded, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.layers import KeptLayers, own_hit
 from pd_cache.vllm.lora import Adapter
-from pd_cache.vllm.own_cache import HiddenBlocks
 from pd_cache.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,11 +57,6 @@ class ChunkPlan:
     def plain(self) -> bool:
         """Whether there is one layer group, of which a load needs every chunk."""
         return len(self.layers) == 1 and not self.tails[0]
-
-    @cached_property
-    def streams(self) -> bool:
-        """Whether a prompt can be loaded while another node computes it: any part of it is of use, and a load need not end within a step."""
-        return self.plain and self.settings.connector.load == "async"
 
     @cached_property
     def _divisible(self) -> bool:
@@ -146,9 +140,6 @@ class TrackedRequest:
         self.next_poll = self.poll_s = 0.0
         """When to look up an announced prefix again, and the pause before that."""
         self.load: ProposedLoad | None = None
-        self.in_step = False
-        """Whether it has a load in the step under way, whose end is not reported yet."""
-        self.hidden: HiddenBlocks | None = None
         self.no_room_since: float | None = None
         """When other loads first left too few blocks for its load; None if there are enough."""
         self.loaded = 0

@@ -23,7 +23,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, Found, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
-from pd_cache.vllm.own_cache import HiddenBlocks, OutdatedRequests
+from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.requests import (
     NO_SPAN,
     ChunkPlan,
@@ -33,7 +33,7 @@ from pd_cache.vllm.requests import (
     TrackedRequest,
     request_span,
 )
-from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport
 from pd_cache.vllm.stores import Stores
 from pd_cache.vllm.streams import Streams
 
@@ -80,8 +80,6 @@ class SchedulerSide:
         self._manager: KVCacheManager
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: list[LoadOp] = []
-        self._late: list[StoreOp] = []
-        """Stores of requests that have finished since the last step."""
         self._expecting = False
         self._refused = False
         """Whether vLLM has asked about a request in this step, and then found too few blocks for it. It asks about none behind that one."""
@@ -141,10 +139,10 @@ class SchedulerSide:
         return matched
 
     def _matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether to load them while
-        other requests compute."""
+        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether any are loaded, which is
+        done while other requests compute."""
         tracked, lookup = self.track(request), self._lookup
-        tracked.load, tracked.in_step, tracked.hidden = None, False, None
+        tracked.load = None
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
@@ -198,7 +196,7 @@ class SchedulerSide:
             return self._wait_for_room(tracked, now), False
         tracked.no_room_since = None
         tracked.load = ProposedLoad(computed, end, external)
-        return external, self._config.load == "async"
+        return external, True
 
     def _matched_stream(self, tracked: TrackedRequest, computed: int) -> tuple[int | None, bool]:
         """Returns what `_matched` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM
@@ -240,10 +238,7 @@ class SchedulerSide:
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        tracked.in_step = self._config.load == "sync"
-        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch, tracked.in_step))
-        if tracked.in_step:
-            tracked.hidden = HiddenBlocks(self._manager, request, self._plan.layers[0], proposed.start)
+        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch))
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
         tracked.loading.end("given up")
@@ -273,11 +268,10 @@ class SchedulerSide:
             self._loads += self.streams.load(stream, found, self._outdated.epoch, now)
         step = Step(
             loads=self._loads,
-            stores=self._late,
             nothing_to_compute=output.total_num_scheduled_tokens == 0,
             expecting=self._expecting or self.streams.under_way,
         )
-        self._loads, self._late = [], []
+        self._loads = []
         self._expecting = False
         return step
 
@@ -291,13 +285,8 @@ class SchedulerSide:
                 request = tracked.request
                 tracked.found = None  # after a preemption it is looked up again, with what it has stored until then
                 tracked.outcome.over = True
-                if not tracked.in_step:
-                    self._unhide(tracked)
-                # the outcome of a load within a step is known only when the forward pass is over. If the load failed, neither what it
-                # brought nor what the pass computed is worth anything, and nothing of them is stored before the outcome is known
-                computed = tracked.at_hand if tracked.in_step else request.num_computed_tokens + scheduled
                 if self._storable(tracked):
-                    step.stores += self.stores.plan(tracked, computed)
+                    step.stores += self.stores.plan(tracked, request.num_computed_tokens + scheduled)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
@@ -317,9 +306,6 @@ class SchedulerSide:
                 continue
             failed = loaded.reason != "none"
             tracked.outcome.loaded(loaded)
-            if tracked.in_step:
-                tracked.in_step = False
-                self._unhide(tracked)
             tracked.loading.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
             tracked.loading.end("failed" if failed else "")
             tracked.loading = NO_SPAN
@@ -346,13 +332,6 @@ class SchedulerSide:
         if tracked is None or self._chunks.database is None:
             return None
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if tracked.in_step and request.num_in_flight_tokens:  # aborted before the end of its load is known
-            computed = tracked.at_hand
-        else:
-            self._unhide(tracked)
-        # otherwise all stores are planned already, and tokens that are still loading are not computed
-        if tracked.in_step and self._storable(tracked):
-            self._late += self.stores.plan(tracked, computed)
         if self._lookup is not None and tracked.looked_up:
             self._lookup.end(request.request_id)
         ours = self._report(tracked, request, computed)
@@ -414,19 +393,11 @@ class SchedulerSide:
     def _begin_epoch(self, epoch: str) -> None:
         self.streams.stop()
         for tracked in self._requests.values():
-            tracked.found = tracked.hidden = None
+            tracked.found = None
             tracked.planned.clear()
         self._outdated.begin_epoch(epoch, self._requests.values())
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _unhide(self, tracked: TrackedRequest) -> None:
-        """Puts those blocks back into vLLM's own prefix cache that are known to be good by now."""
-        request = tracked.request
-        if tracked.hidden is not None and not tracked.hidden.show(
-            request.num_computed_tokens - request.num_in_flight_tokens
-        ):
-            tracked.hidden = None
 
     def _reason(self, tracked: TrackedRequest, end: int, reason: MissReason) -> MissReason:
         """Returns why a lookup found no more than `end` tokens, if `reason` is what the lookup says."""

@@ -34,8 +34,6 @@ class LoadOp:
     """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
     epoch: str = ""
     """The weights version in which the chunks were found."""
-    in_step: bool = False
-    """The request computes in the step that begins the load, and so what it computes counts only if the load succeeds."""
     streams: bool = False
     """A part of a stream: the request goes on waiting."""
 

@@ -78,8 +78,8 @@ class Streams:
 
     @property
     def possible(self) -> bool:
-        """Whether this engine has streams: its loads begin before its requests compute, and its own cache may hold any part of a prompt."""
-        return self._plan.streams and self._manager.enable_caching
+        """Whether this engine has streams: any part of a prompt is of use to a load, and its own cache may hold it."""
+        return self._plan.plain and self._manager.enable_caching
 
     @property
     def under_way(self) -> bool:

@@ -51,8 +51,6 @@ class WorkerSide:
         self._first = next(cache for cache in caches if cache is not None)
         self._load_timeout_s = load_timeout_s
         self._clock = clock
-        self._in_step: dict[str, Loaded] = {}
-        """What became of the loads within this step, by request."""
         self._load_queue: queue.SimpleQueue[tuple[LoadOp, float] | None] = queue.SimpleQueue()
         """Loads, and when each has to end."""
         self._store_queue: queue.SimpleQueue[tuple[StoreOp, Any] | None] = queue.SimpleQueue()
@@ -77,18 +75,14 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begins this step's loads, and ends those whose requests compute in this step."""
+        """Begins this step's loads."""
         deadline = self._clock() + self._load_timeout_s
-        self._in_step = {}
         for op in step.loads:
-            if op.in_step:
-                self._in_step[op.request_id] = self._load(op, deadline)
-            else:
-                with self._changed:
-                    self._under_way += 1
-                    if not op.streams:
-                        self._wanted.add(op.request_id)
-                self._load_queue.put((op, deadline))
+            with self._changed:
+                self._under_way += 1
+                if not op.streams:
+                    self._wanted.add(op.request_id)
+            self._load_queue.put((op, deadline))
 
     def save(self, step: Step) -> None:
         """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
@@ -103,12 +97,8 @@ class WorkerSide:
                 self._store_queue.put((op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns the loads that ended; all those of requests that computed in this step have. Gives up loads of `finished` requests that
-        have not begun."""
+        """Returns the loads that ended. Gives up loads of `finished` requests that have not begun."""
         with self._changed:
-            for op in step.loads:
-                if op.in_step:  # a load of which nothing is known has failed
-                    self._note_end(op, self._in_step.pop(op.request_id, Loaded(0, "error")))
             self._wanted -= finished
             something_ended = (
                 self._ended.finished or self._ended.bad_blocks or self._report.jobs or self._report.streams

@@ -156,10 +156,10 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
 
 @pytest.fixture(scope="module")
 def cramped(model, vllm_pool, plain, tmp_path_factory):
-    """Of the pair's namespace. It loads before the forward pass, stores what it generates, and has 28 blocks of 32 tokens."""
+    """Of the pair's namespace. It stores what it generates, and has 28 blocks of 32 tokens."""
     options: dict[str, Any] = {
-        "connector": {"load": "sync", "store_generated": True},
-        "args": {"num-gpu-blocks-override": 28, "max-model-len": 800, "async-scheduling": False},
+        "connector": {"store_generated": True},
+        "args": {"num-gpu-blocks-override": 28, "max-model-len": 800},
         "mode": "server",
     }
     file = cluster_file(tmp_path_factory.mktemp("cramped"), vllm_pool, model, {"prefill-0": {}}, **options)
@@ -167,8 +167,9 @@ def cramped(model, vllm_pool, plain, tmp_path_factory):
         yield server
 
 
-def test_loading_before_the_forward_pass(cramped, plain, pair, new_prompt, vllm_pool):
-    """`load: sync`, also where a load fails: what was computed from garbage is neither answered nor stored."""
+def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_stored_on(
+    cramped, plain, pair, new_prompt, vllm_pool
+):
     server, prompt = cramped, new_prompt(700)
     store(vllm_pool, pair.a, prompt)
     answer = server.complete(prompt)

@@ -41,7 +41,6 @@ _MOST_STEPS = 20_000
 class Setting(NamedTuple):
     """The settings of a history."""
 
-    load: Literal["sync", "async"] = "sync"
     policy: Literal["recompute", "fail"] = "recompute"
     recompute: Literal["token", "block"] = "token"
     per_chunk: int = 2
@@ -206,7 +205,7 @@ class History:
             "cache": {"chunk_size": chunk},
             "engine": {"kind": "vllm", "model": str(model)},
             "handoff": {"wait_ms": 20},
-            "connector": {"load": setting.load, "recompute": setting.recompute, "store_generated": True},
+            "connector": {"recompute": setting.recompute, "store_generated": True},
             "nodes": [{"name": "master", "role": "master", "port": 1}, {"name": "a", "role": "prefill", "port": 2}],
         }
         file = folder / f"{seed}.yaml"
@@ -499,10 +498,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(prefix_cache=False, fail=0.2),
         Setting(per_chunk=3, blocks=300, recompute="block"),
         Setting(fail=0.2, blocks=80, drafts=True, resets=0.05),
-        Setting(load="async", fail=0.1, blocks=200, requests=3, resets=0.1),
-        Setting(load="async", fail=0.1, blocks=200, streams=0.6),
-        Setting(load="async", fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
-        Setting(load="async", fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
+        Setting(fail=0.1, blocks=200, requests=3, resets=0.1),
+        Setting(fail=0.1, blocks=200, streams=0.6),
+        Setting(fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
+        Setting(fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
 )

@@ -7,7 +7,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -267,33 +267,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
     with pytest.raises(UnsupportedModelError, match=message) as refusal:
         check_supported(config, cache)
     assert "/models/m" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "stages", "ahead", "message"),
-    [
-        (("full", "full"), 1, False, "keep every token in one group"),
-        (("window",), 1, False, "keep every token in one group"),
-        (("state",), 1, False, "keep every token in one group"),
-        (("full",), 2, False, "pipeline_parallel_size of 2"),
-        (("full",), 1, True, "asynchronous scheduling"),
-    ],
-)
-def test_a_load_within_a_step_is_refused_if_its_failure_could_not_be_mended(
-    kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool, message: str
-) -> None:
-    from pd_cache.vllm.model import check_sync
-
-    def check(kinds: tuple[Literal["full", "window", "state"], ...], stages: int, ahead: bool) -> None:
-        config: Any = SimpleNamespace(
-            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
-            scheduler_config=SimpleNamespace(async_scheduling=ahead),
-        )
-        check_sync(config, [KeptLayers(number, 16, kind) for number, kind in enumerate(kinds)])
-
-    check(("full",), 1, False)
-    with pytest.raises(ConfigError, match=message):
-        check(kinds, stages, ahead)
 
 
 def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_a_stage_must_agree() -> None:

@@ -1,77 +1,11 @@
-"""The connector's part in the scheduler, by histories of events: what must not be shared. Nothing of a load within a step is stored, or kept in
-vLLM's own cache, before it is known to be good; nothing of other weights is at all. tests/vllm/test_random_histories.py has the usual cases."""
+"""The connector's part in the scheduler, by histories of events: nothing of other weights is stored, loaded, or kept in vLLM's own cache.
+tests/vllm/test_random_histories.py has the usual cases."""
 
 from __future__ import annotations
 
 import pytest
 
-from pd_cache.reasons import Loaded
-from tests.pd_cache.vllm.histories import BLOCK, CHUNK, FAILED, PROMPT, Request, Scene, blocks_of
-
-# --- loads within the step that needs them ---------------------------------------------------------------------------
-
-
-def test_a_request_that_ends_with_the_step_of_its_load_is_stored_with_the_next_one() -> None:
-    scene, request = Scene(load="sync"), Request()
-    scene.has(request, 1)
-    scene.load(request)
-    request.num_computed_tokens = CHUNK
-    scene.step(a=2 * CHUNK + 3)
-    request.num_computed_tokens = len(PROMPT)
-    scene.finish(request)
-    (late,) = scene.step().stores
-    assert late.chunks.names == scene.names(request)[1:]
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-def test_what_a_step_loads_behind_vllms_own_hit_is_not_stored_before_the_load_is_known_to_be_good(aborted):
-    """Such a store would put whatever a failed load left in the blocks into the pool, under the names of the chunks that it lacks."""
-    scene, request = Scene(load="sync"), Request()
-    scene.has(request, 2)
-    assert scene.load(request, CHUNK) == (CHUNK, False)
-    request.num_computed_tokens = 2 * CHUNK
-    stores = scene.step(a=CHUNK).stores
-    request.num_computed_tokens, request.num_in_flight_tokens = 3 * CHUNK, CHUNK
-    if aborted:
-        scene.finish(request)
-        stores += scene.step().stores
-    assert [name for op in stores for name in op.chunks.names] == scene.names(request)[:1], "what vLLM had at hand"
-    if not aborted:
-        request.num_computed_tokens, request.num_in_flight_tokens = CHUNK + BLOCK, 0
-        scene.loaded(FAILED)
-        (again,) = scene.step(a=2 * CHUNK - BLOCK).stores
-        assert again.chunks.names == scene.names(request)
-
-
-@pytest.mark.parametrize(
-    ("event", "cached"),
-    [("loaded", True), ("finished", True), ("aborted", False), ("preempted", False), ("reset", False)],
-)
-def test_blocks_that_a_step_loads_and_computes_are_kept_by_vllm_when_the_load_is_known_to_be_good(event, cached):
-    """vLLM itself has put all blocks of the request into its own cache when it planned the step."""
-    scene, request = Scene(load="sync"), Request()
-    scene.has(request, 1)
-    for number in range(10, 16):
-        scene.pool.blocks[number].block_hash = "vllm's"
-    scene.load(request)
-    request.num_computed_tokens = CHUNK
-    scene.step(a=2 * CHUNK + 3)
-    assert scene.pool.cached == []
-    request.num_computed_tokens = len(PROMPT)
-    if event == "aborted":
-        request.num_in_flight_tokens = 2 * CHUNK + 3
-    if event in ("finished", "aborted"):
-        scene.finish(request)
-    if event == "preempted":
-        scene.manager.free(request)
-        scene.manager.allocate(request, blocks_of(request, 30))
-    if event == "reset":
-        assert scene.side.reset()
-    scene.loaded(Loaded(1))
-    assert scene.pool.cached == (list(range(10, 16)) if cached else [])
-
-
-# --- versions of the weights -----------------------------------------------------------------------------------------
+from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene, blocks_of
 
 
 def running(scene: Scene, request: Request, *, at_hand: int = 0, block: int = 10) -> None:
@@ -171,17 +105,3 @@ def test_a_load_bears_the_epoch_in_which_its_chunks_were_found() -> None:
     scene.load(request)
     (load,) = scene.step().loads
     assert load.epoch == "run-1"
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_request_that_ends_in_the_step_of_its_load_after_a_reset_is_not_stored(aborted: bool) -> None:
-    """Its end is known before that of its load. A store would put KV of the weights before into the epoch of those after."""
-    scene, request = Scene(load="sync"), Request()
-    scene.has(request, 2)
-    assert scene.load(request, CHUNK) == (CHUNK, False)
-    request.num_computed_tokens = 2 * CHUNK
-    scene.step(a=CHUNK + 3)
-    assert scene.side.reset()
-    request.num_computed_tokens, request.num_in_flight_tokens = len(PROMPT), CHUNK + 3 if aborted else 0
-    scene.finish(request)
-    assert scene.step().stores == []

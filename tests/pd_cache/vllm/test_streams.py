@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pd_cache.reasons import Loaded
+from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import LoadOp, StepReport
 from tests.pd_cache.vllm.histories import CHUNK, PLAIN, PROMPT, WINDOW, Request, Scene, announced, blocks_of
 
@@ -245,12 +246,10 @@ def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "settings", "caching"),
-    [((WINDOW,), {}, True), ((PLAIN,), {"load": "sync"}, True), ((PLAIN,), {}, False)],
-    ids=["a window", "loads within a step", "no cache of vLLM's own"],
+    ("layer", "caching"), [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"]
 )
-def test_an_engine_that_cannot_do_it_says_so(layers: Any, settings: dict[str, Any], caching: bool) -> None:
-    scene = Scene(*layers, **settings)
+def test_an_engine_that_cannot_do_it_says_so(layer: KeptLayers, caching: bool) -> None:
+    scene = Scene(layer)
     scene.manager.enable_caching = caching
     assert not scene.side.streams.possible
     assert scene.ask(Request("a", PROMPT, STREAM)) == (None, False), (

@@ -77,8 +77,8 @@ def make(cache: Cache, clock: Clock) -> Iterator[Make]:
         assert side.close(PATIENCE_S)
 
 
-def load(request: str, blocks: list[int] = BLOCKS, *, in_step: bool = False) -> LoadOp:
-    return LoadOp(request, [GroupChunks(0, NAMES, blocks)], blocks, in_step=in_step)
+def load(request: str, blocks: list[int] = BLOCKS) -> LoadOp:
+    return LoadOp(request, [GroupChunks(0, NAMES, blocks)], blocks)
 
 
 def ended(side: WorkerSide, *requests: str) -> EndedLoads:
@@ -113,7 +113,6 @@ def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
     wait_for(lambda: len(cache.calls) == len(requests))
 
 
-@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(
     ("loads", "reason", "bad", "told"),
     [
@@ -124,13 +123,12 @@ def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
     ],
 )
 def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(
-    make: Make, cache: Cache, in_step: bool, loads: Any, reason: str, bad: set[int], told: Loaded
+    make: Make, cache: Cache, loads: Any, reason: str, bad: set[int], told: Loaded
 ) -> None:
     cache.loads, cache.reason = loads, reason
-    side, step = make(), Step(loads=[load("a", [-1, *BLOCKS[1:]], in_step=in_step)])
-    side.start(step)
-    result = side.take_loads(step, set()) if in_step else ended(side, "a")
-    assert result == EndedLoads(set() if in_step else {"a"}, set(), bad)
+    side = make()
+    side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
+    assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
     assert reported(side) == StepReport(loads={"a": told})
     assert (side.take_loads(Step(), set()), side.take_report()) == (EndedLoads(set(), set(), set()), None)
     assert cache.calls == [("a", 5.0)]
@@ -145,12 +143,10 @@ def test_a_load_without_blocks_to_report_fails_as_a_whole(make: Make, cache: Cac
     assert ended(side, "a") == EndedLoads({"a"}, {"a"}, set())
 
 
-def test_a_load_without_names_or_one_within_a_step_that_never_began_has_failed(make: Make, cache: Cache) -> None:
-    """For whatever reason: what the step has computed must not count."""
+def test_a_load_without_names_has_failed(make: Make, cache: Cache) -> None:
     side = make()
     side.start(Step(loads=[LoadOp("a", [], BLOCKS)]))
     assert ended(side, "a").bad_blocks == set(BLOCKS)
-    assert side.take_loads(Step(loads=[load("a", in_step=True)]), set()).bad_blocks == set(BLOCKS)
     assert not cache.calls
 
 
