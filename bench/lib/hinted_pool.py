@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from bench.lib.reuse import SimulatedLru
 from bench.lib.trace import BLOCK_TOKENS, Request
 from launch.proxy.hints import Pin, Pins
 from pd_cache.cluster import HintsConfig
 
-Hints = Literal["none", "waits", "sessions"]
-"""What agents say: nothing; `kv.retain` before each wait, and `kv.release` with the next call; or a `session_id` with each call."""
 WAIT_S = 120.0
 """The least pause that is a wait. An agent knows which of its tools take so long."""
 _TTL_S = 600.0
-_SESSION_TTL_S = 120.0
 _RENEW_S = 3.0
 
 
 class HintedPool:
-    def __init__(
-        self, requests: Sequence[Request], system_blocks: int, tokens: int, hints: Hints, share: float
-    ) -> None:
-        """Holds `tokens` tokens, of which pins take at most `share`. Requests that agree in the first block after the system prompt are one
-        session's."""
-        self._system, self._hints = system_blocks, hints
+    def __init__(self, requests: Sequence[Request], system_blocks: int, tokens: int, share: float) -> None:
+        """Holds `tokens` tokens, of which pins take at most `share`: agents say `kv.retain` before each wait, and `kv.release` with the next
+        call. Requests that agree in the first block after the system prompt are one session's."""
+        self._system = system_blocks
         self._room = int(tokens // BLOCK_TOKENS * share)
         self._lru = SimulatedLru[bytes](tokens // BLOCK_TOKENS)
         self._pins = Pins(HintsConfig().max_pins)
@@ -55,9 +49,8 @@ class HintedPool:
             self._lru.touch(self._pins.chunks())
         found = self._lru.use(names)
         key, pause = ("", str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
-        ttl_s = _SESSION_TTL_S if self._hints == "sessions" else _TTL_S
-        if pause is not None and (self._hints == "sessions" or (self._hints == "waits" and pause >= WAIT_S)):
-            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + ttl_s), self._room)
+        if pause is not None and pause >= WAIT_S:
+            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + _TTL_S), self._room)
         else:
             self._pins.end_where(lambda other, pin: other == key)
         return found

@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.hinted_pool import HintedPool, Hints
+from bench.lib.hinted_pool import HintedPool
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
@@ -227,13 +227,12 @@ def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float 
 
 
 def compare_hints(requests: list[Request], nodes: int, pool_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
-    """Returns one row per way in which agents give hints, and share of the pool that pins may take."""
+    """Returns one row per share of the pool that agents' pins may take; with 0, it is an LRU."""
     rows = []
-    ways: tuple[tuple[Hints, float], ...] = (("none", 0.0), ("waits", 0.25), ("waits", 0.5), ("sessions", 0.25))
-    for hints, share in ways:
-        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, hints, share)
+    for share in (0.0, 0.25, 0.5):
+        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, share)
         outcome = simulate(requests, "least_loaded", nodes, 0, rate, pool)
-        row: dict[str, Any] = {"pool_tokens": pool_tokens, "hints": hints, "max_share": share}
+        row: dict[str, Any] = {"pool_tokens": pool_tokens, "max_share": share}
         after = [one for one in outcome.waited if pool.call(one[1]) in pool.waited]
         for name, some in (("", outcome.waited), ("after_wait_", after)):
             tokens = sum(request.input_length for _, request, _ in some)
@@ -248,7 +247,7 @@ def compare_pooled(
     name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int, rate: float = _RATE
 ) -> list[dict[str, Any]]:
     """Returns one row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
-    whole = HintedPool(requests, 0, nodes * cache_tokens, "none", 0.0)  # without hints, an LRU
+    whole = HintedPool(requests, 0, nodes * cache_tokens, 0.0)  # without pins, an LRU
     pooled = simulate(requests, "least_loaded", nodes, 0, rate, whole).hit_rate
     rows = []
     for router in routers:
@@ -350,12 +349,11 @@ def _hints(agents: int, nodes: int, pools: tuple[int, ...], seed: int) -> tuple[
             rows += [none, *hinted]
             checks += [
                 at_least(
-                    f"hits after a wait, {row['hints']} {row['max_share']} at {pool}",
+                    f"hits after a wait, {row['max_share']} at {pool}",
                     row["after_wait_hit_rate"],
                     none["after_wait_hit_rate"],
                 )
                 for row in hinted
-                if row["hints"] == "waits"
             ]
     return {"requests": len(requests), "results": rows}, checks
 

@@ -117,7 +117,6 @@ def _too_large(most: int) -> ApiError:
 
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Session = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
 _STREAM = msgspec.Raw(msgspec.json.encode(write_params(Announcement(stream=True))))
@@ -273,13 +272,6 @@ class Completion:
         """Returns the model that should answer; None if the request names none, or not by a string."""
         try:
             return decode_json(bytes(self._fields.get("model", b"null")), str | None)
-        except UndecodableError:
-            return None
-
-    def session(self) -> str | None:
-        """Returns the session that the request belongs to; None if it names none, or not by 1 to 256 characters."""
-        try:
-            return decode_json(bytes(self._fields.get("session_id", b"null")), _Session | None)
         except UndecodableError:
             return None
 

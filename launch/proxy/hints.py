@@ -225,16 +225,9 @@ class Hints:
         self.pins = Pins(config.max_pins)
         self._recent: OrderedDict[tuple[str, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
-        self._sessions: dict[tuple[str, str], Pin] = {}
-        """The last prompts of sessions, to be pinned with the next renewal."""
 
-    def note(self, client: str, request_id: str, named: NamedPrompt, session: str | None = None) -> None:
-        """Remembers the prompt of a client's request, for hints that name the request, and keeps it for its session."""
-        if session and named.names and len(self._sessions) < self._config.max_pins:
-            until = self._clock() + self._config.session_ttl_s
-            # a space, which no action's id has
-            key = client, f"session {session}"
-            self._sessions[key] = Pin(named.names, named.names[-1], (named.fingerprint, ""), until)
+    def note(self, client: str, request_id: str, named: NamedPrompt) -> None:
+        """Remembers the prompt of a client's request, for hints that name the request."""
         self._recent_chunks -= len(self._recent.pop((client, request_id), named._replace(names=())).names)
         self._recent[client, request_id] = named._replace(blocks=())
         self._recent_chunks += len(named.names)
@@ -420,26 +413,15 @@ class Hints:
     async def renew(self) -> None:
         """Ends the pins whose time is over, and renews the leases of all others."""
         self.pins.end_where(self._is_over)
-        objects, sessions, self._sessions = 0, self._sessions, {}
-        if (chunks := self.pins.chunks()) or sessions:
+        objects = 0
+        if chunks := self.pins.chunks():
             room, renewed = await self._room(), await self._direct.renew(chunks)
             self.pins.shrink(room)
             if renewed is not None:
                 space, objects = renewed
                 self.pins.end_where(lambda key, pin: pin.space != space)
-                for key, pin in sessions.items():
-                    if pin.space[0] == space[0]:
-                        self._keep_session(key, pin._replace(space=space), room)
         self._metrics.pinned_objects.set(objects)
         self._show()
-
-    def _keep_session(self, key: tuple[str, str], pin: Pin, room: int) -> None:
-        try:
-            kept = self.pins.retain(key, pin, room, self._tenant_room(tenant_of(key[0])))
-        except ApiError:
-            kept = 0
-        outcome = "accepted" if kept == len(pin.names) else "clipped" if kept else "refused"
-        self._metrics.hints.labels("session", outcome).inc()
 
     def _is_over(self, key: tuple[str, str], pin: Pin) -> bool:
         return pin.until <= self._clock()

@@ -74,7 +74,7 @@ class ProxyMetrics:
         self.view_stale = gauge("pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered")
         self.hints = counter(
             "pd_cache_proxy_hints",
-            "Actions of hints: retain, release, prefetch or other, and session for a prompt kept for its session; accepted, clipped or refused",
+            "Actions of hints: retain, release, prefetch or other; accepted, clipped or refused",
             ["action", "outcome"],
         )
         self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")

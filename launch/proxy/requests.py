@@ -75,8 +75,6 @@ _PREFETCH_REFUSED_S = 0.1
 """How long a node has to refuse a prompt that it should prefetch."""
 _MOST_ASKED = 2
 """The most nodes that are asked for one model."""
-_SESSION_HEADER = "X-Session-ID"
-"""vLLM's name for a `session_id` in place of the body's."""
 _STREAM_ID = "-stream"
 """What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
 
@@ -387,16 +385,13 @@ class Requests:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
-        session: str | None = None
-        if self._config.hints.session_ttl_s and self._config.hints.max_share:
-            session = completion.session() or exchange.request.headers.get(_SESSION_HEADER)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            name = bool(completion.hints or session or self._prefetched) or self._tenants.counts(tenant)
+            name = bool(completion.hints or self._prefetched) or self._tenants.counts(tenant)
             why, named = await self._judge(exchange, completion, prompt, name=name)
             self._tenants.note(tenant, named)
             span.note(direct=why or "")
         if named is not None:
-            self._hints.note(exchange.client.owner, exchange.id, named, session)
+            self._hints.note(exchange.client.owner, exchange.id, named)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 exchange.decodes, stream = self._prefetched.pop(last)

@@ -373,8 +373,6 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """The longest that a prompt is kept without being retained again."""
     max_pins: Positive = 1000
     """The most pins of one proxy."""
-    session_ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """How long the last prompt of a `session_id` is kept after its request began. 0: sessions are not kept."""
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):

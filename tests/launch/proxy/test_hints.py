@@ -316,61 +316,6 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> N
 
 
 @scenario
-async def test_the_last_prompt_of_a_session_is_kept_until_it_has_been_quiet() -> None:
-    k = Kept(room=4, session_ttl_s=60, max_pins=2)
-    with closing(k.direct):
-
-        async def request(session: str | None, tokens: list[int]) -> None:
-            named = await k.direct.look_up(tokens, None, "r")
-            assert named is not None
-            k.hints.note("c", f"r{k.now}", named, session)
-
-        await request("one", [1] * 2 * CHUNK)
-        await request(None, [2] * CHUNK)
-        await request("short", [2] * (CHUNK - 1))
-        await k.hints.renew()
-        assert (k.metric("pins"), len(k.hints.pins.chunks())) == (1, 2)
-        k.now = 50.0
-        await request("one", [1] * 3 * CHUNK)
-        await request("two", [2] * 2 * CHUNK)
-        await request("three", [3] * CHUNK)
-        await k.hints.renew()
-        assert (k.metric("pins"), len(k.hints.pins.chunks())) == (2, 4), "the second finds room for one chunk"
-        assert k.metric("hints_total", action="session", outcome="clipped") == 1
-        k.now = 100.0
-        await k.hints.renew()
-        assert len(k.client.renewed[-1]) == 4
-        assert (await k.ask("kv.release", "x", tokens=[2] * 2 * CHUNK))["released"] == 1
-        k.now = 110.0
-        await k.hints.renew()
-        assert k.metric("pins") == k.metric("pinned_bytes") == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "body", "headers", "kept"),
-    [
-        ({"session_ttl_s": 60.0}, {"session_id": "s"}, {}, True),
-        ({"session_ttl_s": 60.0}, {}, {"X-Session-ID": "s"}, True),
-        ({"session_ttl_s": 0.0}, {"session_id": "s"}, {}, False),
-        ({"session_ttl_s": 60.0, "max_share": 0.0}, {"session_id": "s"}, {}, False),
-        ({"session_ttl_s": 60.0}, {"session_id": 7}, {}, False),
-        ({"session_ttl_s": 60.0}, {"session_id": ""}, {}, False),
-    ],
-)
-@scenario
-async def test_a_request_says_its_session_in_the_body_or_a_header(
-    config: dict[str, float], body: dict[str, Any], headers: dict[str, str], kept: bool
-) -> None:
-    async with pinning(hints=HintsConfig(**config)) as c:
-        async with c.post({"prompt": IDS, **body}, headers=headers) as response:
-            assert response.status == 200
-        sent = c.decode[0].bodies[-1]
-        assert ({} if "session_id" not in sent else {"session_id": sent["session_id"]}) == body, "left to the nodes"
-        await c.proxy._hints.renew()
-        assert c.metric("pins") == kept
-
-
-@scenario
 async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there() -> None:
     async with pinning(2) as c:
         node = c.decode[0]
