@@ -10,6 +10,7 @@ import errno
 import importlib
 import io
 import logging
+import math
 import re
 import signal
 import sys
@@ -515,6 +516,8 @@ def _send_hint(
     from launch.operate import pin as pins
     from pd_cache.decoding import decode_json
 
+    if ttl_s is not None and not math.isfinite(ttl_s):
+        raise click.BadParameter(f"{ttl_s} is no number of seconds", param_hint="--ttl")
     releases = kind == "kv.release"
     payload: dict[str, Any] = {"action_id": action_id} if releases else {"ttl_s": ttl_s}
     if not releases or action_id is None:

@@ -205,7 +205,7 @@ class _ChatMessage(msgspec.Struct, frozen=True):
 class Completion:
     def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
         """`prompt`: the field that holds the prompt. Raises ApiError 400 if no node could use the body."""
-        _check_fields(body)
+        check_fields(body)
         try:
             body.decode()  # raw fields are not checked for this
             self._fields: dict[str, msgspec.Raw] = decode_json(body, dict[str, msgspec.Raw])
@@ -284,8 +284,6 @@ class Completion:
         try:
             own = self.cache_salt()
         except ValueError:
-            if not tenant:
-                return  # nodes refuse it
             raise ApiError(400, "`cache_salt` must be text", param="cache_salt", code="invalid_value") from None
         if (salt := tenant_salt(own, tenant)) != own:
             self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
@@ -313,7 +311,7 @@ class Completion:
         return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
 
 
-def _check_fields(body: bytes) -> None:
+def check_fields(body: bytes) -> None:
     """Raises ApiError 400 if the object has far too many fields, before objects are made of them: a field of 9 bytes takes 200 in memory."""
     colons = body.count(b":")
     if colons <= _MOST_COLONS:

@@ -26,7 +26,8 @@ Why = Literal["short", "in_pool"]
 LOOKUP_THREADS = 4
 LOOKUP_TIMEOUT_S = 0.6
 MAX_WAITING = 32
-"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way without a lookup."""
+"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way without a lookup, except for those
+that count for a quota."""
 _MAX_TOKENS = 1 << 18
 """The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
 _MAX_KEYS = 1 << 18

@@ -5,10 +5,12 @@ The master leases each key that it is asked for, and does not evict leased objec
 them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
 
 1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in full, whether the pool has them or not,
-   and a chunk counts once, however many pins it is in. If the pool shrinks, the newest pins end.
+   and a chunk counts once, however many of a holder's pins it is in. If the pool shrinks, the newest pins end.
 2. A pin ends with its time, by a release, when the weights change, and with this proxy. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
+5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, and unless it is
+   a tenant with `pins`, a chunk too. So one alone takes at most half, two a third each, and the next finds room.
 """
 
 from __future__ import annotations
@@ -16,18 +18,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
 from launch.discovery import View
 from launch.openai import ApiError
-from launch.proxy.bodies import Completion
+from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
-from launch.proxy.keys import tenant_of
+from launch.proxy.keys import fair, tenant_of
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig
@@ -50,6 +54,7 @@ _TARGETS = (*_PROMPTS, "block_hashes", "request_id")
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
+_Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
@@ -89,7 +94,7 @@ class _Action(msgspec.Struct, frozen=True):
     action_id: _Id
     action_type: str
     action_version: str
-    payload: dict[str, msgspec.Raw]
+    payload: msgspec.Raw
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -99,8 +104,8 @@ class _Payload(msgspec.Struct, frozen=True):
     action_id: _Id | None = None
     model: str | None = None
     request_id: str | None = None
-    block_hashes: list[Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){16,64}\\Z")]] | None = None
-    """The engine's chained hashes of the prompt's blocks, from the first."""
+    block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=1 << 14)] | None = None
+    """The engine's chained hashes of the prompt's blocks, from the first: of as many tokens as a prompt may have that is looked up."""
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -141,40 +146,45 @@ class Pin(NamedTuple):
     until: float
 
 
+def _holder(key: tuple[str, str]) -> str:
+    return tenant_of(key[0]) or key[0]
+
+
 class Pins:
     """Which chunks are kept until when. Pure. A pin's key is its client's `Client.owner` and the id of the action that made it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._pins: dict[tuple[str, str], Pin] = {}
-        self._uses: Counter[bytes] = Counter()
+        self._uses: dict[str, Counter[bytes]] = {}
+        """For each holder, in how many of its pins a chunk is."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def chunks(self) -> list[bytes]:
         """Returns the names of all chunks that are kept, each once."""
-        return list(self._uses)
+        return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
     def retain(self, key: tuple[str, str], pin: Pin, room: int, tenant_room: int | None = None) -> int:
         """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
         place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
-        if key not in self._pins and len(self._pins) >= self._most:
-            raise _refused(f"there are {self._most} pins, and no more at a time")
-        before, left, count = self._end(key), room - len(self._uses), 0
-        if tenant_room is not None:
-            tenant = tenant_of(key[0])
-            own = {name for (owner, _), one in self._pins.items() if tenant_of(owner) == tenant for name in one.names}
-            left = min(left, tenant_room - len(own))
+        holder = _holder(key)
+        held = sum(_holder(other) == holder for other in self._pins)
+        if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
+            raise _refused(f"of {self._most} pins, all are taken, or this client has as many as are free")
+        before, own, count = self._end(key), self._uses.get(holder, ()), 0
+        mine, left = len(own), room - self._taken()
         for name in pin.names:
-            left -= name not in self._uses
-            if left < 0:
-                break
+            if name not in own:
+                if not (fair(holder, mine, left) if tenant_room is None else mine < tenant_room and left > 0):
+                    break
+                mine, left = mine + 1, left - 1
             count += 1
         kept = pin._replace(names=pin.names[:count]) if count else before
         if kept is not None:
             self._pins[key] = kept
-            self._uses.update(kept.names)
+            self._uses.setdefault(holder, Counter()).update(kept.names)
         return count
 
     def end_where(self, ends: Callable[[tuple[str, str], Pin], bool]) -> int:
@@ -184,18 +194,28 @@ class Pins:
             self._end(key)
         return len(ended)
 
-    def shrink(self, room: int) -> None:
-        """Ends the newest pins until all have at most `room` chunks."""
-        while len(self._uses) > room:
+    def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
+        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may have now."""
+        while self._taken() > room:
             self._end(next(reversed(self._pins)))
+        for key in reversed(list(self._pins)):
+            most = tenant_room(tenant_of(key[0]))
+            if most is not None and len(self._uses[_holder(key)]) > most:
+                self._end(key)
+
+    def _taken(self) -> int:
+        return sum(map(len, self._uses.values()))
 
     def _end(self, key: tuple[str, str]) -> Pin | None:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            self._uses.subtract(pin.names)
+            uses = self._uses[_holder(key)]
+            uses.subtract(pin.names)
             for name in pin.names:
-                if not self._uses[name]:
-                    del self._uses[name]
+                if not uses[name]:
+                    del uses[name]
+            if not uses:
+                del self._uses[_holder(key)]
         return pin
 
 
@@ -220,8 +240,11 @@ class Hints:
         self._clock = clock
         self._tenant_room = tenant_room
         self._view = View(())
-        self._pool: tuple[int, float] | None = None
-        """The pool's size, and when it was asked for."""
+        self._pool: int | OSError | ValueError = ValueError("it was not asked for yet")
+        """The pool's size, or why it is not known."""
+        self._asked = -math.inf
+        """When it was asked for."""
+        self._asking = asyncio.Lock()
         self.pins = Pins(config.max_pins)
         self._recent: OrderedDict[tuple[str, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
@@ -235,7 +258,7 @@ class Hints:
             self._recent_chunks -= len(self._recent.popitem(last=False)[1].names)
 
     def update(self, view: View) -> None:
-        self._view = view
+        self._view, self._asked = view, -math.inf
 
     async def taken(self, message: bytes, sender: Sender) -> bytes:
         """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
@@ -284,10 +307,12 @@ class Hints:
         kind, config, client = action.action_type, self._config, sender.client
         if kind not in _KINDS or action.action_version != "1.0":
             raise _refused(f"{kind[:40]} {action.action_version[:8]} is not supported, only {', '.join(_KINDS)} 1.0")
-        given = decode_json(msgspec.json.encode(action.payload), _Payload)
+        payload = bytes(action.payload)
+        check_fields(payload)
+        given, fields = decode_json(payload, _Payload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            last = b"" if given.action_id else (await self._target(action.payload, given, sender)).names[-1]
+            last = b"" if given.action_id else (await self._target(fields, given, sender)).names[-1]
             ended = self.pins.end_where(
                 lambda key, pin: key == (client, given.action_id) or (key[0] == client and pin.target == last)
             )
@@ -295,20 +320,21 @@ class Hints:
                 raise _refused("this client has no such pin at this proxy")
             return ActionAnswer(action.action_id, "accepted", released=ended)
         if kind == "kv.prefetch":
-            return await self._prefetch(action, given, sender)
+            return await self._prefetch(action.action_id, fields, given, sender)
         if given.ttl_s is None:
             raise _refused("ttl_s is missing: for how many seconds the prompt is to be kept")
-        named = await self._target(action.payload, given, sender)
+        named = await self._target(fields, given, sender)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise _refused("the pool does not answer")
-        ttl_s, bound = min(given.ttl_s, config.max_ttl_s), f"{room * self._direct.chunk_bytes} bytes"
-        if (own_room := self._tenant_room(tenant_of(client))) is not None and own_room < room:
-            bound = f"{own_room * self._direct.chunk_bytes} bytes of this tenant"
+        ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(tenant_of(client))
+        bound = f"{room * self._direct.chunk_bytes} bytes, each client no more than are free"
+        if own_room is not None:
+            bound = f"{min(room, own_room) * self._direct.chunk_bytes} bytes of this tenant"
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
-            raise _refused(f"other pins take all that pins may: {bound}")
+            raise _refused(f"there are pins for all that they may take: {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
@@ -321,19 +347,21 @@ class Hints:
             in_pool=min(tokens, named.pool_tokens),
         )
 
-    async def _prefetch(self, action: _Action, given: _Payload, sender: Sender) -> ActionAnswer:
+    async def _prefetch(
+        self, action_id: str, fields: dict[str, msgspec.Raw], given: _Payload, sender: Sender
+    ) -> ActionAnswer:
         if not self._config.max_share:
             raise _refused("proxy.hints.max_share is 0")
-        if not action.payload.keys() & set(_PROMPTS):
+        if not fields.keys() & set(_PROMPTS):
             raise _refused(f"a node needs the prompt itself: give one of {', '.join(_PROMPTS)}")
-        named = await self._target(action.payload, given, sender)
+        named = await self._target(fields, given, sender)
         if not named.pool_tokens:
             raise _refused("the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
         ttl_s = min(given.ttl_s or PREFETCH_S, PREFETCH_S)
-        node = await sender.prefetch(self._completion(action.payload), named, ttl_s)
+        node = await sender.prefetch(self._completion(fields), named, ttl_s)
         clipped = given.ttl_s is not None and ttl_s < given.ttl_s
         return ActionAnswer(
-            action.action_id,
+            action_id,
             "clipped" if clipped else "accepted",
             f"a node holds a prompt for at most {PREFETCH_S:g} s" if clipped else "",
             ttl_s,
@@ -384,13 +412,16 @@ class Hints:
         """Returns how many chunks all pins may have. Raises ApiError if that is not known."""
         if not self._config.max_share or self._pool_bytes is None:
             raise _refused("proxy.hints.max_share is 0")
-        if self._pool is None or self._clock() - self._pool[1] >= self.renew_s:
-            try:
-                self._pool = await asyncio.to_thread(self._pool_bytes, self._view), self._clock()
-            except (OSError, ValueError) as error:
-                if self._pool is None:
-                    raise _refused(f"the size of the pool is not known: {error}") from None
-        share = self._pool[0] * self._config.max_share / max(1, len(self._view.by_role("proxy")))
+        async with self._asking:  # a master that hangs takes one thread, however many hints come
+            if self._clock() - self._asked >= self.renew_s:
+                try:
+                    self._pool = await asyncio.to_thread(self._pool_bytes, self._view)
+                except (OSError, ValueError) as error:
+                    self._pool = error if isinstance(self._pool, Exception) else self._pool
+                self._asked = self._clock()
+        if isinstance(self._pool, Exception):
+            raise _refused(f"the size of the pool is not known: {self._pool}")
+        share = self._pool * self._config.max_share / max(1, len(self._view.by_role("proxy")))
         return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
 
     # --- leases --------------------------------------------------------------------------------------------------
@@ -416,7 +447,7 @@ class Hints:
         objects = 0
         if chunks := self.pins.chunks():
             room, renewed = await self._room(), await self._direct.renew(chunks)
-            self.pins.shrink(room)
+            self.pins.shrink(room, self._tenant_room)
             if renewed is not None:
                 space, objects = renewed
                 self.pins.end_where(lambda key, pin: pin.space != space)

@@ -43,9 +43,22 @@ class Client(NamedTuple):
         """Whose its pins and its requests' prompts are: neither has a space."""
         return " ".join(self).rstrip()
 
+    @property
+    def holder(self) -> str:
+        """Who has a share of what there is little of: a tenant, or a client without one."""
+        return self.tenant or self.name
+
 
 def tenant_of(owner: str) -> str:
     return owner.partition(" ")[2]
+
+
+def fair(holder: str, held: int, free: int) -> bool:
+    """Returns whether a client or tenant that has `held` of something may have one more while `free` are left: if it has fewer than are free.
+
+    So one alone takes at most half, and the next always finds some. Without keys, all clients are one, which may take all.
+    """
+    return held < free if holder else free > 0
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -30,7 +30,7 @@ from launch.proxy.bodies import (
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints, Sender
-from launch.proxy.keys import Admission, Client, Keys
+from launch.proxy.keys import Admission, Client, Keys, fair
 from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -67,6 +67,8 @@ _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
+_LONG = 1 << 14
+"""The tokens from which a text may take a tokenizer long."""
 _LIST_S = 10.0
 """How long the whole list of models may take."""
 _LIST_AT_ONE_S = 1.0
@@ -171,6 +173,13 @@ class Exchange:
         self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
 
 
+class _Prefetched(NamedTuple):
+    holder: str
+    node: str
+    stream: asyncio.Task[None]
+    """Holds the prompt at the node."""
+
+
 class Requests:
     """Serves the pages of OpenAI's API."""
 
@@ -212,8 +221,8 @@ class Requests:
         """The time until which no node is asked for tokens."""
         self._slow = 0
         """How many judgements of prompts in a row took too long."""
-        self._prefetched: dict[bytes, tuple[str, asyncio.Task[None]]] = {}
-        """By the last chunks' names of prompts: at which node they were prefetched, and the streams that hold them there."""
+        self._prefetched: dict[bytes, _Prefetched] = {}
+        """By the names of prompts' last chunks."""
 
     def add_to(self, app: web.Application) -> None:
         for path in ("/v1/completions", CHAT):
@@ -224,8 +233,8 @@ class Requests:
     async def drain(self, limit_s: float) -> None:
         """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
         self.admission.closing = True
-        for _, stream in self._prefetched.values():
-            stream.cancel()
+        for one in self._prefetched.values():
+            one.stream.cancel()
         if self.running:
             await asyncio.wait(self.running, timeout=limit_s)
         for task in self.running:
@@ -394,7 +403,7 @@ class Requests:
             self._hints.note(exchange.client.owner, exchange.id, named)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
-                exchange.decodes, stream = self._prefetched.pop(last)
+                _, exchange.decodes, stream = self._prefetched.pop(last)
                 exchange.streams.append(stream)
         if completion.hints is not None:
             taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
@@ -435,9 +444,10 @@ class Requests:
         why = direct.why(prompt.tokens)
         if why is not None and not name:
             return why, None
-        if self._judging >= MAX_WAITING or not direct.can_tell(completion.model(), prompt.tokens):
+        # a tenant that sends many prompts at a time would exceed its quota by those that are not named
+        if self._judging >= MAX_WAITING and not self._tenants.counts(exchange.client.tenant):
             return why, None
-        if not completion.plain():
+        if not direct.can_tell(completion.model(), prompt.tokens) or not completion.plain():
             return why, None
         self._judging += 1
         try:
@@ -449,7 +459,7 @@ class Requests:
                     return why, None
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
         except TimeoutError:
-            self._slow += 1  # once may be that prompt's own fault
+            self._slow += prompt.tokens < _LONG  # a long one is slow by its own fault, and once may a short one be
             if self._slow == _MOST_SLOW:
                 self._pause_tokenizing()
             return why, None
@@ -586,18 +596,22 @@ class Requests:
             raise ApiError(400, "no decode node can be asked")
         if not pool.streams(node):
             raise ApiError(400, f"{node} loads nothing before its request comes (handoff.stream, docs/hints.md)")
-        if len(self._prefetched) >= _MOST_PREFETCHED:
-            raise ApiError(400, f"nodes hold {_MOST_PREFETCHED} prefetched prompts, and no more at a time")
+        holder = exchange.client.holder
+        held = sum(one.holder == holder for one in self._prefetched.values())
+        if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
+            raise ApiError(
+                400, f"of {_MOST_PREFETCHED} prefetched prompts, none is free, or this client has as many as are"
+            )
         body, name = completion.for_stream(), f"-prefetch-{last.hex()[:8]}"
         stream = self._begin(self._stream(exchange, node, completion.path, body, name, ttl_s), body)
         if stream is None:
             raise ApiError(400, "other requests take all the memory for bodies")
         if last in self._prefetched:
-            self._prefetched[last][1].cancel()
-        self._prefetched[last] = node, stream
+            self._prefetched[last].stream.cancel()
+        self._prefetched[last] = one = _Prefetched(holder, node, stream)
 
         def ended(stream: asyncio.Task[None]) -> None:
-            if self._prefetched.get(last) == (node, stream):
+            if self._prefetched.get(last) is one:
                 del self._prefetched[last]
 
         stream.add_done_callback(ended)

@@ -8,7 +8,7 @@ The proxy names the chunks of each prompt (`direct.py`), and counts them for the
 2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a tenant exceeds its quota only by what
    it stores within these seconds, and then only the master's eviction can cost others anything, if the pool has no room for that.
 3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Nobody uses it, so the master evicts it
-   before others.
+   before others. Beyond two million chunks of all tenants, so are those of the tenant with most that were not used for longest.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _RESTS_S = 15.0
 """How long a chunk must not have been used: longer than the usual lease."""
 _STORED_WITHIN_S = 60.0
 """How long after a prompt its chunks may still be on their way into the pool."""
-_MOST_CHUNKS = 1 << 20
-"""The most chunks that are counted for a tenant: 150 MB."""
+_MOST_CHUNKS = 1 << 21
+"""The most chunks that are counted for all tenants: 300 MB."""
 _MOST_REMOVED = 4096
 """How many chunks of a tenant are removed at a time."""
 
@@ -61,6 +61,11 @@ class Ledger:
         for name in reversed(names):
             self._used[name] = now
             self._used.move_to_end(name)
+
+    def forget(self, count: int) -> None:
+        """Counts the oldest chunks no longer."""
+        for _ in range(count):
+            self._used.popitem(last=False)
 
     def oldest(self, count: int, before: float) -> list[bytes]:
         """Returns at most so many chunks that were last used before a time."""
@@ -148,6 +153,8 @@ class Tenants:
             self._metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
         if self.chunks(tenant, "quota") is not None:
             self._ledgers.setdefault(tenant, Ledger()).use(named.names, self._clock())
+            if (over := sum(map(len, self._ledgers.values())) - _MOST_CHUNKS) > 0:
+                max(self._ledgers.values(), key=len).forget(over)
 
     async def keep(self) -> NoReturn:
         """Removes what is over a quota, for ever."""
@@ -165,8 +172,8 @@ class Tenants:
             if room is None:  # it has no quota any more
                 del self._ledgers[tenant]
                 continue
-            asked, over = self._clock(), len(ledger) - min(room, _MOST_CHUNKS)
-            if names := ledger.oldest(min(_MOST_REMOVED, over), asked - _RESTS_S):
+            asked = self._clock()
+            if names := ledger.oldest(min(_MOST_REMOVED, len(ledger) - room), asked - _RESTS_S):
                 statuses = await self._direct.remove(names)
                 removed = ledger.settle(names, statuses, asked, self._clock())
                 self._metrics.tenant_evicted.labels(tenant).inc(removed)

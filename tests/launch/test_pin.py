@@ -161,6 +161,8 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
         (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "by one of --tokens FILE, --text TEXT and --request"),
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
+        (["--ttl", "nan", "--text", "x"], 2, "nan is no number of seconds"),
+        (["--ttl", "inf", "--text", "x"], 2, "inf is no number of seconds"),
         (["--text", "x"], 2, "Missing option '--ttl'"),
         (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
     ],

@@ -91,8 +91,7 @@ async def tokenizes(request: web.Request) -> web.StreamResponse:
         ({"messages": [{"role": "user", "content": {TEXT: 1}}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "documents": [{"text": "x"}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "reasoning_effort": "high"}, 1024, "handed_over", False),
-        # what is no salt and no prompt is left to the nodes
-        ({"prompt": IDS, "cache_salt": 7}, 1024, "handed_over", False),
+        # what is no prompt is left to the nodes
         ({"prompt": [*IDS, "x"]}, 1024, "handed_over", None),
     ],
 )  # fmt: skip
@@ -206,6 +205,23 @@ async def test_a_node_that_does_not_tell_a_texts_tokens_is_not_asked_for_ever(fa
         assert len(c.prefill[0].bodies) == times + 1
         assert asked == [{"prompt": TEXT}] * times
         assert abs(len(c.decode[0].bodies) - len(c.decode[1].bodies)) <= 1, "asking for tokens takes nobody's turn"
+
+
+@scenario
+async def test_long_texts_whose_tokens_take_long_end_lookups_of_no_others() -> None:
+    async def takes_long(request: web.Request) -> web.StreamResponse:
+        long = len((await request.json())["prompt"]) > len(TEXT)
+        return await (hangs if long else tokenizes)(request)
+
+    async with cluster(direct=rule(Lookups(1024), timeout_s=0.1)) as c:
+        c.decode[0].tokenize = takes_long
+        for _ in range(4):
+            async with c.post({"prompt": "x" * 80_000}) as response:
+                assert response.status == 200
+        c.proxy._direct.timeout_s = 60.0
+        async with c.post({"prompt": TEXT}) as response:
+            assert response.status == 200
+        assert len(c.prefill[0].bodies) == 4, "the short one was looked up and went past"
 
 
 @pytest.mark.parametrize("status", [400, 422, 500])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from launch.discovery import View
 from launch.openai import ApiError
+from launch.proxy import requests
 from launch.proxy.direct import Pool
 from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins, Sender
 from launch.proxy.metrics import ProxyMetrics
@@ -33,24 +36,40 @@ def pin(*names: bytes, until: float = 100.0, space: tuple[str, str] = SPACE) -> 
 
 def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
     pins = Pins(3)
-    assert pins.retain(("c", "1"), pin(b"a", b"b", until=50.0), 3) == 2
-    assert pins.retain(("c", "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
+    assert pins.retain(("", "1"), pin(b"a", b"b", until=50.0), 3) == 2
+    assert pins.retain(("", "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
     assert sorted(pins.chunks()) == [b"a", b"b", b"c"]
-    assert pins.retain(("c", "3"), pin(b"x"), 3) == 0
-    assert pins.retain(("c", "3"), pin(b"x"), 4) == 1
+    assert pins.retain(("", "3"), pin(b"x"), 3) == 0
+    assert pins.retain(("", "3"), pin(b"x"), 4) == 1
     with pytest.raises(ApiError, match="3 pins"):
-        pins.retain(("c", "4"), pin(b"a"), 9)
-    assert pins.retain(("c", "3"), pin(b"y", b"z"), 2) == 0
+        pins.retain(("", "4"), pin(b"a"), 9)
+    assert pins.retain(("", "3"), pin(b"y", b"z"), 2) == 0
     assert b"x" in pins.chunks(), "a pin that finds no room leaves the one that it would have replaced"
-    assert pins.retain(("c", "3"), pin(b"a", b"y"), 4) == 2, "in place of its chunks"
+    assert pins.retain(("", "3"), pin(b"a", b"y"), 4) == 2, "in place of its chunks"
     assert pins.end_where(lambda key, pin: pin.until <= 50) == 1
     assert (len(pins), sorted(pins.chunks())) == (2, [b"a", b"b", b"c", b"y"])
-    pins.shrink(4)
+    pins.shrink(4, lambda tenant: None)
     assert len(pins) == 2
-    pins.shrink(3)
+    pins.shrink(3, lambda tenant: None)
     assert sorted(pins.chunks()) == [b"a", b"b", b"c"], "the newest has ended"
-    pins.shrink(0)
+    pins.shrink(0, lambda tenant: None)
     assert (len(pins), pins.chunks()) == (0, [])
+
+
+def test_no_client_takes_all_that_pins_may() -> None:
+    pins, many = Pins(6), [f"{n}".encode() for n in range(20)]
+    for action_id in ("1", "2", "3"):
+        assert pins.retain(("greedy", action_id), pin(b"x"), 12) == 1
+    with pytest.raises(ApiError, match="as many as are free"):
+        pins.retain(("greedy", "4"), pin(b"x"), 12)
+    assert pins.retain(("greedy", "3"), pin(*many), 12) == 5, "and what another of its pins has"
+    assert pins.retain(("ann a", "1"), pin(*many), 12) == 3
+    assert pins.retain(("ben a", "1"), pin(*many), 12) == 3, "which is his tenant's already"
+    assert pins.retain(("eve", "1"), pin(*many), 12) == 2
+    with pytest.raises(ApiError, match="all are taken"):
+        pins.retain(("eve", "2"), pin(*many), 12)
+    assert pins.end_where(lambda key, pin: True) == 6
+    assert not pins._uses, "nothing is left of whoever has no pin"
 
 
 class Renewing(Lookups):
@@ -83,7 +102,7 @@ class Kept:
         records += [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(proxies)]
         self.hints.update(View(tuple(records)))
 
-    async def ask(self, kind: str, named: str = "a", client: str = "c", /, **payload: Any) -> dict[str, Any]:
+    async def ask(self, kind: str, named: str = "a", client: str = "", /, **payload: Any) -> dict[str, Any]:
         async def name(completion: Any) -> NamedPrompt | None:
             return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
 
@@ -118,7 +137,7 @@ async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over()
         assert (told["status"], told["ttl_s"], told["tokens"]) == ("clipped", 60, 768)
         assert told["reason"].startswith("max_ttl_s is 60; all pins may take")
         told = await k.ask("kv.retain", "b2", tokens=[9] * 600, ttl_s=30)
-        assert (told["status"], told["reason"][:20]) == ("refused", "other pins take all ")
+        assert (told["status"], told["reason"][:18]) == ("refused", "there are pins for")
         k.now = 30.0
         await k.hints.renew()
         assert (len(k.client.renewed[-1]), k.metric("pins")) == (3, 1)
@@ -150,6 +169,30 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
         assert (await k.ask("kv.release", "x", tokens=[1] * 3 * CHUNK))["status"] == "refused"
 
 
+@scenario
+async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() -> None:
+    k, asked, answers = Kept(), [], threading.Event()
+
+    def hangs_then_fails(view: View) -> int:
+        asked.append(view)
+        answers.wait(60)
+        raise OSError("no answer")
+
+    with closing(k.direct):
+        k.hints._pool_bytes = hangs_then_fails
+        asking = [asyncio.create_task(k.ask("kv.retain", tokens=IDS, ttl_s=9)) for _ in range(20)]
+        await until(lambda: bool(asked), "it is asked")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        answers.set()
+        assert {(await one)["reason"] for one in asking} == {"the size of the pool is not known: no answer"}
+        assert len(asked) == 1
+        k.now, k.hints._pool_bytes = 2.0, lambda view: 100 * k.direct.chunk_bytes
+        assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted"
+        k.now, k.hints._pool_bytes = 4.0, hangs_then_fails
+        assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted", "as large as it was"
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
@@ -171,16 +214,17 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
         (message("kv.retain", {"block_hashes": [], "ttl_s": 9}), "no whole chunk"),
         (message("kv.retain", {"block_hashes": ["xyz"], "ttl_s": 9}), "block_hashes"),
         (message("kv.retain", {"block_hashes": ["00" * 16], "ttl_s": 9, "model": "adapter"}), "only prompts for"),
+        (message("kv.retain", {"block_hashes": ["00" * 16] * 16385, "ttl_s": 9}), "length <= 16384"),
         (message("kv.retain", {"tokens": TEXT, "ttl_s": 9}), "list of token ids"),
         (message("kv.retain", {"tokens": [1, -1], "ttl_s": 9}), "list of token ids"),
         (message("kv.retain", {"tokens": None, "ttl_s": 9}), "missing"),
         (message("kv.retain", {"tokens": [1] * 255, "ttl_s": 9}), "no whole chunk"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "model": "adapter"}), "only prompts for the model base"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "cannot be named"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "`cache_salt` must be text"),
         (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named"),
         (message("kv.release", {"action_id": "none"}), "no such pin"),
         (message("kv.release", {"action_id": 7}), "action_id"),
-        (message("kv.retain", [1]), "payload"),
+        (message("kv.retain", [1]), "Expected `object`"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, action_id=""), "action_id"),
         (b'{"protocol_version": "0.1", "message_id": "m", "actions": [7]}', "Expected `object`"),
         (b'{"protocol_version": "0.2", "message_id": "m", "actions": []}', None),
@@ -207,6 +251,15 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
             told = json.loads(response.headers[HEADER])
             assert "kv_hints" in told["error"] if reason is None else len(told["actions"]) == 1
         assert c.metric("pins") == ("request_id" in (reason or "")), "its own prompt"
+
+
+@scenario
+async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_made_of_them() -> None:
+    async with pinning() as c:
+        payload = {"tokens": IDS, "ttl_s": 9} | {f"x{n}": 1 for n in range(60_000)}
+        async with c.session.post(c.url + "/hints", data=message("kv.retain", payload)) as response:
+            (action,) = (await response.json())["actions"]
+        assert (action["status"], action["reason"]) == ("refused", "The body has more than 1000 fields")
 
 
 @scenario
@@ -358,3 +411,25 @@ async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
         c.proxy._direct._client.found = 0
         async with c.session.post(c.url + "/hints", data=message("kv.prefetch", {"tokens": IDS})) as response:
             assert (await response.json())["actions"][0]["reason"] == "the pool has nothing of it"
+
+
+@scenario
+async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MOST_PREFETCHED", 4)
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-of-ann-0123456789\nben key-of-ben-0123456789\n")
+    async with pinning(api_keys_file=str(keys)) as c:
+        url = c.decode[0].url
+        c.proxy.update(view([c.prefill[0].url], [url], {url: {"streams": True}}))
+        c.decode[0].default = hangs
+
+        async def prefetch(name: str, token: int) -> str:
+            data, headers = (
+                message("kv.prefetch", {"tokens": [token] * 256}),
+                {"Authorization": f"Bearer key-of-{name}-0123456789"},
+            )
+            async with c.session.post(c.url + "/hints", data=data, headers=headers) as response:
+                return str((await response.json())["actions"][0]["status"])
+
+        assert [await prefetch("ann", n) for n in range(3)] == ["accepted", "accepted", "refused"]
+        assert [await prefetch("ben", n) for n in (7, 8)] == ["accepted", "refused"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from launch.discovery import View
+from launch.proxy import tenants as proxy_tenants
+from launch.proxy.direct import MAX_WAITING
 from launch.proxy.keys import WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.tenants import Ledger, Tenants
 from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
 from pd_cache.errors import ConfigError
@@ -111,6 +115,30 @@ def test_a_ledger_gives_up_what_was_not_used_for_longest_a_prompts_end_first() -
     assert len(ledger) == 2, "no pool is known"
 
 
+def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_tenants, "_MOST_CHUNKS", 10)
+    with closing(rule(Renewing())) as direct:
+        file = "tenants: {a: {quota: 1GiB}, b: {quota: 1GiB}}"
+        watched = WatchedFiles()
+        tenants = Tenants(ProxyConfig(**files(tmp_path, file)), watched, direct, ProxyMetrics())
+
+        def note(tenant: str, *numbers: int) -> None:
+            names = [f"{tenant}{number}".encode() for number in numbers]
+            tenants.note(tenant, NamedPrompt("", 0, pool_tokens=None, names=names))  # as while the pool is away
+
+        note("b", 1, 2, 3)
+        for number in range(100):
+            note("a", number, 1000)
+        assert {name: len(ledger) for name, ledger in tenants._ledgers.items()} == {"a": 7, "b": 3}
+        assert tenants._ledgers["a"].oldest(1, math.inf) == [b"a94"], (
+            "those that were not used for longest are forgotten"
+        )
+        (tmp_path / "tenants.yaml").write_text("tenants: {b: {quota: 1GiB}}")
+        watched.look()
+        asyncio.run(tenants.remove())
+        assert list(tenants._ledgers) == ["b"], "and those of whom the file does not name any more"
+
+
 class Removing(Renewing):
     def __init__(self, found: int = 0) -> None:
         super().__init__(found)
@@ -147,6 +175,24 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_p
         async with c.post(body(prompt="x" * 9000), headers=bearer(OF_A)) as response:  # no node tokenizes
             assert response.status == 200
         assert c.metric("tenant_requests_total", tenant="a", counted="no") == 1
+
+
+@scenario
+async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Path) -> None:
+    client = Removing()
+    client.gate.clear()
+    text = FILE.replace(", max_requests: 1", "")
+    async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
+        asked = [body(prompt=[first, *IDS[1:]]) for first in range(MAX_WAITING + 8)]
+        asking = [asyncio.ensure_future(c.post(one, headers=bearer(OF_A)).__aenter__()) for one in asked]
+        await until(lambda: c.proxy.requests._judging == len(asked), "all are looked up")
+        async with c.post(body(), headers=bearer(PLAIN)) as response:
+            assert response.status == 200, "without a lookup"
+        client.gate.set()
+        for one in asking:
+            (await one).close()
+        assert c.metric("tenant_requests_total", tenant="a", counted="yes") == len(asked)
+        assert len(c.proxy._tenants._ledgers["a"]) == 3 * len(asked)
 
 
 # --- in whose name -----------------------------------------------------------------------------------------------------
@@ -188,6 +234,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(
         (bearer(PLAIN), b'{"prompt": [1], "cache\\u005fsalt": "pd-cache\\u002dtenant/a/"}', 400, "invalid_value"),
         (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "x", "cache_salt": "pd-cache-tenant/a/"}', 400, "invalid_value"),
         (bearer(OF_A), b'{"prompt": [1], "cache_salt": 7}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": 7}', 400, "invalid_value"),
         (bearer(GATE), b'{"prompt": [1]}', 400, "bad_tenant"),
         (bearer(GATE, X_Tenant="a/b"), b'{"prompt": [1]}', 400, "bad_tenant"),
         ([*bearer(GATE).items(), ("X-Tenant", "a"), ("X-Tenant", "b")], b'{"prompt": [1]}', 400, "bad_tenant"),
@@ -261,6 +308,10 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
         assert (await pin(bearer(OF_A), "one", 3))["tokens"] == 512, "in place of the first"
         assert (await pin(bearer(OF_B), "one", 1))["status"] == "accepted"
         assert len(c.proxy._hints.pins) == 2
+        (tmp_path / "tenants.yaml").write_text(FILE.replace(f"pins: {2 * CHUNK}", f"pins: {CHUNK}"))
+        c.proxy._files.look()
+        await c.proxy._hints.renew()
+        assert len(c.proxy._hints.pins) == 1, "a's has ended: it may pin less now"
 
         c.prefill[0].default = hangs
         first = asyncio.create_task(c.session.post(c.url + "/v1/completions", json=body(), headers=bearer(OF_A)))
