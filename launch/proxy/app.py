@@ -1,4 +1,7 @@
-"""The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, and the outermost handler."""
+"""The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, the outermost handler, and what it says of itself.
+
+If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,31 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from random import Random
+from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+import pd_cache
 from launch.discovery import View
 from launch.openai import ID_HEADER, ApiError, ServerLog, errors, given_id
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.keys import Keys, WatchedFiles
-from launch.proxy.metrics import Overview, Peers, ProxyMetrics
+from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import REQUEST_ID, Requests
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
+from transfer.settings import mooncake_version
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +57,15 @@ class Proxy:
         master: Callable[[View], str | None] | None = None,
         pool_bytes: PoolBytes | None = None,
         files: WatchedFiles | None = None,
-        peers: Peers | None = None,
+        peers: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
         tracing: Tracing = UNTRACED,
         rng: Random | None = None,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
-        `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key
-        files. `peers` returns the content of `/peers`. `rng` orders nodes that were never taken. The caller closes `tracing`. Raises
-        ConfigError if a key file cannot be used.
+        `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's
+        size, for hints. `files` watches the key files. `peers` reports which of the cluster's other nodes this proxy reaches, for `/peers`. `rng`
+        orders nodes that were never taken. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self._config = config
@@ -75,12 +83,8 @@ class Proxy:
         self._ui = UiPages(
             config.ui_followers, cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips
         )
-        self._pages = (
-            self.requests,
-            Overview(self._pools, keys, self.requests.admission, self.metrics, self.requests.trips, peers),
-            CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies),
-            self._ui,
-        )
+        self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies)
+        self._peers = peers
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
@@ -93,8 +97,13 @@ class Proxy:
         """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost, errors])
         app[_VIA] = f"1.1 pd-cache-{uuid.uuid4().hex}"
-        for pages in self._pages:
+        for pages in (self.requests, self._queries, self._ui):
             pages.add_to(app)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._samples)
+        app.router.add_get("/requests/{id}", self._trip)
+        if self._peers is not None:
+            app.router.add_get("/peers", self._reached)
         app.cleanup_ctx.append(self._beside_requests)
         app.on_shutdown.append(self._drain)
         return app
@@ -142,6 +151,40 @@ class Proxy:
 
     async def _drain(self, app: web.Application) -> None:
         await self.requests.drain(self._config.drain_s)
+
+    # --- what it says of itself ------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.pools.items()}
+        healthy = any(nodes["decode"].values()) and not self.requests.admission.closing
+        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
+        if self._keys.may_watch(request.headers.get("Authorization")):
+            body |= {"version": pd_cache.__version__, "mooncake": mooncake_version(), **nodes}
+            body |= self._pools.describe(now)
+        return web.json_response(body, status=200 if healthy else 503)
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        now, metrics = time.monotonic(), self.metrics
+        metrics.node_up.clear()  # also for nodes that have left
+        metrics.node_load.clear()
+        for hop, pool in self._pools.pools.items():
+            for node, up in pool.health(now).items():
+                metrics.node_up.labels(hop, node).set(up)
+            for node, load in pool.loads().items():
+                metrics.node_load.labels(hop, node).set(load)
+        metrics.view_stale.set(self._pools.stale_s(now))
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _trip(self, request: web.Request) -> web.Response:
+        client = self._keys.visible_client(request.headers.get("Authorization"))
+        return web.json_response(msgspec.to_builtins(self.requests.trips.get(request.match_info["id"], client)))
+
+    async def _reached(self, request: web.Request) -> web.Response:
+        self._keys.check_watcher(request.headers.get("Authorization"))
+        assert self._peers is not None
+        return web.json_response(await self._peers())
 
 
 @web.middleware

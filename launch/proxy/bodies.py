@@ -117,6 +117,7 @@ def _too_large(most: int) -> ApiError:
 
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
 _STREAM = msgspec.Raw(msgspec.json.encode(write_params(Announcement(stream=True))))
@@ -223,7 +224,13 @@ class Completion:
         if prompt not in self._fields or self._fields[prompt] == _NULL:
             raise ApiError(400, f"`{prompt}` is missing", param=prompt, code="missing_required_parameter")
         for name in ("max_tokens", "max_completion_tokens"):
-            self._check_count(name)
+            raw = bytes(self._fields.get(name, b"null"))
+            try:
+                decode_json(raw, _Count | None)
+            except UndecodableError:
+                shown = raw[:40].decode(errors="replace")
+                what = f"`{name}` must be an integer of at least 0, not {shown}"
+                raise ApiError(400, what, param=name, code="invalid_value") from None
 
     @property
     def path(self) -> str:
@@ -234,18 +241,6 @@ class Completion:
     def _prompt(self) -> bytes:
         """The JSON of the prompt: a copy, so that the prompt is in memory once."""
         return bytes(self._fields[self._field])
-
-    def _check_count(self, name: str) -> None:
-        raw = bytes(self._fields.get(name, b"null"))
-        try:
-            count = decode_json(raw, int | None)
-        except UndecodableError:
-            count = -1
-        if count is not None and count < 0:
-            shown = raw[:40].decode(errors="replace")
-            raise ApiError(
-                400, f"`{name}` must be an integer of at least 0, not {shown}", param=name, code="invalid_value"
-            )
 
     def prompt(self) -> RoutedPrompt:
         return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import ssl
 import threading
@@ -230,20 +229,17 @@ class Admission:
 
 _LOOK_S = 2.0
 
-_Signature = tuple[tuple[int, int, int, int] | None, ...]
-
 
 class _WatchedFile:
     def __init__(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         self.what, self._files, self._load = what, files, load
-        self._seen = _signature(files)  # first, so that a file that changes while it is read is read again
+        self._seen = _contents(files)  # first, so that a file that changes while it is read is read again
         self._said = ""
         """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
         load()
 
     def look(self) -> None:
-        signature = _signature(self._files)
-        if signature == self._seen:
+        if (contents := _contents(self._files)) == self._seen:
             return
         try:
             self._load()
@@ -252,7 +248,7 @@ class _WatchedFile:
                 log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
             self._said = str(error)
         else:
-            self._seen, self._said = signature, ""
+            self._seen, self._said = contents, ""
             log.info("%s changed and was read again", self.what)
 
 
@@ -289,17 +285,11 @@ class WatchedFiles:
         return stop
 
 
-def _signature(files: Sequence[str]) -> _Signature:
-    """Returns a value that changes when a file is written, replaced or removed. Follows links, because secrets are mounted through them."""
-    found: list[tuple[int, int, int, int] | None] = []
-    for file in files:
-        try:
-            status = os.stat(file)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
-    return tuple(found)
+def _contents(files: Sequence[str]) -> list[bytes] | None:
+    try:
+        return [Path(file).read_bytes() for file in files]
+    except (OSError, ValueError):  # ValueError: a name with a NUL in it
+        return None
 
 
 class ServerTls:

@@ -1,36 +1,20 @@
-"""What the proxy says of itself: `/health`, `/metrics`, `/peers`, and `/requests/ID`, of the last requests.
+"""What the proxy counts, and what nodes reported on its last requests.
 
 A node's answer holds a report on the prompt (docs/troubleshooting.md). The proxy passes answers on as they come, and looks only at their ends. vLLM's
-streams hold no report; the node itself still has it. If clients need keys, a client without one learns from `/health` only whether the
-proxy can serve.
+streams hold no report; the node itself still has it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
-from aiohttp import web
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-import pd_cache
 from launch.openai import ApiError
-from launch.proxy.keys import Admission, Keys
-from launch.proxy.nodes import NodePools
+from launch.proxy.keys import Client
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import KEY, RecentReports, RequestReport
-from transfer.settings import mooncake_version
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -140,9 +124,12 @@ class RecentTrips:
         for key in (request_id, f"{trip.client} {request_id}"):
             self._trips.note(key, trip)
 
-    def get(self, request_id: str, client: str | None) -> Trip | None:
-        """Returns a client's request; None if it is not among the last ones. If `client` is None, returns the last request of that id."""
-        return self._trips.get(request_id if client is None else f"{client} {request_id}")
+    def get(self, request_id: str, client: Client | None) -> Trip:
+        """Returns a client's request, or if `client` is None, the last one of that id. Raises ApiError 404 if it is not among the last ones."""
+        trip = self._trips.get(request_id if client is None else f"{client.name} {request_id}")
+        if trip is None:
+            raise ApiError(404, "No such request among the last ones", code="not_found")
+        return trip
 
 
 def read_report(answer: bytes) -> RequestReport | None:
@@ -160,73 +147,3 @@ def read_report(answer: bytes) -> RequestReport | None:
         return decode_json(value[1 : end + 1], RequestReport)
     except UndecodableError:
         return None
-
-
-Peers = Callable[[], Awaitable[Mapping[str, Any]]]
-"""Reports which of the cluster's other nodes this proxy reaches."""
-
-
-class Overview:
-    def __init__(
-        self,
-        pools: NodePools,
-        keys: Keys,
-        admission: Admission,
-        metrics: ProxyMetrics,
-        trips: RecentTrips,
-        peers: Peers | None,
-    ) -> None:
-        """Without `peers` there is no `/peers`."""
-        self._node_pools = pools
-        self._keys = keys
-        self._admission = admission
-        self._metrics = metrics
-        self._trips = trips
-        self._peers = peers
-
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._samples)
-        app.router.add_get("/requests/{id}", self._trip)
-        if self._peers is not None:
-            app.router.add_get("/peers", self._reached)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        now = time.monotonic()
-        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._node_pools.pools.items()}
-        healthy = any(nodes["decode"].values()) and not self._admission.closing
-        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
-        if self._keys.may_watch(request.headers.get("Authorization")):
-            body |= {
-                "version": pd_cache.__version__,
-                "mooncake": mooncake_version(),
-                **nodes,
-                **self._node_pools.describe(now),
-            }
-        return web.json_response(body, status=200 if healthy else 503)
-
-    async def _samples(self, request: web.Request) -> web.Response:
-        self._keys.check_watcher(request.headers.get("Authorization"))
-        now = time.monotonic()
-        metrics = self._metrics
-        metrics.node_up.clear()  # also for nodes that have left
-        metrics.node_load.clear()
-        for hop, pool in self._node_pools.pools.items():
-            for node, up in pool.health(now).items():
-                metrics.node_up.labels(hop, node).set(up)
-            for node, load in pool.loads().items():
-                metrics.node_load.labels(hop, node).set(load)
-        metrics.view_stale.set(self._node_pools.stale_s(now))
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _trip(self, request: web.Request) -> web.Response:
-        only = self._keys.visible_client(request.headers.get("Authorization"))
-        trip = self._trips.get(request.match_info["id"], only and only.name)
-        if trip is None:
-            raise ApiError(404, "No such request among the last ones", code="not_found")
-        return web.json_response(msgspec.to_builtins(trip))
-
-    async def _reached(self, request: web.Request) -> web.Response:
-        self._keys.check_watcher(request.headers.get("Authorization"))
-        assert self._peers is not None
-        return web.json_response(await self._peers())

@@ -65,6 +65,14 @@ class Refusal(NamedTuple):
     body: bytes
 
 
+class RefusedError(PdCacheError):
+    """A node refuses the request itself. The refusal is the answer to it."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"status {refusal.status}")
+        self.refusal = refusal
+
+
 class HopError(PdCacheError):
     """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to the client."""
 

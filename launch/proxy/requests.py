@@ -6,9 +6,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -36,6 +35,7 @@ from launch.proxy.nodes import (
     HopError,
     NodePools,
     Refusal,
+    RefusedError,
     check_status,
     client_headers,
     passed_on,
@@ -92,8 +92,8 @@ class Exchange:
         self.client = Client()
         """Who asks, if keys say so, and in the name of which tenant."""
         self.nodes: dict[Hop, str] = {}
-        self.reports: dict[Hop, RequestReport] = {}
-        """What nodes said of the prompt."""
+        self.reports: dict[Hop, RequestReport | None] = {}
+        """What nodes said of the prompt; None if their answers held no report."""
         self.first_byte_s: float | None = None
         """How long the decode node's first byte took; None before it."""
         self.prefill_s: float | None = None
@@ -112,7 +112,6 @@ class Exchange:
         self.span = tracing.begin(
             "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
         )
-        self._hop_span = self.span
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.streams: list[asyncio.Task[None]] = []
@@ -128,32 +127,22 @@ class Exchange:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
         parts = [f"{what}={who}" for what, who in zip(("client", "tenant"), self.client, strict=True) if who]
         parts += [f"{hop}={node}" for hop, node in self.nodes.items()]
-        parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items()]
+        parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items() if report]
         return " ".join(parts)
 
-    @contextmanager
-    def hop_span(self, hop: str, node: str) -> Iterator[TraceSpan]:
-        """A span for a request to a node. What is sent while it lasts has the span as its parent."""
-        with self.tracing.begin(f"pd_cache.{hop}", self.span.headers, kind="client", node=node) as span:
-            self._hop_span = span
-            try:
-                yield span
-            finally:
-                self._hop_span = self.span
+    def hop_span(self, what: str, node: str) -> TraceSpan:
+        """Returns a span for a request to a node."""
+        return self.tracing.begin(f"pd_cache.{what}", self.span.headers, kind="client", node=node)
 
-    def headers(self, keys: Keys) -> dict[str, str]:
+    def headers(self, keys: Keys, span: TraceSpan) -> dict[str, str]:
         """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own key if there is one."""
-        headers = {name.capitalize(): value for name, value in self._hop_span.headers.items()}
+        headers = {name.capitalize(): value for name, value in span.headers.items()}
         if keys.node_key is not None:
             headers["Authorization"] = f"Bearer {keys.node_key}"
         elif not keys.guarded and "Authorization" in self.request.headers:
             headers["Authorization"] = self.request.headers["Authorization"]
         # bytes are passed on as they come, and the client might not accept every encoding
         return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
-
-    def note_report(self, hop: Hop, report: RequestReport | None) -> None:
-        if report is not None:
-            self.reports[hop] = report
 
     @property
     def streamed(self) -> bool:
@@ -372,19 +361,19 @@ class Requests:
     async def _over_nodes(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
         try:
-            prepared = await self._prepare(exchange, body)
-            if isinstance(prepared, Refusal):
-                return passed_on(prepared)
-            decoding = self._decode(exchange, prepared)
-            del body, prepared  # so that they take memory only until a decode node has them
+            decoding = self._decode(exchange, await self._prepare(exchange, body))
+            del body  # so that it takes memory only until a decode node has it
             return await decoding
+        except RefusedError as refused:
+            _free_frames(refused)
+            return passed_on(refused.refusal)
         finally:
             exchange.end_streams()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
 
-    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes | Refusal:
-        """Does the prefill hop. Returns the body for the decode node, or a prefill node's refusal."""
+    async def _prepare(self, exchange: Exchange, body: bytes) -> bytes:
+        """Does the prefill hop. Returns the body for the decode node. Raises RefusedError if a prefill node refuses the request."""
         field: Literal["messages", "prompt"] = "messages" if exchange.request.path == CHAT else "prompt"
         nbytes = len(body)
         tenant = exchange.client.tenant
@@ -413,12 +402,9 @@ class Requests:
         elif self._pools["prefill"].count(exchange.model):
             prompt = prompt._replace(named=named)
             await self._begin_stream(exchange, completion, prompt, nbytes)
-            answer = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
+            handoff = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
             exchange.prefill_s = time.monotonic() - exchange.started
             self._metrics.prefill_seconds.observe(exchange.prefill_s)
-            if isinstance(answer, Refusal):
-                return answer
-            handoff = answer
             if not handoff:
                 exchange.end_streams()  # nothing will come
             result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
@@ -477,18 +463,19 @@ class Requests:
         if node is None or now < self._tokenize_after:
             return None
         try:
-            said = await self._whole(exchange, "POST", f"{node}/tokenize", completion.for_tokenize(), read_tokens)
+            url, body = f"{node}/tokenize", completion.for_tokenize()
+            tokens = await self._whole(exchange, exchange.span, "POST", url, body, read_tokens)
         except HopError as error:
             if error.reason in ("busy", "error"):
                 return None  # possibly this prompt's own fault
             why = str(error)
-        else:
-            if not isinstance(said, Refusal):
-                self._slow = 0
-                return said
-            if said.status in (400, 422):
+        except RefusedError as error:
+            if error.refusal.status in (400, 422):
                 return None  # this prompt's own fault
-            why = f"status {said.status}"
+            why = str(error)
+        else:
+            self._slow = 0
+            return tokens
         self._pause_tokenizing()
         log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, why)
         return None
@@ -496,20 +483,28 @@ class Requests:
     def _pause_tokenizing(self) -> None:
         self._slow, self._tokenize_after = 0, time.monotonic() + _NO_TOKENIZE_S
 
-    async def _ask(self, exchange: Exchange, method: str, url: str, body: bytes | None) -> aiohttp.ClientResponse:
+    async def _ask(
+        self, exchange: Exchange, span: TraceSpan, method: str, url: str, body: bytes | None
+    ) -> aiohttp.ClientResponse:
         """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
         assert self.session is not None
-        return await send(self.session, method, url, exchange.headers(self._keys), body)
+        return await send(self.session, method, url, exchange.headers(self._keys, span), body)
 
     async def _whole(
-        self, exchange: Exchange, method: str, url: str, body: bytes | None, read: Callable[[bytes], T]
-    ) -> T | Refusal:
-        """Returns what `read` makes of a node's whole answer, or the node's refusal. Raises HopError if the node fails."""
-        answer = await self._ask(exchange, method, url, body)
+        self,
+        exchange: Exchange,
+        span: TraceSpan,
+        method: str,
+        url: str,
+        body: bytes | None,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """Returns what `read` makes of a node's whole answer. Raises RefusedError if the node refuses the request, HopError if it fails."""
+        answer = await self._ask(exchange, span, method, url, body)
         try:
             await check_status(answer)
             if answer.status >= 400:
-                return await refusal_of(answer)
+                raise RefusedError(await refusal_of(answer))
             return read(await read_all(answer, LARGEST_BODY))
         except ValueError as error:
             raise HopError("garbage", str(error)) from error
@@ -531,8 +526,8 @@ class Requests:
 
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> Refusal | HandedOver | None:
-        """Returns what a prefill node handed over, or its refusal of the request; None if all of them failed."""
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> HandedOver | None:
+        """Returns what a prefill node handed over; None if all of them failed. Raises RefusedError if one refuses the request."""
         limit_s = self._config.prefill_timeout_s
         until = time.monotonic() + limit_s
         pool = self._pools["prefill"]
@@ -540,9 +535,9 @@ class Requests:
         while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
             exchange.nodes["prefill"] = node
             try:
-                with pool.working(node, prompt), exchange.hop_span("prefill", node):
-                    asking = self._whole(exchange, "POST", node + exchange.request.path, body, _read_prefilled)
-                    answer = await asyncio.wait_for(asking, left)
+                with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
+                    asking = self._whole(exchange, span, "POST", node + exchange.request.path, body, _read_prefilled)
+                    handoff, report = await asyncio.wait_for(asking, left)
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
                 whole = left > limit_s / 2
@@ -550,12 +545,12 @@ class Requests:
                 self._failed(exchange, "prefill", node, attempts if whole else None, failure)
             except HopError as error:
                 self._failed(exchange, "prefill", node, attempts, error)
+            except RefusedError:
+                attempts.answered(node, time.monotonic(), well=False)
+                raise
             else:
-                attempts.answered(node, time.monotonic(), well=not isinstance(answer, Refusal))
-                if isinstance(answer, Refusal):
-                    return answer
-                handoff, report = answer
-                exchange.note_report("prefill", report)
+                attempts.answered(node, time.monotonic(), well=True)
+                exchange.reports["prefill"] = report
                 return handoff
         return None
 
@@ -631,15 +626,8 @@ class Requests:
     ) -> None:
         """Keeps the stream open until it is cancelled, for at most `limit_s`. No request depends on it, so its failure counts against no node."""
         assert self.session is not None
-        with (
-            self._pools["decode"].working(node),
-            exchange.tracing.begin("pd_cache.stream", exchange.span.headers, kind="client", node=node) as span,
-        ):
-            headers = {
-                **exchange.headers(self._keys),
-                **{name.capitalize(): value for name, value in span.headers.items()},
-            }
-            headers[ID_HEADER] = exchange.id + name
+        with self._pools["decode"].working(node), exchange.hop_span("stream", node) as span:
+            headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await send(self.session, "POST", node + path, headers, body)
@@ -662,7 +650,7 @@ class Requests:
             try:
                 with pool.working(node), exchange.hop_span("decode", node) as span:
                     try:
-                        answer = await self._ask(exchange, "POST", node + exchange.request.path, body)
+                        answer = await self._ask(exchange, span, "POST", node + exchange.request.path, body)
                         await check_status(answer)
                         first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
@@ -725,7 +713,7 @@ class Requests:
         return response
 
     def _note(self, exchange: Exchange, ending: bytes) -> None:
-        exchange.note_report("decode", read_report(ending))
+        exchange.reports["decode"] = read_report(ending)
         self.trips.note(exchange.id, exchange.trip())
 
     # --- the list of models --------------------------------------------------------------------------------------
@@ -733,44 +721,37 @@ class Requests:
 
     async def _models(self, exchange: Exchange) -> web.Response:
         """Returns the list of one decode node for each model. Leaves out a model if none of its nodes answers."""
-        pool, found = self._pools["decode"], []
+        pool, found = self._pools["decode"], list[msgspec.Raw]()
         refusal: Refusal | None = None
         models: list[str | None] = [*sorted(pool.models())]
         # one after the other, so that a request holds one connection at a time
         for model in models or [None]:
-            said = await self._models_of(exchange, model)
-            if isinstance(said, list):
-                found += said
-            else:
-                refusal = refusal or said
+            tried: list[str] = []
+            while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), model, tried)) is not None:
+                tried.append(node)
+                exchange.nodes["decode"] = node
+                try:
+                    url = node + exchange.request.path
+                    asking = self._whole(exchange, exchange.span, "GET", url, None, read_models)
+                    found += await asyncio.wait_for(asking, _LIST_AT_ONE_S)
+                    pool.reached(node)
+                    break
+                except TimeoutError:
+                    failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+                    self._failed(exchange, "decode", node, None, failure)
+                except HopError as error:
+                    refusal = error.refusal or refusal
+                    self._failed(exchange, "decode", node, None, error)
+                except RefusedError as error:
+                    refusal = refusal or error.refusal
+                    pool.reached(node)
+                    break
         if found:
             body = msgspec.json.encode({"object": "list", "data": found})
             return web.Response(body=body, content_type="application/json")
         if refusal is not None:
             return passed_on(refusal)
         raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
-
-    async def _models_of(self, exchange: Exchange, model: str | None) -> list[msgspec.Raw] | Refusal | None:
-        """Returns the list of a node that serves `model`, or the refusal of one; None if no such node answers."""
-        pool = self._pools["decode"]
-        tried: list[str] = []
-        refusal: Refusal | None = None
-        while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), model, tried)) is not None:
-            tried.append(node)
-            exchange.nodes["decode"] = node
-            try:
-                asking = self._whole(exchange, "GET", node + exchange.request.path, None, read_models)
-                said = await asyncio.wait_for(asking, _LIST_AT_ONE_S)
-            except TimeoutError:
-                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
-                self._failed(exchange, "decode", node, None, failure)
-            except HopError as error:
-                refusal = error.refusal or refusal
-                self._failed(exchange, "decode", node, None, error)
-            else:
-                pool.reached(node)
-                return said
-        return refusal
 
 
 def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:

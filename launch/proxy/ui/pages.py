@@ -96,10 +96,7 @@ class UiPages:
         authorization = _authorization(request)
         if not self._keys.may_watch(authorization):
             return _key_needed()
-        client = self._keys.visible_client(authorization)
-        trip = self._trips.get(request.match_info["id"], client and client.name)
-        if trip is None:
-            raise ApiError(404, "No such request among the last ones", code="not_found")
+        trip = self._trips.get(request.match_info["id"], self._keys.visible_client(authorization))
         names = {record.address: record.name for record in self._view.nodes}
         lines = [f"request {request.match_info['id']}"]
         for hop in trip.hops:
