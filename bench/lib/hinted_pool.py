@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bench.lib.reuse import SimulatedLru
 from bench.lib.trace import BLOCK_TOKENS, Request
 from launch.proxy.hints import Pin, Pins
+from launch.proxy.keys import Client
 from pd_cache.cluster import HintsConfig
 
 WAIT_S = 120.0
@@ -48,7 +49,7 @@ class HintedPool:
             self._renewed = now
             self._lru.touch(self._pins.chunks())
         found = self._lru.use(names)
-        key, pause = ("", str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
+        key, pause = (Client(), str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
         if pause is not None and pause >= WAIT_S:
             self._pins.retain(key, Pin(names, names[-1], ("", ""), now + _TTL_S), self._room)
         else:

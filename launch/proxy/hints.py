@@ -9,8 +9,8 @@ them again and again, before their leases end. What of a pinned prompt is not in
 2. A pin ends with its time, by a release, when the weights change, and with this proxy. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
-5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, and unless it is
-   a tenant with `pins`, a chunk too. So one alone takes at most half, two a third each, and the next finds room.
+5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, so one alone takes
+   at most half, two a third each, and the next finds room. Chunks are shared out by the same rule, unless a tenant's own bound says how many.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
-from launch.proxy.keys import fair, tenant_of
+from launch.proxy.keys import Client, fair
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig
@@ -69,8 +69,7 @@ PREFETCH_S = 60.0
 class Sender(NamedTuple):
     """Where hints come from."""
 
-    client: str
-    """See `Client.owner`."""
+    client: Client
     name: Name
     prefetch: Prefetch
     own: NamedPrompt | None = None
@@ -146,16 +145,16 @@ class Pin(NamedTuple):
     until: float
 
 
-def _holder(key: tuple[str, str]) -> str:
-    return tenant_of(key[0]) or key[0]
+PinKey = tuple[Client, str]
+"""Whose a pin is, and the id of the action that made it."""
 
 
 class Pins:
-    """Which chunks are kept until when. Pure. A pin's key is its client's `Client.owner` and the id of the action that made it."""
+    """Which chunks are kept until when. Pure."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._pins: dict[tuple[str, str], Pin] = {}
+        self._pins: dict[PinKey, Pin] = {}
         self._uses: dict[str, Counter[bytes]] = {}
         """For each holder, in how many of its pins a chunk is."""
 
@@ -166,11 +165,11 @@ class Pins:
         """Returns the names of all chunks that are kept, each once."""
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
-    def retain(self, key: tuple[str, str], pin: Pin, room: int, tenant_room: int | None = None) -> int:
+    def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
         """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
         place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
-        holder = _holder(key)
-        held = sum(_holder(other) == holder for other in self._pins)
+        holder = key[0].holder
+        held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
             raise _refused(f"of {self._most} pins, all are taken, or this client has as many as are free")
         before, own, count = self._end(key), self._uses.get(holder, ()), 0
@@ -187,7 +186,7 @@ class Pins:
             self._uses.setdefault(holder, Counter()).update(kept.names)
         return count
 
-    def end_where(self, ends: Callable[[tuple[str, str], Pin], bool]) -> int:
+    def end_where(self, ends: Callable[[PinKey, Pin], bool]) -> int:
         """Ends the pins of which `ends(key, pin)` is true. Returns how many."""
         ended = [key for key, pin in self._pins.items() if ends(key, pin)]
         for key in ended:
@@ -199,23 +198,23 @@ class Pins:
         while self._taken() > room:
             self._end(next(reversed(self._pins)))
         for key in reversed(list(self._pins)):
-            most = tenant_room(tenant_of(key[0]))
-            if most is not None and len(self._uses[_holder(key)]) > most:
+            most = tenant_room(key[0].tenant)
+            if most is not None and len(self._uses[key[0].holder]) > most:
                 self._end(key)
 
     def _taken(self) -> int:
         return sum(map(len, self._uses.values()))
 
-    def _end(self, key: tuple[str, str]) -> Pin | None:
+    def _end(self, key: PinKey) -> Pin | None:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            uses = self._uses[_holder(key)]
+            uses = self._uses[key[0].holder]
             uses.subtract(pin.names)
             for name in pin.names:
                 if not uses[name]:
                     del uses[name]
             if not uses:
-                del self._uses[_holder(key)]
+                del self._uses[key[0].holder]
         return pin
 
 
@@ -246,10 +245,10 @@ class Hints:
         """When it was asked for."""
         self._asking = asyncio.Lock()
         self.pins = Pins(config.max_pins)
-        self._recent: OrderedDict[tuple[str, str], NamedPrompt] = OrderedDict()
+        self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
 
-    def note(self, client: str, request_id: str, named: NamedPrompt) -> None:
+    def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
         """Remembers the prompt of a client's request, for hints that name the request."""
         self._recent_chunks -= len(self._recent.pop((client, request_id), named._replace(names=())).names)
         self._recent[client, request_id] = named._replace(blocks=())
@@ -327,7 +326,7 @@ class Hints:
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise _refused("the pool does not answer")
-        ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(tenant_of(client))
+        ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
         bound = f"{room * self._direct.chunk_bytes} bytes, each client no more than are free"
         if own_room is not None:
             bound = f"{min(room, own_room) * self._direct.chunk_bytes} bytes of this tenant"
@@ -454,7 +453,7 @@ class Hints:
         self._metrics.pinned_objects.set(objects)
         self._show()
 
-    def _is_over(self, key: tuple[str, str], pin: Pin) -> bool:
+    def _is_over(self, key: PinKey, pin: Pin) -> bool:
         return pin.until <= self._clock()
 
     def _show(self) -> None:

@@ -38,18 +38,9 @@ class Client(NamedTuple):
     """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
 
     @property
-    def owner(self) -> str:
-        """Whose its pins and its requests' prompts are: neither has a space."""
-        return " ".join(self).rstrip()
-
-    @property
     def holder(self) -> str:
         """Who has a share of what there is little of: a tenant, or a client without one."""
         return self.tenant or self.name
-
-
-def tenant_of(owner: str) -> str:
-    return owner.partition(" ")[2]
 
 
 def fair(holder: str, held: int, free: int) -> bool:
@@ -189,8 +180,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_per_key = max_per_key
         self._limits = limits
-        self._running: Counter[tuple[str, str]] = Counter()
-        """By client and tenant."""
+        self._running: Counter[Client] = Counter()
         self.closing = False
         """Set once no more are admitted."""
 
@@ -198,15 +188,15 @@ class Admission:
         """Returns how many requests are admitted now."""
         return self._running.total()
 
-    def check(self, client: str, tenant: str = "") -> None:
+    def check(self, client: Client) -> None:
         """Raises ApiError 503 if the proxy is full or closing, 429 if the client or the tenant has its share. Takes no place."""
         if self.closing:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
             raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
-        for place, name, most in ((0, client, self._max_per_key), (1, tenant, self._limits(tenant).max_requests)):
+        for place, most in enumerate((self._max_per_key, self._limits(client.tenant).max_requests)):
+            name, what = client[place], ("key", "tenant")[place]
             if name and most is not None and sum(n for who, n in self._running.items() if who[place] == name) >= most:
-                what = ("key", "tenant")[place]
                 raise ApiError(
                     429,
                     f"{most} requests of this {what} are in flight, and a {what} may have no more at a time",
@@ -215,16 +205,16 @@ class Admission:
                 )
 
     @contextmanager
-    def admitted(self, client: str, tenant: str = "") -> Iterator[None]:
+    def admitted(self, client: Client) -> Iterator[None]:
         """Holds a place while the block runs. Raises ApiError as `check` does."""
-        self.check(client, tenant)
-        self._running[client, tenant] += 1
+        self.check(client)
+        self._running[client] += 1
         try:
             yield
         finally:
-            self._running[client, tenant] -= 1
-            if not self._running[client, tenant]:
-                del self._running[client, tenant]
+            self._running[client] -= 1
+            if not self._running[client]:
+                del self._running[client]
 
 
 _LOOK_S = 2.0
@@ -233,13 +223,14 @@ _LOOK_S = 2.0
 class _WatchedFile:
     def __init__(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
         self.what, self._files, self._load = what, files, load
-        self._seen = _contents(files)  # first, so that a file that changes while it is read is read again
+        self._seen = _digests(files)  # first, so that a file that changes while it is read is read again
         self._said = ""
         """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
         load()
 
     def look(self) -> None:
-        if (contents := _contents(self._files)) == self._seen:
+        if (digests := _digests(self._files)) == self._seen:
+            self._said = ""
             return
         try:
             self._load()
@@ -248,8 +239,12 @@ class _WatchedFile:
                 log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
             self._said = str(error)
         else:
-            self._seen, self._said = contents, ""
+            self._seen, self._said = digests, ""
             log.info("%s changed and was read again", self.what)
+
+    def follow(self, stop: threading.Event) -> None:
+        while not stop.wait(_LOOK_S):
+            self.look()
 
 
 class WatchedFiles:
@@ -275,19 +270,14 @@ class WatchedFiles:
         Each entry has a thread of its own, for which nothing waits: a file may be on a server that does not answer.
         """
         stop = threading.Event()
-
-        def follow_one(watched: _WatchedFile) -> None:
-            while not stop.wait(_LOOK_S):
-                watched.look()
-
         for watched in self._watched:
-            threading.Thread(target=follow_one, args=(watched,), name=watched.what, daemon=True).start()
+            threading.Thread(target=watched.follow, args=(stop,), name=watched.what, daemon=True).start()
         return stop
 
 
-def _contents(files: Sequence[str]) -> list[bytes] | None:
+def _digests(files: Sequence[str]) -> list[bytes] | None:
     try:
-        return [Path(file).read_bytes() for file in files]
+        return [hashlib.sha256(Path(file).read_bytes()).digest() for file in files]
     except (OSError, ValueError):  # ValueError: a name with a NUL in it
         return None
 

@@ -59,7 +59,6 @@ T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 REQUEST_ID = web.RequestKey("request_id", str)
 """Where the outermost handler leaves the id in aiohttp's request."""
-MAX_BODY = LARGEST_BODY
 _FEW_RETRIES = 100
 _LAST_WORDS_S = 1.0
 """How long it may take to inform a client that its stream broke."""
@@ -266,27 +265,27 @@ class Requests:
 
     async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
         limit_s = self._config.request_timeout_s
-        self.admission.check(*exchange.client)  # so that no body is read only to be refused
-        body = await read_body(exchange.request, exchange.share, MAX_BODY, limit_s)
-        with self.admission.admitted(*exchange.client):
+        self.admission.check(exchange.client)  # so that no body is read only to be refused
+        body = await read_body(exchange.request, exchange.share, LARGEST_BODY, limit_s)
+        with self.admission.admitted(exchange.client):
             left = limit_s - (time.monotonic() - exchange.started)
             serving = self._over_nodes(exchange, body)
             del body  # so that it takes memory only until the decode node has it
             return await self._finish(exchange, serving, max(0.0, left))
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
-        with self.admission.admitted(*exchange.client):
+        with self.admission.admitted(exchange.client):
             return await self._finish(exchange, self._models(exchange), min(_LIST_S, self._config.request_timeout_s))
 
     async def _read_and_hint(self, exchange: Exchange) -> web.StreamResponse:
-        self.admission.check(*exchange.client)
+        self.admission.check(exchange.client)
         body = await read_body(exchange.request, exchange.share, LARGEST_HINTS, HINTS_S)
 
         async def answer() -> web.StreamResponse:
             told = await self._hints.take(body, self._sender(exchange))
             return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
-        with self.admission.admitted(*exchange.client):
+        with self.admission.admitted(exchange.client):
             return await self._finish(exchange, answer(), self._config.request_timeout_s)
 
     def _sender(self, exchange: Exchange, own: NamedPrompt | None = None, *, within: bool = False) -> Sender:
@@ -295,7 +294,7 @@ class Requests:
             return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
 
         prefetch = partial(self._prefetch, exchange)
-        return Sender(exchange.client.owner, name, prefetch, own, within, not self._keys.has_tenants)
+        return Sender(exchange.client, name, prefetch, own, within, not self._keys.has_tenants)
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -384,12 +383,14 @@ class Requests:
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            name = bool(completion.hints or self._prefetched) or self._tenants.counts(tenant)
+            holder = exchange.client.holder  # prompts that others prefetch cost it nothing
+            name = bool(completion.hints) or any(one.holder == holder for one in self._prefetched.values())
+            name = name or self._tenants.counts(tenant)
             why, named = await self._judge(exchange, completion, prompt, name=name)
             self._tenants.note(tenant, named)
             span.note(direct=why or "")
         if named is not None:
-            self._hints.note(exchange.client.owner, exchange.id, named)
+            self._hints.note(exchange.client, exchange.id, named)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 _, exchange.decodes, stream = self._prefetched.pop(last)

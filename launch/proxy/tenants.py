@@ -32,17 +32,19 @@ from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from transfer.errors import Status
+from transfer.settings import ByteSize
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_GONE = TenantConfig(pins=ByteSize(0))
 _LOOK_S = 1.0
 _RESTS_S = 15.0
 """How long a chunk must not have been used: longer than the usual lease."""
 _STORED_WITHIN_S = 60.0
 """How long after a prompt its chunks may still be on their way into the pool."""
 _MOST_CHUNKS = 1 << 21
-"""The most chunks that are counted for all tenants: 300 MB."""
+"""The most chunks that are counted for all tenants: 350 MB."""
 _MOST_REMOVED = 4096
 """How many chunks of a tenant are removed at a time."""
 
@@ -129,12 +131,14 @@ class Tenants:
         return tenant
 
     def config(self, tenant: str) -> TenantConfig:
-        """Returns what a tenant may have."""
-        return (self._known or {}).get(tenant, TenantConfig())
+        """Returns what a tenant may have. One that the file does not name any more has no requests, and its pins end."""
+        known = self._known or {}
+        return known.get(tenant, _GONE if known and tenant else TenantConfig())
 
     def chunks(self, tenant: str, what: Literal["quota", "pins"]) -> int | None:
         """Returns how many chunks this proxy grants a tenant; None if that is not bounded."""
-        size = getattr(self.config(tenant), what)
+        config = self.config(tenant)
+        size = config.quota if what == "quota" or config.pins is None else config.pins
         return None if size is None else int(size) // self._proxies // self._direct.chunk_bytes
 
     def counts(self, tenant: str) -> bool:

@@ -381,7 +381,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     quota: ByteSize | None = None
     """How much of the pool. Beyond it, the tenant's own chunks that were not used for longest are removed."""
     pins: ByteSize | None = None
-    """How much of the pool its pins may keep."""
+    """How much of the pool its pins may keep; None for its quota."""
     max_requests: Positive | None = None
     """The most requests in flight at a proxy. One more is answered 429 with Retry-After."""
 

@@ -17,7 +17,7 @@ from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import SimulatedRequest
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
-from launch.proxy.keys import Admission
+from launch.proxy.keys import Admission, Client
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 
@@ -189,7 +189,7 @@ class SimulatedCluster:
         yield proxy.loop.run(costs.request_s + costs.token_s * request.tokens)
         with ExitStack() as admitted:
             try:
-                admitted.enter_context(proxy.admission.admitted(""))
+                admitted.enter_context(proxy.admission.admitted(Client()))
             except ApiError as error:
                 outcome.error = f"http {error.status}"
                 return

@@ -12,19 +12,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy import requests
 from launch.proxy.direct import Pool
 from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins, Sender
+from launch.proxy.keys import Client
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
-from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, error_of, hangs, scenario, until, view
+from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, decodes, error_of, hangs, scenario, until, view
 
 CHUNK = NAMESPACE.chunk_size
 SPACE = (NAMESPACE.fingerprint(), "")
@@ -36,16 +38,16 @@ def pin(*names: bytes, until: float = 100.0, space: tuple[str, str] = SPACE) -> 
 
 def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
     pins = Pins(3)
-    assert pins.retain(("", "1"), pin(b"a", b"b", until=50.0), 3) == 2
-    assert pins.retain(("", "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
+    assert pins.retain((Client(), "1"), pin(b"a", b"b", until=50.0), 3) == 2
+    assert pins.retain((Client(), "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
     assert sorted(pins.chunks()) == [b"a", b"b", b"c"]
-    assert pins.retain(("", "3"), pin(b"x"), 3) == 0
-    assert pins.retain(("", "3"), pin(b"x"), 4) == 1
+    assert pins.retain((Client(), "3"), pin(b"x"), 3) == 0
+    assert pins.retain((Client(), "3"), pin(b"x"), 4) == 1
     with pytest.raises(ApiError, match="3 pins"):
-        pins.retain(("", "4"), pin(b"a"), 9)
-    assert pins.retain(("", "3"), pin(b"y", b"z"), 2) == 0
+        pins.retain((Client(), "4"), pin(b"a"), 9)
+    assert pins.retain((Client(), "3"), pin(b"y", b"z"), 2) == 0
     assert b"x" in pins.chunks(), "a pin that finds no room leaves the one that it would have replaced"
-    assert pins.retain(("", "3"), pin(b"a", b"y"), 4) == 2, "in place of its chunks"
+    assert pins.retain((Client(), "3"), pin(b"a", b"y"), 4) == 2, "in place of its chunks"
     assert pins.end_where(lambda key, pin: pin.until <= 50) == 1
     assert (len(pins), sorted(pins.chunks())) == (2, [b"a", b"b", b"c", b"y"])
     pins.shrink(4, lambda tenant: None)
@@ -59,15 +61,15 @@ def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
 def test_no_client_takes_all_that_pins_may() -> None:
     pins, many = Pins(6), [f"{n}".encode() for n in range(20)]
     for action_id in ("1", "2", "3"):
-        assert pins.retain(("greedy", action_id), pin(b"x"), 12) == 1
+        assert pins.retain((Client("greedy"), action_id), pin(b"x"), 12) == 1
     with pytest.raises(ApiError, match="as many as are free"):
-        pins.retain(("greedy", "4"), pin(b"x"), 12)
-    assert pins.retain(("greedy", "3"), pin(*many), 12) == 5, "and what another of its pins has"
-    assert pins.retain(("ann a", "1"), pin(*many), 12) == 3
-    assert pins.retain(("ben a", "1"), pin(*many), 12) == 3, "which is his tenant's already"
-    assert pins.retain(("eve", "1"), pin(*many), 12) == 2
+        pins.retain((Client("greedy"), "4"), pin(b"x"), 12)
+    assert pins.retain((Client("greedy"), "3"), pin(*many), 12) == 5, "and what another of its pins has"
+    assert pins.retain((Client("ann", "a"), "1"), pin(*many), 12) == 3
+    assert pins.retain((Client("ben", "a"), "1"), pin(*many), 12) == 3, "which is his tenant's already"
+    assert pins.retain((Client("eve"), "1"), pin(*many), 12) == 2
     with pytest.raises(ApiError, match="all are taken"):
-        pins.retain(("eve", "2"), pin(*many), 12)
+        pins.retain((Client("eve"), "2"), pin(*many), 12)
     assert pins.end_where(lambda key, pin: True) == 6
     assert not pins._uses, "nothing is left of whoever has no pin"
 
@@ -109,7 +111,7 @@ class Kept:
         async def prefetch(completion: Any, named: NamedPrompt, ttl_s: float) -> str:
             raise AssertionError
 
-        answer = await self.hints.take(message(kind, payload, named), Sender(client, name, prefetch))
+        answer = await self.hints.take(message(kind, payload, named), Sender(Client(client), name, prefetch))
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
@@ -256,8 +258,8 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
 @scenario
 async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_made_of_them() -> None:
     async with pinning() as c:
-        payload = {"tokens": IDS, "ttl_s": 9} | {f"x{n}": 1 for n in range(60_000)}
-        async with c.session.post(c.url + "/hints", data=message("kv.retain", payload)) as response:
+        payload = {"action_id": "a"} | {f"x{n}": 1 for n in range(60_000)}
+        async with c.session.post(c.url + "/hints", data=message("kv.release", payload)) as response:
             (action,) = (await response.json())["actions"]
         assert (action["status"], action["reason"]) == ("refused", "The body has more than 1000 fields")
 
@@ -356,15 +358,15 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
 def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
     hints = Hints(HintsConfig(), rule(Renewing()), ProxyMetrics())
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
-    hints.note("alice", "0", long)
+    hints.note(Client("alice"), "0", long)
     for number in range(1100):
-        hints.note("bob", str(number), long._replace(names=[b"n"]))
+        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]))
     assert len(hints._recent) == 1000
-    hints.note("alice", "1", long)
-    hints.note("alice", "1", long)
+    hints.note(Client("alice"), "1", long)
+    hints.note(Client("alice"), "1", long)
     assert hints._recent_chunks == (1 << 16) + 999
-    hints.note("alice", "2", long)
-    assert list(hints._recent) == [("alice", "1"), ("alice", "2")]
+    hints.note(Client("alice"), "2", long)
+    assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
     hints._direct.close()
 
 
@@ -417,7 +419,7 @@ async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
 async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MOST_PREFETCHED", 4)
     keys = tmp_path / "keys"
-    keys.write_text("ann key-of-ann-0123456789\nben key-of-ben-0123456789\n")
+    keys.write_text("".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve")))
     async with pinning(api_keys_file=str(keys)) as c:
         url = c.decode[0].url
         c.proxy.update(view([c.prefill[0].url], [url], {url: {"streams": True}}))
@@ -433,3 +435,14 @@ async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest
 
         assert [await prefetch("ann", n) for n in range(3)] == ["accepted", "accepted", "refused"]
         assert [await prefetch("ben", n) for n in (7, 8)] == ["accepted", "refused"]
+
+        asked = []
+
+        async def tokenizes_and_says_so(request: web.Request) -> web.StreamResponse:
+            asked.append(request.path)
+            return await tokenizes(request)
+
+        c.decode[0].tokenize, c.decode[0].default = tokenizes_and_says_so, decodes
+        async with c.post({"prompt": "short"}, headers={"Authorization": "Bearer key-of-eve-0123456789"}) as response:
+            assert response.status == 200
+        assert not asked, "a short prompt of another client is not named"

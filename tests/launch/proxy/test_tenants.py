@@ -84,6 +84,7 @@ def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: P
         proxies = [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(2)]
         tenants.update(View(tuple(proxies)))
         assert tenants.chunks("a", "quota") == 4, "each of two proxies has half"
+        assert tenants.chunks("a", "pins") == 4, "what is pinned cannot be removed for the quota"
 
 
 @pytest.mark.parametrize("config", [{"direct_tokens": 0, "api_keys_file": "k"}, {}])
@@ -312,6 +313,13 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
         c.proxy._files.look()
         await c.proxy._hints.renew()
         assert len(c.proxy._hints.pins) == 1, "a's has ended: it may pin less now"
+        assert (await pin(bearer(OF_A), "one", 3))["tokens"] == 256
+        (tmp_path / "tenants.yaml").write_text("tenants: {b: {}}")
+        c.proxy._files.look()
+        await c.proxy._hints.renew()
+        assert len(c.proxy._hints.pins) == 1, "a is no tenant any more"
+        (tmp_path / "tenants.yaml").write_text(FILE)
+        c.proxy._files.look()
 
         c.prefill[0].default = hangs
         first = asyncio.create_task(c.session.post(c.url + "/v1/completions", json=body(), headers=bearer(OF_A)))
