@@ -58,10 +58,6 @@ _Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
-Name = Callable[[Completion], Awaitable[NamedPrompt | None]]
-"""Returns what the prompt of a body is known by; None if that cannot be found out."""
-Prefetch = Callable[[Completion, NamedPrompt, float], Awaitable[str]]
-"""Has a node load a prompt and hold it for so many seconds. Returns the node's URL. Raises ApiError, which says why not, if none does."""
 PREFETCH_S = 60.0
 """The longest that a node holds a prompt for a request to come: it has the blocks of few."""
 
@@ -70,8 +66,10 @@ class Sender(NamedTuple):
     """Where hints come from."""
 
     client: Client
-    name: Name
-    prefetch: Prefetch
+    name: Callable[[Completion], Awaitable[NamedPrompt | None]]
+    """Returns what the prompt of a body is known by; None if that cannot be found out."""
+    prefetch: Callable[[Completion, NamedPrompt, float], Awaitable[str]]
+    """Has a node load a prompt and hold it for so many seconds. Returns the node's URL. Raises ApiError, which says why not, if none does."""
     own: NamedPrompt | None = None
     """With `within`: what the completion's prompt is known by."""
     within: bool = False

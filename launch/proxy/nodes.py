@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -56,21 +56,15 @@ _REFUSAL_S = 2.0
 _TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 
 
-class Refusal(NamedTuple):
-    """A node's whole answer that is not a success."""
+class Refusal(PdCacheError):
+    """A node's whole answer that is not a success. Raised if the node refuses the request itself."""
 
-    status: int
-    headers: dict[str, str]
-    """The headers that a client may see."""
-    body: bytes
-
-
-class RefusedError(PdCacheError):
-    """A node refuses the request itself. The refusal is the answer to it."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(f"status {refusal.status}")
-        self.refusal = refusal
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """`headers`: those that a client may see."""
+        super().__init__(f"status {status}")
+        self.status = status
+        self.headers = headers
+        self.body = body
 
 
 class HopError(PdCacheError):

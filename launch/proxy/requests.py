@@ -35,7 +35,6 @@ from launch.proxy.nodes import (
     HopError,
     NodePools,
     Refusal,
-    RefusedError,
     check_status,
     client_headers,
     passed_on,
@@ -363,16 +362,16 @@ class Requests:
             decoding = self._decode(exchange, await self._prepare(exchange, body))
             del body  # so that it takes memory only until a decode node has it
             return await decoding
-        except RefusedError as refused:
-            _free_frames(refused)
-            return passed_on(refused.refusal)
+        except Refusal as refusal:
+            _free_frames(refusal)
+            return passed_on(refusal)
         finally:
             exchange.end_streams()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes:
-        """Does the prefill hop. Returns the body for the decode node. Raises RefusedError if a prefill node refuses the request."""
+        """Does the prefill hop. Returns the body for the decode node. Raises Refusal if a prefill node refuses the request."""
         field: Literal["messages", "prompt"] = "messages" if exchange.request.path == CHAT else "prompt"
         nbytes = len(body)
         tenant = exchange.client.tenant
@@ -470,10 +469,10 @@ class Requests:
             if error.reason in ("busy", "error"):
                 return None  # possibly this prompt's own fault
             why = str(error)
-        except RefusedError as error:
-            if error.refusal.status in (400, 422):
+        except Refusal as refusal:
+            if refusal.status in (400, 422):
                 return None  # this prompt's own fault
-            why = str(error)
+            why = str(refusal)
         else:
             self._slow = 0
             return tokens
@@ -500,12 +499,12 @@ class Requests:
         body: bytes | None,
         read: Callable[[bytes], T],
     ) -> T:
-        """Returns what `read` makes of a node's whole answer. Raises RefusedError if the node refuses the request, HopError if it fails."""
+        """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request, HopError if it fails."""
         answer = await self._ask(exchange, span, method, url, body)
         try:
             await check_status(answer)
             if answer.status >= 400:
-                raise RefusedError(await refusal_of(answer))
+                raise await refusal_of(answer)
             return read(await read_all(answer, LARGEST_BODY))
         except ValueError as error:
             raise HopError("garbage", str(error)) from error
@@ -528,7 +527,7 @@ class Requests:
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
     async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> HandedOver | None:
-        """Returns what a prefill node handed over; None if all of them failed. Raises RefusedError if one refuses the request."""
+        """Returns what a prefill node handed over; None if all of them failed. Raises Refusal if one refuses the request."""
         limit_s = self._config.prefill_timeout_s
         until = time.monotonic() + limit_s
         pool = self._pools["prefill"]
@@ -546,7 +545,7 @@ class Requests:
                 self._failed(exchange, "prefill", node, attempts if whole else None, failure)
             except HopError as error:
                 self._failed(exchange, "prefill", node, attempts, error)
-            except RefusedError:
+            except Refusal:
                 attempts.answered(node, time.monotonic(), well=False)
                 raise
             else:
@@ -584,7 +583,7 @@ class Requests:
         return task
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt, ttl_s: float) -> str:
-        """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Prefetch`."""
+        """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Sender`."""
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
         node = pool.pick(now, model=self._nodes.served(completion.model(), now))
@@ -675,13 +674,11 @@ class Requests:
         return self._given_up(exchange, attempts, refusals)
 
     def _given_up(self, exchange: Exchange, attempts: Attempts, refusals: dict[Reason, Refusal]) -> web.Response:
+        refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
+        if refusal is not None:
+            return passed_on(refusal)
         if attempts.blamed:
-            if "error" in refusals:
-                return passed_on(refusals["error"])
             raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
-        for refusal in (refusals.get("busy"), refusals.get("error")):
-            if refusal is not None:
-                return passed_on(refusal)
         raise overloaded(
             "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
         )
@@ -743,8 +740,8 @@ class Requests:
                 except HopError as error:
                     refusal = error.refusal or refusal
                     self._failed(exchange, "decode", node, None, error)
-                except RefusedError as error:
-                    refusal = refusal or error.refusal
+                except Refusal as refused:
+                    refusal = refusal or refused
                     pool.reached(node)
                     break
         if found:
