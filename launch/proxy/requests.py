@@ -187,7 +187,7 @@ class Requests:
         self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.config)
         self.bodies = BodyMemory(config.body_memory)
         self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
-        self.running: set[asyncio.Task[web.StreamResponse]] = set()
+        self.running: set[asyncio.Task[Any]] = set()
         self.trips = RecentTrips()
         """The last requests."""
         self._config = config
@@ -299,39 +299,33 @@ class Requests:
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
         """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
-        # a separate task, to tell apart the deadline, a shutdown (`drain` cancels the task) and the client's disconnect (cancels us)
-        task = asyncio.ensure_future(serving)
-        assert isinstance(task, asyncio.Task)
+        task = asyncio.current_task()
+        assert task is not None
         self.running.add(task)
         self._metrics.running.set(len(self.running))
-        task.add_done_callback(self._ended)
         try:
-            done, _ = await asyncio.wait({task}, timeout=limit_s)
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-        if task.cancelled():
-            timeout = ApiError(504, f"No complete answer within {limit_s:.3g} s", code="timeout")
-            return await self._cut(exchange, overloaded("The proxy is shutting down") if done else timeout)
-        try:
-            return task.result()
+            async with asyncio.timeout(limit_s) as limit:
+                return await serving
         except ApiError as error:
-            return await self._cut(exchange, error)
+            failure = error
         except HopError as error:
-            what = f"The decode node failed while it answered: {error.reason}"
-            return await self._cut(exchange, ApiError(502, what, code="node_failed"))
+            failure = ApiError(502, f"The decode node failed while it answered: {error.reason}", code="node_failed")
         except ClientGone:
             raise
+        except asyncio.CancelledError:
+            if not self.admission.closing:
+                raise  # the client has gone
+            task.uncancel()
+            failure = overloaded("The proxy is shutting down")
         except Exception:  # the client gets an error in OpenAI's shape for every failure
-            log.exception("request %s: unexpected error", exchange.id)
-            return await self._cut(exchange, ApiError(500, "Internal error of the proxy", code="internal_error"))
-
-    def _ended(self, task: asyncio.Task[web.StreamResponse]) -> None:
-        self.running.discard(task)
-        self._metrics.running.set(len(self.running))
-        if not task.cancelled():
-            task.exception()  # retrieved even if the client's disconnect came first
+            failure = ApiError(504, f"No complete answer within {limit_s:.3g} s", code="timeout")
+            if not limit.expired():
+                log.exception("request %s: unexpected error", exchange.id)
+                failure = ApiError(500, "Internal error of the proxy", code="internal_error")
+        finally:
+            self.running.discard(task)
+            self._metrics.running.set(len(self.running))
+        return await self._cut(exchange, failure)
 
     async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
         """Reports an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
