@@ -26,9 +26,10 @@ class OutdatedRequests:
     def bind(self, manager: KVCacheManager) -> None:
         """Keeps what outdated requests compute out of vLLM's own cache from now on.
 
-        vLLM puts a block there when it plans the step that fills the block, or when it takes notice of a load's end, and a request that it
-        plans for next can find it at once: to take the block out again afterwards would be too late. vLLM has no call for this, so its
-        coordinator's `cache_blocks`, through which every block gets there, is replaced.
+        vLLM puts a block there when it plans the step that fills the block, or when it takes notice of a load's end or of a step's tokens
+        (with asynchronous scheduling; from 0.33 on with drafts, too), and a request that it plans for next can find it at once: to take the
+        block out again afterwards would be too late. vLLM has no call for this, so its coordinator's `cache_blocks`, through which every
+        block gets there, is replaced.
         """
         self._pool = manager.block_pool
         coordinator: Any = manager.coordinator

@@ -397,8 +397,9 @@ class History:
             self._check_answer(self._requests[request_id])
         if self.setting.drafts and (running := [one for one in sampled if one in self.vllm.requests]):
             self.vllm.update_draft_token_ids(DraftTokenIds(running, [self._draft(one) for one in running]))
-        for request in self.vllm.requests.values():
-            self._learn(request)
+        # those that have just ended, too: vLLM 0.33 keeps the block that their last accepted drafts fill
+        for request_id in before:
+            self._learn(self._requests[request_id])
         self._check_prefix_cache()
 
     def _compute(self, output: Any, step: Step) -> dict[str, list[int]]:
