@@ -30,7 +30,7 @@ pd-cache config check local.yaml
 step "pd-cache demo"
 pd-cache demo
 step "pd-cache bench engine"
-pd-cache bench engine --tokens 512 --layers 2 --rounds 5 --staging 64MiB
+pd-cache bench engine --tokens 512 --layers 2 --rounds 5
 step "an engine of one's own"
 pd-cache config example pool >pool.yaml
 pd-cache up -c pool.yaml >ready &

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.lib.reuse import SimulatedLru
-from bench.lib.trace import BLOCK_TOKENS, Request
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru
 
 _SPECIAL = 8
 """Token ids below this are left out of prompts: models end, begin and pad with them."""

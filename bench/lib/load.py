@@ -10,14 +10,14 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from bench.lib.arrivals import Arrival, prompt_ids
-from bench.lib.stats import Histogram, quantile
+from bench.lib.stats import quantile
 from launch.http import trusting
 
 ANY_LENGTH = 1 << 30
@@ -43,10 +43,10 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct):
-    """All that one generator saw; those of several are joined by `join`."""
+    """All that the generator saw."""
 
     outcomes: list[RequestOutcome] = []
-    gaps: Histogram = msgspec.field(default_factory=Histogram)
+    gaps: list[float] = []
     """Pauses between tokens, in seconds."""
 
 
@@ -176,7 +176,7 @@ async def _ask(
     body: bytes,
     start: float,
     outcome: RequestOutcome,
-    gaps: Histogram,
+    gaps: list[float],
 ) -> None:
     """One request; fills its outcome in, and never raises for what the server does."""
 
@@ -215,13 +215,13 @@ async def _ask(
         outcome.error = f"broken answer: {type(error).__name__}"
 
 
-def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome, gaps: Histogram) -> None:
+def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome, gaps: list[float]) -> None:
     new = sum(len(one.token_ids) if one.token_ids is not None else bool(one.text) for one in event.choices)
     if new:
         if outcome.first is None:
             outcome.first = now
         else:
-            gaps.add(now - outcome.last)
+            gaps.append(now - outcome.last)
         outcome.last = now
         outcome.tokens += new
     if event.usage is not None and event.usage.completion_tokens:
@@ -234,19 +234,12 @@ def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome,
 # --- what it comes to ------------------------------------------------------------------------------------------------
 
 
-def join(loads: Iterable[Load]) -> Load:
-    """Returns what several generators saw, in the order in which requests were due."""
-    parts = list(loads)
-    outcomes = [outcome for load in parts for outcome in load.outcomes]
-    return Load(sorted(outcomes, key=lambda outcome: outcome.due), Histogram.of(load.gaps for load in parts))
-
-
 def _ms(seconds: float) -> float | None:
     """None for nan, which JSON has no word for."""
     return None if math.isnan(seconds) else seconds * 1e3
 
 
-def summarize(load: Load, ttft_limit_s: float | None = None) -> dict[str, Any]:
+def summarize(load: Load) -> dict[str, Any]:
     """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the last."""
     answered = [one for one in load.outcomes if not one.error and one.first is not None]
     errors = Counter(one.error for one in load.outcomes if one.error)
@@ -255,7 +248,7 @@ def summarize(load: Load, ttft_limit_s: float | None = None) -> dict[str, Any]:
     firsts = [one.first for one in answered if one.first is not None]
     told = [one for one in answered if one.cached is not None]
     sent = [one.sent for one in load.outcomes if one.error != "dropped"]
-    summary: dict[str, Any] = {
+    return {
         "requests": len(load.outcomes),
         "answered": len(answered),
         "errors": dict(sorted(errors.items())),
@@ -264,13 +257,10 @@ def summarize(load: Load, ttft_limit_s: float | None = None) -> dict[str, Any]:
         "prompt_tokens": sum(one.prompt_tokens for one in answered),
         "output_tokens_per_s": sum(one.tokens for one in answered) / seconds if seconds else 0.0,
         **{f"ttft_p{part}_ms": _ms(quantile(firsts, part / 100)) for part in _PARTS},
-        **{f"inter_token_p{part}_ms": _ms(load.gaps.quantile(part / 100)) for part in _PARTS},
+        **{f"inter_token_p{part}_ms": _ms(quantile(load.gaps, part / 100)) for part in _PARTS},
         "sent_late_p99_ms": _ms(quantile(sent, 0.99)),
         "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
         if told
         else None,
+        "within_500ms_per_s": sum(first <= 0.5 for first in firsts) / seconds if seconds else 0.0,
     }
-    if ttft_limit_s is not None:
-        good = sum(first <= ttft_limit_s for first in firsts)
-        summary["goodput_per_s"] = good / seconds if seconds else 0.0
-    return summary

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
 from launch.up import LocalCluster, quiet, running
 from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
 from transfer.settings import ByteSize, TransferSettings, prepare
 from transfer.store import load_mooncake
+
+config_option = click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file.")
 
 
 @contextmanager

@@ -1,27 +1,36 @@
-"""What every bench reports: its figures, and beside them the targets and whether they were met.
+"""What every bench reports: its figures, beside them the targets and whether they were met, and how it was measured.
 
-The report is tables for people, one JSON object for scripts, and, if a bench has a `Report`, a page with plots.
+The report is tables for people, one JSON object for scripts, and a page with plots.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import io
 import json
+import os
+import platform
 import re
+import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+import pd_cache
+from pd_cache.cluster import ClusterConfig
 from transfer.settings import ByteSize
 
 if TYPE_CHECKING:
@@ -42,11 +51,14 @@ option = functools.partial(click.option, show_default=True)
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    """Returns a click callback for sizes such as 4GiB."""
+    """A click callback for sizes such as 4MiB."""
     try:
-        return ByteSize.parse(value)
+        parsed = ByteSize.parse(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from None
+    if not 4096 <= parsed <= 1 << 30:
+        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
+    return parsed
 
 
 class Check(NamedTuple):
@@ -126,26 +138,63 @@ class LinePlot(NamedTuple):
         axes.legend()
 
 
-class Report(NamedTuple):
-    """The contents of a bench's report, in order."""
+# --- how it was measured ---------------------------------------------------------------------------------------------
 
-    title: str
-    summary: str
-    """What was measured, in a sentence or two."""
-    parts: Sequence[Table | LinePlot]
-    about: Mapping[str, str]
-    """How it was measured: the command, versions, machines, settings (`bench/lib/about.py`)."""
+_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+_LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
+"""Before the bench, which is a load itself."""
+
+
+def about(config: ClusterConfig | None = None) -> dict[str, str]:
+    """Returns what a reader needs to compare figures with others: the command, when and where it ran, versions, and those of the file's
+    settings that bear on speed, unless they are the defaults."""
+    facts = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        "machine": machine(),
+        "versions": versions(),
+    }
+    if config is not None:
+        facts["cluster"] = config.name
+        facts |= {"transfer": _changed(config.transfer), "cache": _changed(config.cache)}
+    return facts
+
+
+def machine() -> str:
+    """Returns name, processors, memory and kernel of this machine, and its load when this process began."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{socket.gethostname()}: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}, load {_LOAD}"
+
+
+def versions() -> str:
+    """Returns the versions of pd-cache, Mooncake's wheel and Python."""
+    found = [f"pd-cache {pd_cache.__version__}"]
+    for name in _MOONCAKE:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def _changed(section: msgspec.Struct) -> str:
+    here: Mapping[str, object] = msgspec.to_builtins(section, enc_hook=str)
+    usual: Mapping[str, object] = msgspec.to_builtins(type(section)(), enc_hook=str)
+    return ", ".join(f"{key}: {value}" for key, value in here.items() if value != usual[key]) or "defaults"
+
+
+# --- a bench's end ---------------------------------------------------------------------------------------------------
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a click command `--json` and `--check`: the arguments `as_json` and `strict` of `finish`."""
-    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
-
-
-def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Does the same as `output_options`, and adds `--html`: the argument `html` of `finish`."""
-    return output_options(click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page with plots to this file; it needs nothing else.")(command))  # fmt: skip
+    """Gives a click command `--json`, `--check` and `--html`: the arguments `as_json`, `strict` and `html` of `finish`."""
+    for add in (
+        click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page to this file; it needs nothing else."),
+        click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
+    ):  # fmt: skip
+        command = add(command)
+    return command
 
 
 def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | None) -> Path | None:
@@ -167,39 +216,40 @@ def finish(
     *,
     as_json: bool,
     strict: bool,
-    report: Report | None = None,
-    html: Path | None = None,
+    html: Path | None,
+    tables: Sequence[Table] | None = None,
+    plots: Sequence[LinePlot] = (),
+    config: ClusterConfig | None = None,
 ) -> None:
-    """Prints the report; with `strict`, exits with 1 if a check failed.
+    """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `report`: how to show them to people; without one, they are shown as a table. `html`: write it as
-    a page, too, which needs a `report`.
+    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `plots` are
+    on the page only, which is written to `html`. `config`: the cluster's file, if there was one.
     """
-    listed = list(checks)
+    facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
     rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
-    everything = {**results, "checks": rows, "ok": ok}
-    tables = [_plain(results)] if report is None else [part for part in report.parts if isinstance(part, Table)]
-    tables = [_in_words(table) for table in tables]
+    everything = {"about": facts, **results, "checks": rows, "ok": ok}
+    shown_tables = [_in_words(table) for table in (_tables(results) if tables is None else tables)]
     targets = [Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed])][: len(listed)]
+    measured = Table("How it was measured", ("", ""), list(facts.items()))
     if html is not None:
-        assert report is not None, "a page needs a report"
-        html.write_text(_page(report, [*targets, *tables], everything), encoding="utf-8")
+        html.write_text(_page([*targets, *shown_tables], plots, measured, everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
-        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), [*tables, *targets])
+        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), [*shown_tables, *targets, measured])
         if html is not None:
             click.echo(f"written: {html}")
     if strict and not ok:
         sys.exit(1)
 
 
-def _plain(results: Mapping[str, Any]) -> Table:
-    rows = results.get("results")
-    if isinstance(rows, list):
-        return Table.of("", rows)
-    return Table("", ("", "value"), list(results.items()))
+def _tables(results: Mapping[str, Any]) -> list[Table]:
+    lists = {name: value for name, value in results.items() if isinstance(value, list)}
+    others = [(name, value) for name, value in results.items() if name not in lists]
+    tables = [Table.of(in_words(name), rows) for name, rows in lists.items() if rows]
+    return [*tables, *[Table("", ("", "value"), others)][: len(others)]]
 
 
 def _judged(check: Check) -> Sequence[object]:
@@ -258,20 +308,21 @@ def _html(table: Table) -> str:
     return f"<section>{title}<table><tr>{head}</tr>{body}</table></section>"
 
 
-def _page(report: Report, tables: Sequence[Table], results: Mapping[str, Any]) -> str:
+def _page(tables: Sequence[Table], plots: Sequence[LinePlot], measured: Table, results: Mapping[str, Any]) -> str:
     """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
-    plots = [part for part in report.parts if isinstance(part, LinePlot)]
+    context = click.get_current_context()
+    title = escape(context.command_path)
     parts = [
-        f"<h1>{escape(report.title)}</h1><p>{escape(report.summary)}</p>",
+        f"<h1>{title}</h1><p>{escape(context.command.help or '')}</p>",
         *map(_html, tables),
         "<div>",
         *(f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)}</figcaption></figure>" for plot in plots),
         "</div>",
-        _html(Table("How it was measured", ("", ""), list(report.about.items()))),
+        _html(measured),
         f"<details><summary>All figures, as JSON</summary><pre>{escape(json.dumps(results, indent=1))}</pre></details>",
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(report.title)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>\n'
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
         f"<style>{_STYLE}</style>\n" + "\n".join(parts) + "</html>\n"
     )

@@ -1,54 +1,21 @@
-"""Times of functions in turn; quantiles of values, and of many clients' values counted in bins, so that they add up."""
+"""Times of functions in turn, and quantiles."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import numpy as np
 
 from bench.lib.report import progress
-
-_LEAST = 1e-7
-_WIDTH = math.log(1.01)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
     """Returns the least value that at least `part` (0 to 1) of the values do not exceed; nan without values."""
     # a little less: 0.07 * 100 is 7.000000000000001
     return float(np.quantile(values, part * (1 - 1e-12), method="inverted_cdf")) if len(values) else math.nan
-
-
-class Histogram(msgspec.Struct):
-    """Counts of values in bins that are one percent wide, from 1e-7 on; a smaller value counts as that."""
-
-    bins: dict[int, int] = {}
-    """How many lay in each bin."""
-
-    def add(self, value: float) -> None:
-        number = int(math.log(max(value, _LEAST) / _LEAST) / _WIDTH)
-        self.bins[number] = self.bins.get(number, 0) + 1
-
-    @property
-    def count(self) -> int:
-        return sum(self.bins.values())
-
-    def quantile(self, part: float) -> float:
-        """Returns the same as `quantile`, within one percent."""
-        if not self.bins:
-            return math.nan
-        numbers, counts = np.array(sorted(self.bins.items())).T
-        index = np.searchsorted(np.cumsum(counts), part * counts.sum() * (1 - 1e-12))
-        return _LEAST * math.exp((int(numbers[min(index, len(numbers) - 1)]) + 0.5) * _WIDTH)
-
-    @classmethod
-    def of(cls, parts: Iterable[Histogram]) -> Histogram:
-        """Returns the sum of the histograms."""
-        return cls(dict(sum((Counter(part.bins) for part in parts), Counter())))
 
 
 def timed(function: Callable[[], object]) -> float:

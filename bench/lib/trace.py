@@ -1,20 +1,30 @@
-"""Traces of requests, in the format of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not.
+"""Traces of requests, and what a cache of whole blocks would find of their prompts, in simulation. Pure.
+
+The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not:
 
 `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of 512 prompt tokens, the last
 one maybe not full, equal in two requests where their prompts are equal up to that block's end. Public ones are in
 https://github.com/kvcache-ai/Mooncake under FAST25-release/traces.
+
+A cache is asked for a prompt's blocks and answers how many of them, from the first, it held; afterwards it holds them all, as far as it
+has room. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
+pool, its tokens are in the denominator only, and so are those behind a hole.
 """
 
 from __future__ import annotations
 
 import gzip
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import click
 import msgspec
+
+from launch.proxy.prefixes import leading
 
 BLOCK_TOKENS = 512
 
@@ -91,18 +101,43 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise TraceError(f"{file}, after line {number}: cannot be read on: {error}") from None
 
 
-def deal(requests: Sequence[Request], shares: int) -> list[list[int]]:
-    """Indices of the requests, dealt to `shares` clients that work at the same time without missing each other's chunks.
+# --- caches in simulation --------------------------------------------------------------------------------------------
 
-    Requests that have more than their first block in common go to the same client, in order; each conversation to the client
-    with the least to do so far. What all conversations begin with, such as a system prompt of one block, is shared.
-    """
-    dealt: list[list[int]] = [[] for _ in range(shares)]
-    tokens = [0] * shares
-    client_of: dict[int, int] = {}
-    for index, request in enumerate(requests):
-        begins = request.hash_ids[:2][-1]
-        client = client_of.setdefault(begins, tokens.index(min(tokens)))
-        dealt[client].append(index)
-        tokens[client] += request.input_length
-    return dealt
+B = TypeVar("B", bound=Hashable)
+
+
+class SimulatedLru(Generic[B]):
+    """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without those before."""
+
+    def __init__(self, capacity: int = sys.maxsize) -> None:
+        """`capacity` in blocks; by default it never forgets, which is a trace's ideal."""
+        self._capacity = capacity
+        self._blocks: OrderedDict[B, None] = OrderedDict()
+        self.gone: list[B] = []
+        """What the last use displaced."""
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def touch(self, blocks: Iterable[B]) -> None:
+        """Counts as a use of those that are there."""
+        for block in blocks:
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+
+    def use(self, blocks: Sequence[B]) -> int:
+        found = leading(blocks, self._blocks)
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
+        return found
+
+
+def hit_rate(requests: Iterable[Request], cache: SimulatedLru[int]) -> float:
+    """The hit rate of a trace, from 0 to 1."""
+    hit = total = 0
+    for request in requests:
+        hit += cache.use(request.whole_blocks) * BLOCK_TOKENS
+        total += request.input_length
+    return hit / total

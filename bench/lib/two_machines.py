@@ -11,7 +11,6 @@ authenticated.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import socket
 import subprocess
@@ -30,6 +29,7 @@ import msgspec
 import zmq
 
 import pd_cache
+from bench.lib.pool import config_option
 from launch.supervise import end, signals_as_exceptions, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
 from pd_cache.decoding import msgpack_decoder
@@ -80,47 +80,33 @@ class Site:
         self.held.close()
 
 
-@dataclass(frozen=True)
-class MachineOptions:
-    """As given on the command line. Without `serve` and `connect` the bench runs on this machine alone."""
-
-    file: Path | None = None
-    serve: str | None = None
-    connect: str | None = None
-
-
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a click command the options, as a `MachineOptions` named `where`; errors are one line and an exit code."""
-
-    @click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file: its transfer settings count here.")  # fmt: skip
-    @click.option("--serve", metavar="HOST:PORT", help="Take part in what another machine leads that connects to this address.")  # fmt: skip
-    @click.option("--connect", metavar="HOST:PORT", help="Lead, with the machine that serves at this address.")
-    @functools.wraps(command)
-    def with_machines(file: Path | None, serve: str | None, connect: str | None, **others: Any) -> Any:
-        try:
-            return command(where=MachineOptions(file, serve, connect), **others)
-        except ConfigError as error:
-            raise click.UsageError(str(error)) from error
-        except PdCacheError as error:
-            raise click.ClickException(str(error)) from error
-
-    return with_machines
+    """Gives a click command the arguments `file`, `serve` and `connect` of `conduct`."""
+    for add in (
+        click.option("--connect", metavar="HOST:PORT", help="Lead, with the machine that serves at this address."),
+        click.option("--serve", metavar="HOST:PORT", help="Take part in what another machine leads that connects to this address."),
+        config_option,
+    ):  # fmt: skip
+        command = add(command)
+    return command
 
 
-def conduct(options: MachineOptions, site: type[Site], lead: Callable[[Crew], T], *, local: int = 1) -> T | None:
+def conduct(
+    site: type[Site], lead: Callable[[Crew], T], file: Path | None, serve: str | None, connect: str | None, local: int
+) -> T | None:
     """Takes part in a bench. The machine that leads returns what `lead` returned; one that serves returns None after Ctrl-C.
 
-    On this machine alone there are `local` sites. `site` is a class that can be imported.
+    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can be imported.
     """
-    config = Location.here().config if options.file is None else read_config(options.file)[0]
-    if options.serve is not None:
-        host, _ = _address(options.serve)
+    config = Location.here().config if file is None else read_config(file)[0]
+    if serve is not None:
+        host, _ = _address(serve)
         with suppress(KeyboardInterrupt):
-            serve(site, f"tcp://{options.serve}", Location("node-1", host, config))
+            serve_site(site, f"tcp://{serve}", Location("node-1", host, config))
         return None
-    reached = options.connect or (config.master_address if options.file is not None else "")
-    own = Location("node", _towards(*_address(reached)) if reached else "127.0.0.1", config)
-    with closing(Crew(site, own, 1 if options.connect else local, options.connect)) as crew:
+    reached = connect or (config.master_address if file is not None else "")
+    own = Location("node", towards(reached) if reached else "127.0.0.1", config)
+    with closing(Crew(site, own, 1 if connect else local, connect)) as crew:
         return lead(crew)
 
 
@@ -137,13 +123,11 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: dict[str, Peer] = {}
         (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
-        module = site.__module__
-        if module == "__main__":
-            module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+        what = f"{site.__module__}:{site.__name__}"
         try:
             for number in range(count):
                 address = f"ipc://{self._folder.name}/{location.node}-{number}"
-                command = (sys.executable, "-P", "-m", __name__, f"{module}:{site.__name__}", address, location.host)
+                command = (sys.executable, "-P", "-m", __name__, what, address, location.host)
                 self._processes.append(spawn_child(command, stdout=subprocess.DEVNULL))
                 self._peers[f"{location.node}-{number}"] = Peer(site, address, location.host)
             if connect is not None:
@@ -237,7 +221,7 @@ class Peer:
         self._socket.close()
 
 
-def serve(site: type[Site], address: str, location: Location) -> None:
+def serve_site(site: type[Site], address: str, location: Location) -> None:
     """Does what comes to this address, for one bench after the other, until an exception ends it."""
     listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
@@ -295,14 +279,14 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _towards(host: str, port: int) -> str:
-    """Returns this machine's address as `host` sees it."""
+def towards(address: str) -> str:
+    """Returns this machine's address as the host of `address` (HOST:PORT) sees it."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
+            probe.connect(_address(address))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"{host}:{port}: {error}") from None
+        raise ConfigError(f"{address}: {error}") from None
 
 
 def main(site: str, address: str, host: str) -> None:
@@ -311,7 +295,7 @@ def main(site: str, address: str, host: str) -> None:
     kind: type[Site] = getattr(importlib.import_module(module), name)
     path = Path(address.removeprefix("ipc://"))
     with signals_as_exceptions():
-        serve(kind, address, Location(path.name, host, load_config(path.parent / "cluster.yaml")))
+        serve_site(kind, address, Location(path.name, host, load_config(path.parent / "cluster.yaml")))
 
 
 if __name__ == "__main__":

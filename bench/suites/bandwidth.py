@@ -14,20 +14,23 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 import msgspec
 
-from bench.lib.about import about, machine
 from bench.lib.pool import bench_transfer, local_pool
-from bench.lib.report import Check, Report, Table, at_least, finish, option, progress, report_options, size
-from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
+from bench.lib.report import Check, at_least, finish, machine, option, output_options, progress, size
+from bench.lib.two_machines import Crew, Site, conduct, machine_options
+from pd_cache.cluster import read_config
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import MooncakeStore
 
+_OBJECTS = 16
+"""Of a batch."""
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
@@ -45,7 +48,6 @@ class JoinPool(msgspec.Struct, frozen=True):
 
     master: str
     object_bytes: int
-    objects: int
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
@@ -83,27 +85,27 @@ class BandwidthSite(Site):
         """Mounts the segment, and registers memory for raw transfers."""
         host, stride = self.location.host, StagingPool.stride_of(job.object_bytes)
         settings = msgspec.structs.replace(
-            bench_transfer(self.location.config), staging_size=ByteSize(2 * job.objects * stride)
+            bench_transfer(self.location.config), staging_size=ByteSize(2 * _OBJECTS * stride)
         )
         self._timeout_s = max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000
         # the objects go with the segments that they are in
-        segment_size = max(MIN_SEGMENT, 4 * job.objects * job.object_bytes)
+        segment_size = max(MIN_SEGMENT, 4 * _OBJECTS * job.object_bytes)
         self._store = store = MooncakeStore(settings, master=job.master, host=host, segment_size=segment_size)
         self.held.callback(store.close)
         staging = store.staging(job.object_bytes)
         store.wait_open(_OPEN_S)
         slots: list[Slot] = []
-        for _ in range(2 * job.objects):
+        for _ in range(2 * _OBJECTS):
             slot = staging.lease(time.monotonic() + _OPEN_S)
             assert slot is not None
             self.held.callback(slot.release)
             slots.append(slot)
-        self._source, self._target = slots[: job.objects], slots[job.objects :]
+        self._source, self._target = slots[:_OBJECTS], slots[_OBJECTS:]
         for slot in self._source:
             slot.view[:] = os.urandom(slot.size)
         self._sizes = [slot.size for slot in self._source]
-        self._memory = StagingPool(job.objects * stride, job.object_bytes)
-        self._remote = [index * stride for index in range(job.objects)]
+        self._memory = StagingPool(_OBJECTS * stride, job.object_bytes)
+        self._remote = [index * stride for index in range(_OBJECTS)]
         self._engine = _raw_engine(settings, host)
         for pool in (staging, self._memory):
             if (code := self._engine.register_memory(pool.address, pool.nbytes)) != 0:
@@ -119,7 +121,7 @@ class BandwidthSite(Site):
         keys = [f"pdc1/bench/{job.run}/{self.location.node}/{index}" for index in range(len(self._source))]
         if job.part == "get":
             for slot in self._target:
-                slot.view[:64] = bytes(64)
+                slot.view[:] = bytes(slot.size)
         begin = time.perf_counter()
         statuses = self._do(job, keys)
         seconds = time.perf_counter() - begin
@@ -201,14 +203,12 @@ def _ratio(value: float | None, limit: float | None) -> float | None:
     return value / limit if value is not None and limit else None
 
 
-def lead(
-    machines: Crew, object_bytes: int, objects: int, rounds: int, at_once: bool, link_gbit: float | None
-) -> dict[str, Any]:
+def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbit: float | None) -> dict[str, Any]:
     """Opens, measures and closes at both nodes. Returns the figures."""
     hosts, config = machines.hosts, machines.location.config
     pool = local_pool(0, host=machines.location.host, transfer=bench_transfer(config))
     master = machines.later.enter_context(pool)
-    job = JoinPool(master, object_bytes, objects)
+    job = JoinPool(master, object_bytes)
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
     one, other = machines.nodes
     turns = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
@@ -217,19 +217,17 @@ def lead(
         rows = [
             row
             for pairs in bar.track(turns, description="pairs")
-            for row in measure(machines, opened, pairs, object_bytes * objects, rounds)
+            for row in measure(machines, opened, pairs, object_bytes * _OBJECTS, rounds)
         ]
     if link_gbit is not None:
         for row in rows:
             row["get_of_link"] = None if row["from"] == row["to"] else 8 * row["get_gbps"] / link_gbit
     return {
-        "about": about(config),
-        "nodes": {node: {"host": hosts[node], "machine": opened[node].machine} for node in opened},
-        "object_bytes": object_bytes,
-        "objects": objects,
-        "rounds": rounds,
         "results": rows[:4],
         "at_once": rows[4:],
+        "nodes": [{"node": node, "host": hosts[node], "machine": opened[node].machine} for node in opened],
+        "object_bytes": object_bytes,
+        "objects": _OBJECTS,
     }
 
 
@@ -249,56 +247,29 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     return found
 
 
-def report_of(figures: dict[str, Any]) -> Report:
-    """Returns the figures for people."""
-    nodes, rows, at_once = figures["nodes"], figures["results"], figures["at_once"]
-    batch = f"{figures['objects']} objects of {ByteSize(figures['object_bytes'])}"
-    note = f"Medians of {figures['rounds']} rounds of {batch}. GB/s are of 10^9 bytes. Within a node it is a copy in memory."
-    parts = [Table.of("One pair at a time", rows, note)]
-    if at_once:
-        parts.append(
-            Table.of("Both at once", at_once, "Each node moves bytes to or from the other one at the same time.")
-        )
-    machines = [[node, one["host"], one["machine"]] for node, one in nodes.items()]
-    parts.append(Table("Nodes", ("node", "host", "machine"), machines))
-    summary = (
-        f"{batch} a batch, put into and got from each node's memory through MooncakeStore, and moved by the "
-        "raw TransferEngine between the same two."
-    )
-    return Report("Bandwidth between nodes", summary, parts, figures["about"])
-
-
-def _size(context: click.Context, parameter: click.Parameter, text: str) -> ByteSize:
-    parsed = size(context, parameter, text)
-    if not 4096 <= parsed <= 1 << 30:
-        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
-    return parsed
-
-
 @click.command()
 @machine_options
-@option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
-@option("--objects", default=16, type=click.IntRange(1, 512), help="Objects a batch.")
+@option("--size", default="4MiB", callback=size, help="Bytes of an object.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
 @option("--at-once", is_flag=True, help="Then also both directions at the same time.")
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")
-@report_options
+@output_options
 def main(
-    where: MachineOptions,
+    file: Path | None,
+    serve: str | None,
+    connect: str | None,
     size: ByteSize,
-    objects: int,
     rounds: int,
     at_once: bool,
     link_gbit: float | None,
     **output: Any,
 ) -> None:
     """Put and get between all nodes, next to the raw engine and the link."""
-    figures = conduct(
-        where, BandwidthSite, lambda machines: lead(machines, int(size), objects, rounds, at_once, link_gbit), local=2
-    )
+
+    def led(machines: Crew) -> dict[str, Any]:
+        return lead(machines, int(size), rounds, at_once, link_gbit)
+
+    figures = conduct(BandwidthSite, led, file, serve, connect, local=2)
     if figures is not None:
-        finish(figures, checks_of(figures), report=report_of(figures), **output)
-
-
-if __name__ == "__main__":
-    main()
+        config = None if file is None else read_config(file)[0]
+        finish(figures, checks_of(figures), config=config, **output)

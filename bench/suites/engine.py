@@ -7,7 +7,7 @@ much it costs differs between processes with the memory that each of them got.
 The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another
 process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
-    pd-cache bench engine --json         or  python -m bench.suites.engine --json
+    pd-cache bench engine --json
 """
 
 from __future__ import annotations
@@ -94,7 +94,3 @@ def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
         at_least("bytes_equal", float(results["bytes_equal"]), 1.0),
     ]
     finish(results, checks, **output)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,17 +3,16 @@
 Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (attention heads), each with
 names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline.
 
-    python -m bench.suites.hicache --pages 64 --rounds 7
+    python -m bench.suites.hicache --json
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import time
 import uuid
 from collections.abc import Callable
-from statistics import median
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -21,51 +20,45 @@ import torch
 
 from bench.lib import sglang_pools
 from bench.lib.pool import local_pool
+from bench.lib.report import finish, option, output_options
+from bench.lib.stats import gbps, in_turn
 
 _MIB = 1 << 20
+_TOKENS, _LAYERS = 64, 32
+"""Of a page, and of the model, which has 8 KV heads of 128 in bf16."""
 
 
-@click.command(help=__doc__)
-@click.option("--pages", default=64, help="In one call.", show_default=True)
-@click.option("--tokens", default=64, help="Of a page.", show_default=True)
-@click.option("--layers", default=32, help="Of the model, which has 8 KV heads of 128 in bf16.", show_default=True)
-@click.option("--layout", default="page_first", help="As --hicache-mem-layout of SGLang.", show_default=True)
-@click.option("--rounds", default=7, help="Of which the first is for warming up.", show_default=True)
-def main(pages: int, tokens: int, layers: int, layout: str, rounds: int) -> None:
+@click.command()
+@option("--pages", default=64, type=click.IntRange(1), help="In one call.")
+@option("--rounds", default=6, type=click.IntRange(3))
+@output_options
+def main(pages: int, rounds: int, **output: Any) -> None:
+    """Pages of an SGLang host pool to and from Mooncake, by pd-cache's backend and by SGLang's own."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    host = sglang_pools.mha_pool(layout, pages=2 * pages, tokens=tokens, layers=layers)
+    host = sglang_pools.mha_pool("page_first", pages=2 * pages, tokens=_TOKENS, layers=_LAYERS)
     host.kv_buffer.view(torch.uint8).random_(0, 255)
-    page_bytes = 2 * tokens * layers * 8 * 128 * 2
-    took: dict[tuple[str, str], list[float]] = {}
+    page_bytes = 2 * _TOKENS * _LAYERS * 8 * 128 * 2
+    places = host.alloc(pages * _TOKENS), host.alloc(pages * _TOKENS)
+    with local_pool(round(2.5 * pages * page_bytes * (rounds + 1)) + (64 << 20)) as master:
+        keys = {"ours": [""], "theirs": [""]}
 
-    def timed(what: str, who: str, call: Callable[[], Any], number: int) -> Any:
-        begun = time.perf_counter()
-        result = call()
-        if number:
-            took.setdefault((what, who), []).append(time.perf_counter() - begun)
-        return result
+        def fresh() -> None:
+            for who in keys:
+                keys[who] = [uuid.uuid4().hex for _ in range(pages)]
 
-    with local_pool(round(2.5 * pages * page_bytes * rounds) + (64 << 20)) as master:
-        backends = {"pd-cache": _ours(host, master, page_bytes), "SGLang's own": _mooncakes_own(host, master)}
-        places = host.alloc(pages * tokens), host.alloc(pages * tokens)
-        for number in range(rounds):
-            for name, backend in backends.items():
-                keys = [uuid.uuid4().hex for _ in range(pages)]
-                moves = {
-                    "store": functools.partial(backend.batch_set_v1, keys, places[0]),
-                    "load": functools.partial(backend.batch_get_v1, keys, places[1]),
-                }
-                for what, move in moves.items():
-                    if not all(timed(what, name, move, number)):
-                        raise click.ClickException(f"{name}: not every page was moved ({what})")
-        for backend in backends.values():
-            backend.close()
-    print(f"{pages} pages of {page_bytes / _MIB:g} MiB, {layout}, medians of {rounds - 1} rounds, GB/s")
-    own = "SGLang's own"
-    speeds = {key: pages * page_bytes / 1e9 / median(times) for key, times in took.items()}
-    for what in ("store", "load"):
-        line = "".join(f"  {who} {speed:5.2f}" for (of, who), speed in speeds.items() if of == what)
-        print(f"{what:6}{line}  ratio {speeds[what, 'pd-cache'] / speeds[what, own]:.2f}")
+        def move(who: str, method: Callable[..., Any], place: Any) -> None:
+            if not all(method(keys[who], place)):
+                raise click.ClickException(f"{who}: not every page was moved")
+
+        steps: dict[str, Callable[[], object]] = {"_fresh": fresh}
+        with ExitStack() as stack:
+            for who, backend in (("ours", _ours(host, master, page_bytes)), ("theirs", _mooncakes_own(host, master))):
+                stack.callback(backend.close)
+                steps[f"{who}_store"] = functools.partial(move, who, backend.batch_set_v1, places[0])
+                steps[f"{who}_load"] = functools.partial(move, who, backend.batch_get_v1, places[1])
+            rates = gbps(pages * page_bytes, in_turn(rounds, steps))
+    ratios = {f"{what}_ratio": rates[f"ours_{what}_gbps"] / rates[f"theirs_{what}_gbps"] for what in ("store", "load")}
+    finish({"pages": pages, "page_bytes": page_bytes, **rates, **ratios}, [], **output)
 
 
 def _ours(host: Any, master: str, page_bytes: int) -> Any:

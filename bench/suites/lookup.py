@@ -14,20 +14,21 @@ import statistics
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 import msgspec
 import numpy as np
 
-from bench.lib.about import about
 from bench.lib.pool import bench_transfer, local_pool, raw_client
-from bench.lib.report import Check, LinePlot, Report, Table, at_least, at_most, finish, option, progress, report_options
-from bench.lib.stats import Histogram, in_turn
-from bench.lib.two_machines import MOST, Crew, Location, MachineOptions, Site, conduct, machine_options
+from bench.lib.report import Check, LinePlot, at_least, at_most, finish, option, output_options, progress
+from bench.lib.stats import in_turn, quantile
+from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
+from pd_cache.cluster import read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.lookup import MooncakeLookupClient
@@ -42,7 +43,7 @@ _GROUPS_MS = 3.0
 _RATES = {4096: 0.6, 32768: 0.4}
 """How many lookups a second there have to be, in raw requests a second, of any number of clients, by tokens."""
 _SEGMENT = 64 << 20
-_WARM_UP = 20
+_ROUNDS, _SECONDS, _WARM_UP = 200, 2.0, 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
 _KINDS: dict[Literal["raw", "lookup"], str] = {"raw": "raw batch_is_exist", "lookup": "lookups"}
 
@@ -53,7 +54,6 @@ def measure(
     raw: Any,
     peer: Any,
     tokens: list[int],
-    rounds: int,
 ) -> dict[str, float]:
     """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
     keys = database.all_shard_keys(database.name_chunks(tokens))
@@ -78,7 +78,7 @@ def measure(
         if peer.lookup(tokens) != len(tokens):
             raise TransferError("LMCache does not find what was put under its own keys")
         functions["lmcache_ms"] = lambda: peer.lookup(tokens)
-    seconds = in_turn(rounds, functions)
+    seconds = in_turn(_ROUNDS, functions)
     return {"tokens": len(tokens), **{name: 1e3 * statistics.median(values) for name, values in seconds.items()}}
 
 
@@ -173,28 +173,25 @@ class Clients(msgspec.Struct, frozen=True):
 
     count: int
     master: str
-    lengths: tuple[int, ...]
     seed: int
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """Ask for one's prompt of this length, again and again, for so many seconds."""
+    """Ask for one's prompt of this length, again and again, for `_SECONDS`."""
 
     kind: Literal["lookup", "raw"]
     tokens: int
-    seconds: float
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """How often a second, of one client or of several together; and how long each answer took."""
+    """How often a second, of one client or of several together; and how many seconds each answer took."""
 
     per_s: float
-    latencies: Histogram
+    latencies: list[float]
 
     @classmethod
-    def of(cls, rates: Iterable[Rate]) -> Rate:
-        parts = list(rates)
-        return cls(sum(one.per_s for one in parts), Histogram.of(one.latencies for one in parts))
+    def of(cls, rates: Collection[Rate]) -> Rate:
+        return cls(sum(one.per_s for one in rates), [seconds for one in rates for seconds in one.latencies])
 
 
 class TimedLookups(Site):
@@ -209,7 +206,7 @@ class TimedLookups(Site):
         self._client, groups, self._raw = self.held.enter_context(
             looking_up(self.location, job.master, metadata_of(f"bench-{job.seed}"))
         )
-        for length in job.lengths:
+        for length in _RATES:
             tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
             keys = groups.keys(groups.first.name_chunks(tokens))
             store(self._client, self._raw, keys, tokens)
@@ -218,7 +215,7 @@ class TimedLookups(Site):
     def ask(self, job: Asking) -> Rate:
         """Asks without a pause. Raises TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
-        raw, client, latencies = self._raw, self._client, Histogram()
+        raw, client, latencies = self._raw, self._client, list[float]()
         whole = [1] * len(keys)
 
         def right() -> bool:
@@ -229,13 +226,13 @@ class TimedLookups(Site):
         for _ in range(_WARM_UP):
             right()
         start = last = time.perf_counter()
-        while last < start + job.seconds:
+        while last < start + _SECONDS:
             if not right():
                 raise TransferError(f"{job.kind}: not the whole prompt of {job.tokens} tokens was found")
             now = time.perf_counter()
-            latencies.add(now - last)
+            latencies.append(now - last)
             last = now
-        return Rate(latencies.count / (last - start), latencies)
+        return Rate(len(latencies) / (last - start), latencies)
 
 
 class LookupSite(Site):
@@ -249,20 +246,20 @@ class LookupSite(Site):
 
     def ask(self, job: Asking) -> Rate:
         """Makes the clients look up, all at the same time."""
-        return Rate.of(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
+        return Rate.of(self._crew.everywhere(TimedLookups.ask, job, timeout_s=_SECONDS + _MARGIN_S).values())
 
 
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
 
 
-def measure_parts(here: Location, master: str, rounds: int, lmcache: bool) -> list[dict[str, float]]:
+def measure_parts(here: Location, master: str, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, groups, raw):
         peer = lmcache_client(raw) if lmcache else None
-        return [measure(client, groups.first, raw, peer, prompt(size, size), rounds) for size in (4096, 32768, 131072)]
+        return [measure(client, groups.first, raw, peer, prompt(size, size)) for size in (4096, 32768, 131072)]
 
 
-def measure_groups(here: Location, master: str, rounds: int) -> list[dict[str, float]]:
+def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
     """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of vLLM's MooncakeStoreConnector.
 
     Raises click.UsageError if vLLM is not installed.
@@ -302,72 +299,53 @@ def measure_groups(here: Location, master: str, rounds: int) -> list[dict[str, f
                 "their_raw_exist_ms": functools.partial(raw.batch_is_exist, their_keys),
                 "their_lookup_ms": theirs,
             }
-            row = {name: 1e3 * statistics.median(values) for name, values in in_turn(rounds, steps).items()}
+            row = {name: 1e3 * statistics.median(values) for name, values in in_turn(_ROUNDS, steps).items()}
             rows.append({"tokens": tokens, "keys": len(keys), "their_keys": len(their_keys), **row})
     return rows
 
 
-def measure_clients(
-    machines: Crew, master: str, levels: Sequence[int], lengths: Sequence[int], seconds: float
-) -> list[dict[str, Any]]:
+def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[dict[str, Any]]:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     seed = random.randrange(1 << 31)
     rows = []
     with progress() as bar:
-        task = bar.add_task("clients", total=len(levels) * len(lengths))
+        task = bar.add_task("clients", total=len(levels) * len(_RATES))
         for clients in levels:
             # the more, the longer they all take to start on one machine
             timeout = 2 * _MARGIN_S + _OPEN_S + 5 * clients
-            of_a_node = Clients(clients, master, tuple(lengths), seed)
-            machines.everywhere(LookupSite.open, of_a_node, timeout_s=timeout)
-            for tokens in lengths:
-                row: dict[str, Any] = {
-                    "tokens": tokens,
-                    "clients_per_node": clients,
-                    "clients": clients * len(machines.nodes),
-                }
+            machines.everywhere(LookupSite.open, Clients(clients, master, seed), timeout_s=timeout)
+            for tokens in _RATES:
+                row: dict[str, Any] = {"tokens": tokens, "clients": clients * len(machines.nodes)}
                 for kind in _KINDS:
-                    job = Asking(kind, tokens, seconds)
-                    done = Rate.of(machines.everywhere(LookupSite.ask, job, timeout_s=seconds + 2 * _MARGIN_S).values())
+                    job = Asking(kind, tokens)
+                    rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
+                    done = Rate.of(rates.values())
                     row |= {
                         f"{kind}_per_s": done.per_s,
-                        f"{kind}_p50_ms": 1e3 * done.latencies.quantile(0.5),
-                        f"{kind}_p99_ms": 1e3 * done.latencies.quantile(0.99),
+                        f"{kind}_p50_ms": 1e3 * quantile(done.latencies, 0.5),
+                        f"{kind}_p99_ms": 1e3 * quantile(done.latencies, 0.99),
                     }
                 rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
                 bar.advance(task)
     return rows
 
 
-def lead(
-    machines: Crew,
-    rounds: int,
-    levels: Sequence[int],
-    lengths: Sequence[int],
-    seconds: float,
-    lmcache: bool,
-    groups: bool,
-) -> dict[str, Any]:
+def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> dict[str, Any]:
     """All parts, on a pool of the bench's own at the machine that leads."""
     config = machines.location.config
     pool = local_pool(_SEGMENT, host=machines.location.host, transfer=bench_transfer(config))
     master = machines.later.enter_context(pool)
-    parts = measure_parts(machines.location, master, rounds, lmcache)
-    grouped = measure_groups(machines.location, master, rounds) if groups else []
-    clients = measure_clients(machines, master, levels, lengths, seconds)
-    return {"about": about(config), "nodes": machines.hosts, "results": parts, "groups": grouped, "clients": clients}
+    parts = measure_parts(machines.location, master, lmcache)
+    grouped = measure_groups(machines.location, master) if groups else []
+    clients = measure_clients(machines, master, levels)
+    return {"results": parts, "groups": grouped, "clients": clients}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Returns the checks of one client's lookups, against their parts and LMCache's, and of many clients' against raw requests."""
-    rows = figures["results"]
+    """Returns the checks of one client's lookups, against LMCache's, and of many clients' against raw requests."""
     checks = [
-        at_most(f"{row['tokens']} tokens, first, ms", row["first_ms"], 1.3 * row["raw_exist_ms"] + row["hash_ms"])
-        for row in rows
-    ]
-    checks += [
         at_most(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"])
-        for row in rows
+        for row in figures["results"]
         if "lmcache_ms" in row
         for time in ("first_ms", "array_ms", "hashes_ms", "again_ms")
     ]
@@ -383,89 +361,50 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
             _RATES[row["tokens"]],
         )
         for row in figures["clients"]
-        if row["tokens"] in _RATES
     ]
     return checks
 
 
-def report_of(figures: dict[str, Any]) -> Report:
-    """Returns the figures for people."""
-    rows, clients, nodes = figures["results"], figures["clients"], figures["nodes"]
+def plot_of(rows: Sequence[dict[str, Any]]) -> LinePlot:
+    """Returns how requests a second grow with clients."""
     lines = {
         f"{_KINDS[kind]}, {tokens} tokens": [
-            (row["clients"], row[f"{kind}_per_s"]) for row in clients if row["tokens"] == tokens
+            (row["clients"], row[f"{kind}_per_s"]) for row in rows if row["tokens"] == tokens
         ]
-        for tokens in sorted({row["tokens"] for row in clients})
+        for tokens in _RATES
         for kind in _KINDS
     }
-    parts: list[Table | LinePlot] = [
-        Table.of(
-            "One client",
-            rows,
-            "Medians; every chunk is in the pool. first: a list of tokens; array: a NumPy array of int64; hashes: vLLM's block hashes.",
-        ),
-        LinePlot("Requests a second", "clients, on all nodes together", "", lines),
-        Table.of(
-            "As clients grow",
-            clients,
-            f"Clients of {len(nodes)} nodes together, as many on each. A client is a process, has prompts of its own, and asks without a "
-            "pause; the ratio is of lookups to raw requests a second.",
-        ),
-        Table("Nodes", ("node", "host"), list(nodes.items()), "The master is on the first."),
-    ]
-    summary = (
-        "How long a prefix of a prompt the pool holds: MooncakeLookupClient, which names the chunks and asks the master, for a prompt "
-        "that it sees for the first time and again, next to a raw batch_is_exist of the same keys in the same run."
-    )
-    if grouped := figures["groups"]:
-        told = "vLLM's groups of DeepSeek-V4-Flash's layers; medians; every chunk is in the pool. their: vLLM's MooncakeStoreConnector."
-        parts.insert(1, Table.of("Many layer groups", grouped, told))
-    return Report("Lookups", summary, parts, figures["about"])
-
-
-def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    low, high = (1, MOST) if option.name == "clients" else (1, 1 << 20)
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and low <= int(part) <= high for part in parts):
-        raise click.BadParameter(f"{text}: numbers from {low} to {high}, separated by commas", context, option)
-    return tuple(sorted({int(part) for part in parts}))
+    return LinePlot("Requests a second", "clients, on all nodes together", "", lines)
 
 
 @click.command()
 @machine_options
-@option("--rounds", default=200, type=click.IntRange(5), help="Of the one client's lookups.")
 @option(
     "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
 )
 @option(
     "--groups", is_flag=True, help="Look up in DeepSeek-V4's layer groups, beside MooncakeStoreConnector; needs vLLM."
 )
-@option("--clients", default="1,2,4,8", callback=_numbers, help="Clients a node, one number after the other.")  # fmt: skip
-@option("--tokens", "lengths", default="4096,32768", callback=_numbers, help="Lengths of the clients' prompts.")  # fmt: skip
-@option("--seconds", default=2.0, type=click.FloatRange(0.1, 600), help="For each number of clients and length.")  # fmt: skip
-@report_options
+@option("--clients", multiple=True, default=(1, 2, 4, 8), type=click.IntRange(1, MOST), help="Clients a node; may be given several times.")  # fmt: skip
+@output_options
 def main(
-    where: MachineOptions,
-    rounds: int,
+    file: Path | None,
+    serve: str | None,
+    connect: str | None,
     lmcache: bool,
     groups: bool,
     clients: tuple[int, ...],
-    lengths: tuple[int, ...],
-    seconds: float,
     **output: Any,
 ) -> None:
     """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node."""
-    if bad := [length for length in lengths if length % CHUNK]:
-        raise click.UsageError(f"--tokens: {bad[0]} is no multiple of {CHUNK}")
     figures = conduct(
-        where,
         LookupSite,
-        lambda all_of_us: lead(all_of_us, rounds, clients, lengths, seconds, lmcache, groups),
+        lambda machines: lead(machines, sorted(set(clients)), lmcache, groups),
+        file,
+        serve,
+        connect,
         local=1,
     )
     if figures is not None:
-        finish(figures, checks_of(figures), report=report_of(figures), **output)
-
-
-if __name__ == "__main__":
-    main()
+        config = None if file is None else read_config(file)[0]
+        finish(figures, checks_of(figures), plots=[plot_of(figures["clients"])], config=config, **output)

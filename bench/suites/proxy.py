@@ -4,7 +4,7 @@ Node and proxies are processes of their own. The node computes nothing, so what 
 straight to the node, through a proxy that knows only decode nodes, and through one that asks a prefill node first, which is
 compared with a client that makes both hops itself.
 
-    pd-cache bench proxy --json         or  python -m bench.suites.proxy --json
+    pd-cache bench proxy --json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import aiohttp
 import click
 import yaml
 
-from bench.lib.report import at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import at_most, finish, option, output_options, progress
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
 from launch.supervise import end, spawn_child
@@ -172,16 +172,10 @@ def decision() -> dict[str, float]:
 @click.command()
 @option("--streams", default=64, type=click.IntRange(1), help="At the same time.")
 @option("--tokens", default=32, type=click.IntRange(1), help="Events a stream.")
-@option("--rounds", default=5, type=click.IntRange(3))
+@option("--rounds", default=7, type=click.IntRange(3))
 @option("--open", "most", default=500, type=click.IntRange(1), help="Streams to hold open at once.")
 @output_options
-def main(
-    streams: int,
-    tokens: int,
-    rounds: int,
-    most: int,
-    **output: Any,
-) -> None:
+def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> None:
     """Streams through the proxy against streams from a node."""
     body = json.dumps(
         {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": _PAUSE_MS}
@@ -221,11 +215,6 @@ def main(
     checks = [
         at_most("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0),
         at_most("proxy_adds_first_ms", results["proxy_adds_first_ms"], 3.0),
-        at_least("open_streams", float(results["open_streams"]), float(most)),
         at_most("decision_ms", results["decision_ms"], 1.0),
     ]
     finish(results, checks, **output)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,9 @@ cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simul
 trace's ideal), and LRU with the same capacity.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
-    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool; with --serve and --connect from two machines
+    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool
 
-Across machines each conversation stays with one client, so that no client looks up what another is just about to store. The **hit rate**
-is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/reuse.py`.
+The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/trace.py`.
 """
 
 from __future__ import annotations
@@ -20,67 +19,96 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 from click.core import ParameterSource
 
-from bench.lib.about import about
-from bench.lib.pool import local_pool
-from bench.lib.report import Check, LinePlot, Report, Table, at_most, finish, option, progress, report_options
-from bench.lib.reuse import SimulatedLru, hit_rate
-from bench.lib.shrunken import STEP_BYTES, ShrunkenCache, allotted_bytes, object_bytes
-from bench.lib.trace import BLOCK_TOKENS, Request, deal, read_trace
-from bench.lib.two_machines import Crew, MachineOptions, Site, conduct, machine_options
+from bench.lib.pool import config_option, local_pool
+from bench.lib.report import Check, LinePlot, at_most, finish, option, output_options, progress
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
+from bench.lib.two_machines import towards
 from launch.discovery import find_master, open_directory
-from pd_cache.cache import CacheEngineBuilder
+from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
 from pd_cache.errors import ConfigError
+from pd_cache.layout import KVLayout
 from pd_cache.paged import Slots
 from pd_cache.reasons import StoreOutcome
+from pd_cache.tiers.memory import TRAILER_BYTES
 from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
 
+Words = npt.NDArray[np.uint64]
 _UNBOUNDED = math.inf
 _ROOM = 1.1
 """The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
-_SLOWEST_S = 0.05
-"""A request, on the average, before the replay is given up."""
-_STEP_S = 60.0
-_FIND_S = 10.0
-_OPEN_S = 30.0
+_FIND_S, _OPEN_S, _REMOVE_S = 10.0, 30.0, 60.0
 _STAGING = ByteSize(32 << 20)
 _HALVINGS = 8
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
+STEP_BYTES = 2 * BLOCK_TOKENS
+"""Chunks are a multiple of this: one half-precision number a token."""
 
-# --- at every machine ------------------------------------------------------------------------------------------------
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Connect to the pool."""
-
-    model: str
-    """Clients with the same one share chunks."""
-    longest: int
-    """Whole blocks of the longest prompt."""
-    chunk_bytes: int
-    master: str = ""
-    """`host:port`; empty for that of the cluster's file."""
-    lease_ms: int = 0
-    """With `master`: its lease, which no transfer may outlive."""
+_FIRST, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # odd, so that no two blocks or words come out equal
 
 
-class Replay(msgspec.Struct, frozen=True):
-    """Live through these requests, in order."""
+class ShrunkenCache:
+    """An engine's paged cache in miniature: one page a block of a trace, a few KiB long, whose bytes follow from the block's number. There
+    are pages to store from, and as many to load into."""
 
-    what: str
-    """For the progress bar."""
-    requests: list[Request]
+    def __init__(self, blocks: int, chunk_bytes: int) -> None:
+        """`blocks` of the longest prompt; `chunk_bytes` a multiple of STEP_BYTES."""
+        self._blocks = blocks
+        self._bits = torch.zeros((2 * blocks, BLOCK_TOKENS, chunk_bytes // STEP_BYTES), dtype=torch.int16)
+        self._words = np.arange(chunk_bytes // 8, dtype=np.uint64) * np.uint64(_NEXT)
+        slots = torch.arange(2 * blocks * BLOCK_TOKENS)
+        self._source, self._target = slots[: blocks * BLOCK_TOKENS], slots[blocks * BLOCK_TOKENS :]
+        self.tensors = [self._bits.view(torch.float16)]
+        self.layout = KVLayout.from_tensors(self.tensors)
+
+    def fill(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Writes the pages of a prompt's blocks; the slot mapping to store them from."""
+        self._pages(0, len(blocks))[:] = self._bytes_of(blocks)
+        return self._source[: len(blocks) * BLOCK_TOKENS]
+
+    def target(self, blocks: int) -> torch.Tensor:
+        """Returns the slot mapping to load so many blocks into; their pages are cleared."""
+        self._pages(self._blocks, blocks)[:] = 0
+        return self._target[: blocks * BLOCK_TOKENS]
+
+    def arrived(self, blocks: Sequence[int]) -> bool:
+        """Returns whether the target holds exactly the bytes of these blocks."""
+        return np.array_equal(self._pages(self._blocks, len(blocks)), self._bytes_of(blocks))
+
+    def _pages(self, first: int, count: int) -> Words:
+        return cast(Words, self._bits[first : first + count].flatten(1).numpy().view(np.uint64))
+
+    def _bytes_of(self, blocks: Sequence[int]) -> Words:
+        seeds = (np.array(blocks, dtype=np.uint64) + np.uint64(1)) * np.uint64(_FIRST)
+        return cast(Words, seeds[:, None] ^ self._words)
+
+
+def object_bytes(chunk_bytes: int) -> int:
+    """Returns the bytes of a chunk's object in the pool."""
+    return chunk_bytes + TRAILER_BYTES
+
+
+def allotted_bytes(nbytes: int) -> int:
+    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
+
+    So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the bytes asked for.
+    """
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 class Tally(msgspec.Struct):
@@ -102,77 +130,44 @@ class Tally(msgspec.Struct):
     def hit_rate(self) -> float:
         return self.loaded * BLOCK_TOKENS / max(1, self.prompt_tokens)
 
-    @staticmethod
-    def together(tallies: Iterable[Tally]) -> Tally:
-        """Returns the tally of clients that worked at the same time."""
-        parts = list(tallies)
-        total = Tally(seconds=max(part.seconds for part in parts))
-        for part in parts:
-            for name in ("prompt_tokens", "found", "loaded", "damaged", "stored", "refused"):
-                setattr(total, name, getattr(total, name) + getattr(part, name))
-        return total
 
-
-class ReplaySite(Site):
-    """This machine's client of the pool, which lives through its share of the trace."""
-
-    def open(self, job: Open) -> None:
-        """Connects; a client from before is closed."""
-        self.close()
-        settings = self._settings(job)
-        self._cache = ShrunkenCache(job.longest, job.chunk_bytes)
-        metadata, layout = CacheMetadata.of(job.model, self._cache.layout), self._cache.layout
-        engine = CacheEngineBuilder.get_or_create(job.model, settings, metadata, layout)
-        self._engine = self.held.enter_context(closing(engine))
-        self._engine.wait_available(_OPEN_S)
-
-    def replay(self, job: Replay) -> Tally:
-        """Lives through requests, one after the other."""
-        tally, start = Tally(), time.monotonic()
-        with progress() as bar:
-            for request in bar.track(job.requests, description=job.what):
-                self._one(request.whole_blocks, tally)
-                tally.prompt_tokens += request.input_length
+def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int, remove: bool) -> Tally:
+    """Lives through the requests, one after the other, on the pool of these settings. With `remove`, takes its chunks out again, leased or
+    not. `what` is for the progress bar."""
+    cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
+    model = f"replay-{uuid.uuid4().hex}"
+    metadata = CacheMetadata.of(model, cache.layout)
+    tally, start = Tally(), time.monotonic()
+    with (
+        closing(CacheEngineBuilder.get_or_create(model, settings, metadata, cache.layout)) as engine,
+        progress() as bar,
+    ):
+        engine.wait_available(_OPEN_S)
+        for request in bar.track(requests, description=what):
+            _live(engine, cache, request.whole_blocks, tally)
+            tally.prompt_tokens += request.input_length
         tally.seconds = time.monotonic() - start
-        return tally
+        if remove:
+            assert isinstance(engine.backend, MooncakeBackend)
+            engine.backend.store.remove_matching(f"^{engine.database.prefix()}/", timeout=_REMOVE_S)
+    return tally
 
-    def _one(self, blocks: Sequence[int], tally: Tally) -> None:
-        engine, cache, names = self._engine, self._cache, _names(blocks)
-        found = engine.find(names).chunks
-        loaded = 0
-        if found:
-            loaded = engine.load(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors).chunks
-            if not cache.arrived(blocks[:loaded]):
-                tally.damaged += loaded
-                loaded = 0
-        tally.found += found
-        tally.loaded += loaded
-        if missing := names[loaded:]:
-            outcomes = engine.store(missing, Slots(cache.fill(blocks[loaded:])), kv_caches=cache.tensors)
-            tally.stored += outcomes.count(StoreOutcome.NEW)
-            tally.refused += outcomes.count(StoreOutcome.NOT)
 
-    def remove(self, job: None) -> None:
-        """Takes this bench's chunks out of a pool that is not its own, leased or not."""
-        assert isinstance(self._engine.backend, MooncakeBackend)
-        self._engine.backend.store.remove_matching(f"^{self._engine.database.prefix()}/", timeout=_STEP_S)
-
-    def disconnect(self, job: None) -> None:
-        """Disconnects: the pool is about to end."""
-        self.close()
-
-    def _settings(self, job: Open) -> NodeSettings:
-        tier = MooncakeTier()
-        if job.master:
-            settings = NodeSettings(master=job.master, host=self.location.host, transfer=_within(job.lease_ms))
-        else:
-            config = find_master(self.location.config, _FIND_S)
-            settings = config.settings_of(config.nodes[0])
-            transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
-            settings = msgspec.structs.replace(settings, host=self.location.host, transfer=transfer, segment_size=0)
-            tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), tier)
-        cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks", tiers=(tier,))
-        return msgspec.structs.replace(settings, cache=cache)
+def _live(engine: CacheEngine, cache: ShrunkenCache, blocks: Sequence[int], tally: Tally) -> None:
+    names = [block.to_bytes(16, "big") for block in blocks]
+    found = engine.find(names).chunks
+    loaded = 0
+    if found:
+        loaded = engine.load(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors).chunks
+        if not cache.arrived(blocks[:loaded]):
+            tally.damaged += loaded
+            loaded = 0
+    tally.found += found
+    tally.loaded += loaded
+    if missing := names[loaded:]:
+        outcomes = engine.store(missing, Slots(cache.fill(blocks[loaded:])), kv_caches=cache.tensors)
+        tally.stored += outcomes.count(StoreOutcome.NEW)
+        tally.refused += outcomes.count(StoreOutcome.NOT)
 
 
 def _within(lease_ms: int) -> TransferSettings:
@@ -181,25 +176,20 @@ def _within(lease_ms: int) -> TransferSettings:
     return TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
 
 
-def _names(blocks: Iterable[int]) -> list[bytes]:
-    return [block.to_bytes(16, "big") for block in blocks]
+def settings_on(settings: NodeSettings, tier: MooncakeTier) -> NodeSettings:
+    """Returns the settings for chunks that are a block of a trace each, named by its number."""
+    cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks", tiers=(tier,))
+    return msgspec.structs.replace(settings, cache=cache)
 
 
-# --- at the machine that leads ---------------------------------------------------------------------------------------
+class Pools:
+    """A trace, and the pools on which it is replayed."""
 
-
-class Leader:
-    """The part of the machine that leads."""
-
-    def __init__(self, machines: Crew, requests: Sequence[Request], chunk_bytes: int) -> None:
-        self._machines, self._trace, self._chunk_bytes = machines, requests, chunk_bytes
+    def __init__(self, requests: Sequence[Request], chunk_bytes: int) -> None:
+        self._trace, self._chunk_bytes = requests, chunk_bytes
         self._slot = allotted_bytes(object_bytes(chunk_bytes))
-        shares = deal(requests, len(machines.nodes))
-        self._shares = {
-            node: [requests[index] for index in share] for node, share in zip(machines.nodes, shares, strict=True)
-        }
         self.ideal = hit_rate(requests, SimulatedLru())
-        self.distinct = sorted({block for request in requests for block in request.whole_blocks})
+        self.distinct = len({block for request in requests for block in request.whole_blocks})
 
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:
         """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be too small."""
@@ -209,19 +199,19 @@ class Leader:
                 f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {self._chunk_bytes} bytes; "
                 "choose larger --chunk-bytes"
             )
-        return asked or (*(float(max(least, round(share * len(self.distinct)))) for share in _SHARES), _UNBOUNDED)
+        return asked or (*(float(max(least, round(share * self.distinct))) for share in _SHARES), _UNBOUNDED)
 
-    def on_pool_of_its_own(self, capacity: float, master: MasterNode) -> dict[str, Any]:
+    def of_its_own(self, capacity: float, master: MasterNode) -> dict[str, Any]:
         """Returns a row, from a pool of this machine with room for so many chunks, which lasts as long as that takes."""
-        bounded, lease_ms = capacity != _UNBOUNDED, master.lease_ttl_ms
-        chunks = capacity if bounded else _ROOM * len(self.distinct) / master.eviction_high_watermark
-        size = max(MIN_SEGMENT, math.ceil(chunks) * self._slot)
-        with local_pool(size, transfer=_within(lease_ms), master=master) as address:
-            tally = self._replay(f"{capacity:.0f} chunks" if bounded else "unbounded", address, lease_ms)
-            self._machines.everywhere(ReplaySite.disconnect, None, timeout_s=_STEP_S)
+        bounded, transfer = capacity != _UNBOUNDED, _within(master.lease_ttl_ms)
+        chunks = capacity if bounded else _ROOM * self.distinct / master.eviction_high_watermark
+        with local_pool(max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master) as address:
+            settings = settings_on(NodeSettings(master=address, transfer=transfer), MooncakeTier())
+            what = f"{capacity:.0f} chunks" if bounded else "unbounded"
+            tally = replay(what, self._trace, settings, self._chunk_bytes, remove=False)
         return self._row(tally, capacity, master)
 
-    def on_the_clusters_pool(self, config: ClusterConfig) -> dict[str, Any]:
+    def of_the_cluster(self, config: ClusterConfig) -> dict[str, Any]:
         """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards. Raises ConfigError if no node gives
         memory."""
         with open_directory(config) as directory:
@@ -229,19 +219,16 @@ class Leader:
             capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
         if not capacity:
             raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
-        tally = self._replay(config.name)
-        self._machines.run(ReplaySite.remove, {self._machines.nodes[0]: None}, timeout_s=2 * _STEP_S)
+        found = find_master(config, _FIND_S)
+        settings = found.settings_of(found.nodes[0])
+        transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
+        settings = msgspec.structs.replace(
+            settings, host=towards(found.master_address), transfer=transfer, segment_size=0
+        )
+        tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), MooncakeTier())
+        tally = replay(config.name, self._trace, settings_on(settings, tier), self._chunk_bytes, remove=True)
         master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
         return self._row(tally, capacity // self._slot, master)
-
-    def _replay(self, what: str, master: str = "", lease_ms: int = 0) -> Tally:
-        """Returns what became of the requests."""
-        longest = max(1, *(len(request.whole_blocks) for request in self._trace))
-        job = Open(f"replay-{uuid.uuid4().hex}", longest, self._chunk_bytes, master, lease_ms)
-        self._machines.everywhere(ReplaySite.open, job, timeout_s=_STEP_S)
-        jobs = {node: Replay(what, share) for node, share in self._shares.items()}
-        tallies = self._machines.run(ReplaySite.replay, jobs, timeout_s=_STEP_S + _SLOWEST_S * len(self._trace))
-        return Tally.together(tallies.values())
 
     def _row(self, tally: Tally, capacity: float, master: MasterNode | None) -> dict[str, Any]:
         bounded = capacity != _UNBOUNDED
@@ -266,36 +253,26 @@ class Leader:
         return {
             "requests": len(self._trace),
             "prompt_tokens": sum(request.input_length for request in self._trace),
-            "distinct_chunks": len(self.distinct),
-            "object_bytes": [object_bytes(self._chunk_bytes)],
-            "allotted_bytes": [self._slot],
+            "distinct_chunks": self.distinct,
             "results": rows,
         }
 
-    def report(self, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> Report:
-        """Returns the table, and the hit rate over the capacity."""
-        most = len(self.distinct)
-        halved = sorted({max(1, most >> halvings) for halvings in range(_HALVINGS)})
-        pools = [(most if row["lru"] is row["ideal"] else row["capacity_chunks"], row["hit_rate"]) for row in rows]
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> LinePlot:
+        """Returns the hit rate over the capacity."""
+        halved = sorted({max(1, self.distinct >> halvings) for halvings in range(_HALVINGS)})
+        room = {"unbounded": self.distinct}
+        pools = [(float(room.get(row["capacity_chunks"], row["capacity_chunks"])), row["hit_rate"]) for row in rows]
         lines = {
             "ideal": [(float(capacity), self.ideal) for capacity in halved],
-            "LRU, in simulation": [(float(room), hit_rate(self._trace, SimulatedLru(room))) for room in halved],
-            "pool": sorted((float(room), found) for room, found in pools),
+            "LRU, in simulation": [
+                (float(capacity), hit_rate(self._trace, SimulatedLru(capacity))) for capacity in halved
+            ],
+            "pool": sorted(pools),
         }
         caption = "The unbounded pool stands at the number of different chunks."
-        plot = LinePlot(
+        return LinePlot(
             "Hit rate against the pool's capacity", "capacity, chunks of 512 tokens", "hit rate", lines, caption
         )
-        note = "refused: chunks that the pool did not take. lost: chunks that a lookup found and that then could not be loaded."
-        summary = (
-            f"{len(self._trace)} requests, {most} different chunks, by {len(self._shares)} client(s). "
-            "The hit rate is the tokens that were loaded, of all prompt tokens."
-        )
-        parts: list[Table | LinePlot] = [
-            Table.of("Pools", rows, note),
-            plot,
-        ]
-        return Report("A trace on a real pool", summary, parts, facts)
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
@@ -320,16 +297,6 @@ def _capacities(context: click.Context, option: click.Parameter, values: tuple[s
     return tuple(map(read, values))
 
 
-def _eviction(context: click.Context, option: click.Parameter, value: str) -> tuple[float, float]:
-    try:
-        watermark, ratio = map(float, value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not of the form 0.9,0.1", context, option) from None
-    if not (0 < watermark <= 1 and 0 < ratio <= 1):
-        raise click.BadParameter(f"{value!r}: both must be above 0 and at most 1", context, option)
-    return watermark, ratio
-
-
 def _chunk_bytes(context: click.Context, option: click.Parameter, value: int) -> int:
     if value % STEP_BYTES:
         raise click.BadParameter(f"{value} is not a multiple of {STEP_BYTES}", context, option)
@@ -343,18 +310,16 @@ _CAPACITY = (
 
 
 @click.command()
-@machine_options
+@config_option
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
-@option("--requests", "limit", type=click.IntRange(1), help="Only the first so many.")
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
-@option("--evict", default="0.9,0.1", callback=_eviction, help="Of pools of this machine: the master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
+@option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="Of pools of this machine: the master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @option("--lease-ms", default=200, type=click.IntRange(100), help="Of pools of this machine: how long a chunk that was looked up is safe from eviction, in the time of the replay.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk. With a file it decides how many the pool has room for.")  # fmt: skip
-@report_options
+@output_options
 def main(
-    where: MachineOptions,
+    file: Path | None,
     trace: Path,
-    limit: int | None,
     capacities: tuple[float, ...],
     evict: tuple[float, float],
     lease_ms: int,
@@ -362,34 +327,18 @@ def main(
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    here = ("capacities", "evict", "lease_ms")
-    context = click.get_current_context()
-    if where.file is not None and any(
-        context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in here
-    ):
+    given = click.get_current_context().get_parameter_source
+    if file is not None and ParameterSource.COMMANDLINE in map(given, ("capacities", "evict", "lease_ms")):
         raise click.UsageError(
             "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
         )
-    if where.connect and where.file is None:
-        raise click.UsageError(
-            "--connect: say which pool, that of a cluster's file (-c): those of this machine alone are on its loopback"
-        )
-    config = None if where.file is None else read_config(where.file)[0]
-
-    def lead(running: Crew) -> tuple[Leader, list[dict[str, Any]]]:
-        leader = Leader(running, read_trace(trace, limit), chunk_bytes)
-        if config is not None:
-            return leader, [leader.on_the_clusters_pool(config)]
+    config = None if file is None else read_config(file)[0]
+    pools = Pools(read_trace(trace), chunk_bytes)
+    if config is not None:
+        rows = [pools.of_the_cluster(config)]
+    else:
         master = MasterNode(
             name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1]
         )
-        return leader, [leader.on_pool_of_its_own(room, master) for room in leader.capacities(capacities)]
-
-    led = conduct(where, ReplaySite, lead)
-    if led is not None:
-        leader, rows = led
-        finish(leader.figures(rows), checks_of(rows), report=leader.report(rows, about(config)), **output)
-
-
-if __name__ == "__main__":
-    main()
+        rows = [pools.of_its_own(room, master) for room in pools.capacities(capacities)]
+    finish(pools.figures(rows), checks_of(rows), plots=[pools.plot(rows)], config=config, **output)

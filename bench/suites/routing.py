@@ -8,18 +8,17 @@ describes the format of traces, `agent_trace` the synthetic one.
 - `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million
   tokens.
 - `guess_of_size`: the same, if nodes say it.
-- `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the block was computed or
-  evicted.
+- `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
 `--hints` compares hints in place of policies: the agents wait for tools of minutes in a tenth of their pauses, nodes have no caches of their
-own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say (`bench/lib/hinted_pool.py`).
+own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say.
 
 `--pooled` compares nodes' own caches with one pool that has as much room as all of them together, beside what others have published:
 `longest_prefix` takes the node whose cache holds most of the prompt, and of equal ones the first, `longest_prefix_idle` the one with the
 least to do. `--customers` is llm-d's prefix workload, beside their figures; `random` takes any node.
 
-    pd-cache bench routing [--hints | --pooled | --customers N] [--trace FILE] --json         or  python -m bench.suites.routing --json
+    pd-cache bench routing [--hints | --pooled | --customers N] [--trace FILE] --json
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -38,20 +37,22 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.hinted_pool import HintedPool
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
-from bench.lib.reuse import SimulatedLru, hit_rate
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
-from bench.lib.trace import BLOCK_TOKENS, Request, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.hints import Pin, Pins
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
+from pd_cache.cluster import HintsConfig
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 Router = Policies | Literal["longest_prefix", "longest_prefix_idle", "random"]
-_ROUTERS: tuple[Policies, ...] = get_args(Policies)
+Hints = Literal["none", "waits", "sessions"]
+"""What agents say: nothing; `kv.retain` before each wait, and `kv.release` with the next call; or a `session_id` with each call."""
+Found = tuple[list[dict[str, Any]], list[Check]]
 _SPACE = "0" * 16
 _RATE = 12_000.0
 """Tokens/s of a node."""
@@ -65,7 +66,9 @@ _GROWTH_MEAN, _GROWTH_SIGMA = 2_242, 1.0
 _ANSWER_TOKENS = 522
 _PAUSE_S = (5.2, 81.4)
 _WAITS, _WAIT_S = 0.1, (120.0, 600.0)
-"""The share of pauses that are waits for a tool of minutes, and how long these are. Both are our assumption."""
+"""The share of pauses that are waits for a tool of minutes, and how long these are. Both are our assumption; an agent
+knows which of its tools take so long."""
+_TTL_S, _SESSION_TTL_S, _RENEW_S = 600.0, 120.0, 3.0
 _LOAD = 8
 """Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
@@ -92,6 +95,68 @@ _PUBLISHED: dict[tuple[str, Router], str] = {
 60 GPUs with it; llm-d, p90 of the time to first token."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
+
+
+# --- a pool of agents' prompts ---------------------------------------------------------------------------------------
+
+
+class HintedPool:
+    """LRU, and in it what the agents' hints keep, by the proxy's own bookkeeping (`launch/proxy/hints.py`)."""
+
+    def __init__(
+        self, requests: Sequence[Request], system_blocks: int, tokens: int, hints: Hints, share: float
+    ) -> None:
+        """Holds `tokens` tokens, of which pins take at most `share`. Requests that agree in the first block after the system prompt are one
+        session's."""
+        self._system, self._hints = system_blocks, hints
+        self._room = int(tokens // BLOCK_TOKENS * share)
+        self._lru = SimulatedLru[bytes](tokens // BLOCK_TOKENS)
+        self._pins = Pins(HintsConfig().max_pins)
+        self._renewed = 0.0
+        self._pauses: dict[tuple[int, float], float] = {}
+        """Seconds until the session's next call."""
+        self.waited: set[tuple[int, float]] = set()
+        """The calls after a wait."""
+        last: dict[int, float] = {}
+        for request in requests:
+            session, at = self.call(request)
+            if session in last:
+                pause = self._pauses[session, last[session]] = (at - last[session]) / 1000
+                if pause >= _WAIT_S[0]:
+                    self.waited.add((session, at))
+            last[session] = at
+
+    def call(self, request: Request) -> tuple[int, float]:
+        return request.hash_ids[self._system], request.timestamp
+
+    def find(self, request: Request, now: float) -> int:
+        """Returns how many blocks of the prompt there are, from the first. They are in use from now on."""
+        names = _names(request)
+        self._pins.end_where(lambda key, pin: pin.until <= now)
+        if now >= self._renewed + _RENEW_S:
+            self._renewed = now
+            self._lru.touch(self._pins.chunks())
+        found = leading(names, self._lru)
+        self._lru.touch(reversed(names[:found]))
+        return found
+
+    def keep(self, request: Request, now: float) -> None:
+        """Takes in the blocks of a prompt that has been computed, and keeps them as the agent wants it."""
+        names = _names(request)
+        self._lru.use(names)
+        key, pause = ("", str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
+        ttl_s = _SESSION_TTL_S if self._hints == "sessions" else _TTL_S
+        if pause is not None and (self._hints == "sessions" or (self._hints == "waits" and pause >= _WAIT_S[0])):
+            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + ttl_s), self._room)
+        else:
+            self._pins.end_where(lambda other, pin: other == key)
+
+
+def _names(request: Request) -> list[bytes]:
+    return [block.to_bytes(8, "big") for block in request.whole_blocks]
+
+
+# --- nodes and a router ----------------------------------------------------------------------------------------------
 
 
 class PolicyOutcome(NamedTuple):
@@ -134,7 +199,7 @@ def simulate(
     router: Router,
     nodes: int,
     cache_tokens: int,
-    rate: float,
+    rate: float = _RATE,
     behind: HintedPool | None = None,
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
@@ -166,13 +231,15 @@ def simulate(
             came = [block for block in request.whole_blocks if block not in node.cache]
             own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
             if behind is not None:
-                found = max(own, behind.use(request, time.now) * BLOCK_TOKENS)
-            if router == "events":
-                batch = EventBatch(time.now, _events(came, node.cache.gone))
-                time.call_at(time.now + _LAG_S, partial(known[url].apply, [batch]))
+                found = max(own, behind.find(request, time.now) * BLOCK_TOKENS)
             hit, total = hit + found, total + request.input_length
             yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
             waited.append((time.now - arrived, request, found))
+            if behind is not None:
+                behind.keep(request, time.now)
+            if router == "events":
+                batch = EventBatch(time.now, _events(came, node.cache.gone))
+                time.call_at(time.now + _LAG_S, partial(known[url].apply, [batch]))
             done.close()
 
     def arrive() -> Process:
@@ -208,31 +275,39 @@ def _events(came: list[int], gone: list[int]) -> list[KvEvent]:
     return events
 
 
-def compare(requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
-    """Returns one row per router."""
-    rows = []
-    for router in _ROUTERS:
+# --- the comparisons: rows of the report, and targets ------------------------------------------------------------------------------
+
+
+def compare_policies(name: str, requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE) -> Found:
+    """One row per policy."""
+    rows: dict[str, dict[str, Any]] = {}
+    for router in get_args(Policies):
         outcome = simulate(requests, router, nodes, cache_tokens, rate)
-        rows.append(
-            {
-                "cache_tokens": cache_tokens,
-                "policy": router,
-                "hit_rate": outcome.hit_rate,
-                "queueing_mean_s": statistics.fmean(outcome.queueing),
-                "queueing_p50_s": quantile(outcome.queueing, 0.5),
-                "queueing_p99_s": quantile(outcome.queueing, 0.99),
-            }
-        )
-    return rows
+        rows[router] = {
+            "workload": name,
+            "cache_tokens": cache_tokens,
+            "policy": router,
+            "hit_rate": outcome.hit_rate,
+            "queueing_mean_s": statistics.fmean(outcome.queueing),
+            "queueing_p50_s": quantile(outcome.queueing, 0.5),
+            "queueing_p99_s": quantile(outcome.queueing, 0.99),
+        }
+    known, oracle, robin, at = rows["events"], rows["oracle"], rows["round_robin"], f"{name} at {cache_tokens}"
+    return list(rows.values()), [
+        at_least(f"hits of the oracle's, {at}", known["hit_rate"] / max(1e-9, oracle["hit_rate"]), 0.95),
+        at_least(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"]),
+        at_most(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"]),
+    ]
 
 
-def compare_hints(requests: list[Request], nodes: int, pool_tokens: int, rate: float = _RATE) -> list[dict[str, Any]]:
-    """Returns one row per share of the pool that agents' pins may take; with 0, it is an LRU."""
-    rows = []
-    for share in (0.0, 0.25, 0.5):
-        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, share)
-        outcome = simulate(requests, "least_loaded", nodes, 0, rate, pool)
-        row: dict[str, Any] = {"pool_tokens": pool_tokens, "max_share": share}
+def compare_hints(requests: list[Request], nodes: int, pool_tokens: int) -> Found:
+    """One row per way in which agents give hints, and share of the pool that pins may take."""
+    rows: list[dict[str, Any]] = []
+    ways: tuple[tuple[Hints, float], ...] = (("none", 0.0), ("waits", 0.25), ("waits", 0.5), ("sessions", 0.25))
+    for hints, share in ways:
+        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, hints, share)
+        outcome = simulate(requests, "least_loaded", nodes, 0, behind=pool)
+        row: dict[str, Any] = {"pool_tokens": pool_tokens, "hints": hints, "max_share": share}
         after = [one for one in outcome.waited if pool.call(one[1]) in pool.waited]
         for name, some in (("", outcome.waited), ("after_wait_", after)):
             tokens = sum(request.input_length for _, request, _ in some)
@@ -240,38 +315,42 @@ def compare_hints(requests: list[Request], nodes: int, pool_tokens: int, rate: f
             row[f"{name}prompt_p50_s"] = quantile([seconds for seconds, _, _ in some], 0.5)
             row[f"{name}prompt_p99_s"] = quantile([seconds for seconds, _, _ in some], 0.99)
         rows.append(row)
-    return rows
+    figure = "after_wait_hit_rate"
+    return rows, [
+        at_least(f"hits after a wait, waits {row['max_share']} at {pool_tokens}", row[figure], rows[0][figure])
+        for row in rows
+        if row["hints"] == "waits"
+    ]
 
 
 def compare_pooled(
-    name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int, rate: float = _RATE
-) -> list[dict[str, Any]]:
-    """Returns one row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
-    whole = HintedPool(requests, 0, nodes * cache_tokens, 0.0)  # without pins, an LRU
-    pooled = simulate(requests, "least_loaded", nodes, 0, rate, whole).hit_rate
+    name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
+) -> Found:
+    """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
+    whole = HintedPool(requests, 0, nodes * cache_tokens, "none", 0.0)  # without hints, an LRU
+    pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
     rows = []
     for router in routers:
-        own = simulate(requests, router, nodes, cache_tokens, rate).hit_rate
+        own = simulate(requests, router, nodes, cache_tokens).hit_rate
         row = {"workload": name, "nodes": nodes, "cache_tokens": cache_tokens, "policy": router}
         row |= {"own_hit_rate": own, "pool_hit_rate": pooled}
         row |= {"hits": pooled / max(1e-9, own), "prefill_time": (1 - pooled) / max(1e-9, 1 - own)}
         rows.append(row | {"published": _PUBLISHED.get((name, router), "")})
-    return rows
+    return rows, [at_least(f"hits, {name} {row['policy']} {nodes}", row["hits"], 1.0) for row in rows]
 
 
-def compare_customers(
-    customers: int, nodes: int, cache_tokens: int, scale: float = 1.0, rate: float = _RATE
-) -> list[dict[str, Any]]:
-    """Returns one row per router: how long the prompts of `customer_trace` took until they were computed."""
+def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: float = 1.0) -> Found:
+    """One row per router: how long the prompts of `customer_trace` took until they were computed."""
     requests, rows = customer_trace(customers, scale), []
     routers: tuple[Router, ...] = ("random", "least_loaded", "guess", "guess_of_size", "events")
     for router in routers:
-        outcome = simulate(requests, router, nodes, cache_tokens, rate)
+        outcome = simulate(requests, router, nodes, cache_tokens)
         prompts = [seconds for seconds, _, _ in outcome.waited]
-        row = {"policy": router, "hit_rate": outcome.hit_rate, "prompt_mean_s": statistics.fmean(prompts)}
+        row = {"cache_tokens": cache_tokens, "policy": router, "hit_rate": outcome.hit_rate}
+        row |= {"prompt_mean_s": statistics.fmean(prompts)}
         row |= {f"prompt_p{part}_s": quantile(prompts, part / 100) for part in (50, 90)}
         rows.append(row | {"published_ttft_p90_s": _PUBLISHED.get(("customers", router), "")})
-    return rows
+    return rows, []
 
 
 def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
@@ -339,40 +418,6 @@ def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Reques
     return sorted(requests, key=lambda request: request.timestamp)
 
 
-def _hints(agents: int, nodes: int, pools: tuple[int, ...], seed: int) -> tuple[dict[str, Any], list[Check]]:
-    if not agents:
-        raise click.UsageError("--hints compares agents: --agents must be at least 1")
-    requests, rows, checks = agent_trace(agents, seed, _WAITS), [], []
-    with progress() as bar:
-        for pool in bar.track(pools, description="pools"):
-            none, *hinted = compare_hints(requests, nodes, pool)
-            rows += [none, *hinted]
-            checks += [
-                at_least(
-                    f"hits after a wait, {row['max_share']} at {pool}",
-                    row["after_wait_hit_rate"],
-                    none["after_wait_hit_rate"],
-                )
-                for row in hinted
-            ]
-    return {"requests": len(requests), "results": rows}, checks
-
-
-def _pooled(
-    trace: Path | None, agents: int, routers: tuple[Router, ...], fleets: tuple[int, ...], caches: tuple[int, ...]
-) -> tuple[dict[str, Any], list[Check]]:
-    rows: list[dict[str, Any]] = []
-    recorded = {} if trace is None else {trace.name.split("_")[0]: read_trace(trace)}
-    with progress() as bar:
-        for nodes in bar.track(fleets, description="nodes"):
-            workloads = recorded | ({"agents": agent_trace(agents * nodes)} if agents else {})
-            for name, requests in workloads.items():
-                for cache in caches:
-                    rows += compare_pooled(name, requests, routers, nodes, cache)
-    checks = [at_least(f"hits, {row['workload']} {row['policy']} {row['nodes']}", row["hits"], 1.0) for row in rows]
-    return {"results": rows}, checks
-
-
 _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
 _POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_robin", "events")
 _POOLS = (6_000_000, 8_000_000, 12_000_000)
@@ -380,31 +425,13 @@ _POOLS = (6_000_000, 8_000_000, 12_000_000)
 
 @click.command()
 @option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
-@option(
-    "--agents",
-    default=400,
-    type=click.IntRange(0),
-    help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.",
-)
-@option(
-    "--nodes",
-    "fleets",
-    multiple=True,
-    default=(4,),
-    type=click.IntRange(1),
-    help="With --pooled: may be given several times.",
-)
+@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
+@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="With --pooled: may be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
 @option("--hints", is_flag=True, help="Compare agents' hints on pools, instead of policies.")
 @option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them, instead of policies.")
 @option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
-@option(
-    "--customers",
-    default=0,
-    type=click.IntRange(0),
-    help="llm-d's prefix workload of so many customers, instead of others.",
-)
-@option("--pool", "pools", multiple=True, default=_POOLS, type=click.IntRange(512), help="With --hints: tokens that the pool holds; may be given several times.")  # fmt: skip
+@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of so many customers, instead of others.")  # fmt: skip
 @option("--seed", default=0, help="With --hints: another one makes other agents.")
 @output_options
 def main(
@@ -416,54 +443,44 @@ def main(
     pooled: bool,
     routers: tuple[Router, ...],
     customers: int,
-    pools: tuple[int, ...],
     seed: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
+    nodes, *more = fleets
     if sum(map(bool, (hints, pooled, customers))) > 1:
         raise click.UsageError("--hints, --pooled and --customers are different comparisons: give one")
-    nodes, *more = fleets
+    if trace is not None and (hints or customers):
+        raise click.UsageError("--hints and --customers make their own requests: leave out --trace")
     if more and not pooled:
         raise click.UsageError("several --nodes are for --pooled")
-    if trace is None and not agents and not hints and not customers:
+    if not (agents or customers or (trace and not hints)):
         raise click.UsageError("neither --trace nor --agents: nothing to route")
-    if pooled:
-        finish(*_pooled(trace, agents, routers, fleets, caches), **output)
-        return
+    recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
+    comparisons: list[Callable[[], Found]] = []
+    about: dict[str, Any] = {}
     if customers:
-        found = [
-            {"cache_tokens": cache, **row} for cache in caches for row in compare_customers(customers, nodes, cache)
-        ]
-        finish({"results": found}, [], **output)
-        return
-    if hints:
-        finish(*_hints(agents, nodes, pools, seed), **output)
-        return
-    workloads = {} if trace is None else {"trace": read_trace(trace)}
-    if agents:
-        workloads["agents"] = agent_trace(agents)
+        comparisons = [partial(compare_customers, customers, nodes, cache) for cache in caches]
+    elif hints:
+        requests = agent_trace(agents, seed, _WAITS)
+        about["requests"] = len(requests)
+        comparisons = [partial(compare_hints, requests, nodes, pool) for pool in _POOLS]
+    elif pooled:
+        for fleet in fleets:
+            workloads = recorded | ({"agents": agent_trace(agents * fleet)} if agents else {})
+            for name, requests in workloads.items():
+                comparisons += [partial(compare_pooled, name, requests, routers, fleet, cache) for cache in caches]
+    else:
+        workloads = recorded | ({"agents": agent_trace(agents)} if agents else {})
+        for name, requests in workloads.items():
+            comparisons += [partial(compare_policies, name, requests, nodes, cache) for cache in caches]
+        about["requests"] = {name: len(requests) for name, requests in workloads.items()}
+        about["ideal_hit_rate"] = {name: hit_rate(some, SimulatedLru()) for name, some in workloads.items()}
     rows: list[dict[str, Any]] = []
-    checks = []
+    checks: list[Check] = []
     with progress() as bar:
-        for name, cache in bar.track([(name, cache) for name in workloads for cache in caches], description="caches"):
-            compared = compare(workloads[name], nodes, cache)
-            rows += [{"workload": name, **row} for row in compared]
-            by_router = {row["policy"]: row for row in compared}
-            known, at = by_router["events"], f"{name} at {cache}"
-            oracle, robin = by_router["oracle"], by_router["round_robin"]
-            checks += [
-                at_least(f"hits of the oracle's, {at}", known["hit_rate"] / max(1e-9, oracle["hit_rate"]), 0.95),
-                at_least(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"]),
-                at_most(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"]),
-            ]
-    results: dict[str, Any] = {
-        "requests": {name: len(requests) for name, requests in workloads.items()},
-        "ideal_hit_rate": {name: hit_rate(requests, SimulatedLru()) for name, requests in workloads.items()},
-        "results": rows,
-    }
-    finish(results, checks, **output)
-
-
-if __name__ == "__main__":
-    main()
+        for comparison in bar.track(comparisons, description="comparisons"):
+            more_rows, more_checks = comparison()
+            rows += more_rows
+            checks += more_checks
+    finish({**about, "results": rows}, checks, **output)

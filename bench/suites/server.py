@@ -4,7 +4,7 @@ The server runs in a process of its own (`pd-cache launch cache-server`), over i
 two others. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a token). Rounds are interleaved with what they are
 compared with: `memcpy` of the same bytes into the same shared buffer, and an in-process `CacheEngine` on the same pool.
 
-    pd-cache bench server --json         or  python -m bench.suites.server --json
+    pd-cache bench server --json
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CLIENTS = 4
 RATE = 1000
 """Lookups a second, of all clients together."""
 LOOKUP_TOKENS = 4096
+_QUESTIONS, _SECONDS = 20_000, 10
 _PATIENCE_S = 60.0
 _WARM_UP = 200
 _ECHO = """
@@ -93,37 +94,35 @@ def served(
 
 
 def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds: int) -> dict[str, float]:
-    """GB/s of the server and of an engine in this process, medians over the rounds; each goes first in every second one."""
+    """GB/s of the server and of an engine in this process, in turn, medians over the rounds."""
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
-    seconds: dict[str, list[float]] = {
-        f"{side}_{what}": [] for side in ("server", "engine") for what in ("store", "retrieve")
-    }
     with (
         served(url, metadata, prompt.tensors, prompt.tokens[:CHUNK], prompt.source[:CHUNK]) as server,
         # its tensors lie in shared memory, too: both write to the same pages
         contextlib.closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine,
     ):
         engine.wait_available(30)
-        assert isinstance(engine.backend, MooncakeBackend)
-        remove = partial(
-            engine.backend.batched_remove,
-            engine.database.keys(engine.database.name_chunks(prompt.tokens)),
-            timeout=10,
-            force=True,
-        )
-        remove()
+        pool, keys = engine.backend, engine.database.keys(engine.database.name_chunks(prompt.tokens))
+        assert isinstance(pool, MooncakeBackend)
+
+        def forget() -> None:
+            pool.batched_remove(keys, timeout=10, force=True)
+
+        def arrived(name: str) -> None:
+            assert prompt.arrived(), f"other bytes came back from the {name}"
+
+        forget()
+        steps: dict[str, Callable[[], object]] = {}
         sides: list[tuple[str, BlockCache]] = [("server", server), ("engine", engine)]
-        for index in range(rounds + 1):
-            for name, cache in sides if index % 2 else sides[::-1]:
-                store = timed(partial(prompt.store, cache))
-                prompt.scramble()
-                retrieve = timed(partial(prompt.retrieve, cache))
-                assert prompt.arrived(), f"other bytes came back from the {name}"
-                remove()
-                if index:  # the first round writes to memory that was not written to before
-                    seconds[f"{name}_store"].append(store)
-                    seconds[f"{name}_retrieve"].append(retrieve)
-    rates = gbps(prompt.nbytes, seconds)
+        for name, cache in sides:
+            steps |= {
+                f"{name}_store": partial(prompt.store, cache),
+                f"_{name}_scramble": prompt.scramble,
+                f"{name}_retrieve": partial(prompt.retrieve, cache),
+                f"_{name}_arrived": partial(arrived, name),
+                f"_{name}_forget": forget,
+            }
+        rates = gbps(prompt.nbytes, in_turn(rounds, steps))
     return {
         **rates,
         "store_ratio": rates["server_store_gbps"] / rates["engine_store_gbps"],
@@ -159,16 +158,16 @@ def small_prompt(url: str) -> Iterator[str]:
 # --- lookups ---------------------------------------------------------------------------------------------------------
 
 
-def round_trips(url: str, count: int) -> list[float]:
-    """Returns the seconds of each of `count` lookups that ask for nothing, one after the other."""
+def round_trips(url: str) -> list[float]:
+    """Returns the seconds of each of `_QUESTIONS` lookups that ask for nothing, one after the other."""
     with contextlib.closing(
         ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
     ) as client:
         client.wait_ready(_PATIENCE_S)
-        return [timed(lambda: client.ask(Lookup("", b""), 5)) for _ in range(_WARM_UP + count)][_WARM_UP:]
+        return [timed(lambda: client.ask(Lookup("", b""), 5)) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
 
 
-def raw_round_trips(count: int) -> list[float]:
+def raw_round_trips() -> list[float]:
     """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         url = f"ipc://{folder}/echo.sock"
@@ -182,7 +181,7 @@ def raw_round_trips(count: int) -> list[float]:
                     socket.send(b"x" * 32)
                     socket.recv()
 
-                return [timed(trip) for _ in range(_WARM_UP + count)][_WARM_UP:]
+                return [timed(trip) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
         finally:
             end([echo], 0, ask=False)
 
@@ -192,7 +191,6 @@ class AskServer(msgspec.Struct, frozen=True):
 
     url: str
     model: str
-    seconds: float
 
 
 class AskingScheduler(Site):
@@ -208,7 +206,7 @@ class AskingScheduler(Site):
         it was due: they include the wait of one that was delayed by the one before."""
         start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
         latencies, prompt = [], list(range(LOOKUP_TOKENS))
-        for index in range(int(RATE / CLIENTS * job.seconds)):
+        for index in range(RATE // CLIENTS * _SECONDS):
             due = start + index * CLIENTS / RATE
             time.sleep(max(0.0, due - time.monotonic()))
             found = _look_up(self._adapter, str(index), prompt, 0.0001)
@@ -228,12 +226,12 @@ def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s
     return found
 
 
-def lookups_at_a_rate(url: str, model: str, seconds: float) -> list[float]:
+def lookups_at_a_rate(url: str, model: str) -> list[float]:
     """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
-    job = AskServer(url, model, seconds)
+    job = AskServer(url, model)
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
-        found = crew.everywhere(AskingScheduler.ask, job, timeout_s=seconds + _PATIENCE_S)
+        found = crew.everywhere(AskingScheduler.ask, job, timeout_s=_SECONDS + _PATIENCE_S)
         return [latency for one in found.values() for latency in one]
 
 
@@ -266,11 +264,9 @@ def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, fl
 @option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt that is transferred.")
 @option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=7, type=click.IntRange(3))
-@option("--questions", default=20_000, type=click.IntRange(100), help="Empty lookups.")
-@option("--seconds", default=10.0, type=click.FloatRange(1), help="Of 1000 lookups each.")
 @option("--requests", default=100_000, type=click.IntRange(1000), help="While memory is watched.")
 @output_options
-def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, requests: int, **output: Any) -> None:
+def main(tokens: int, layers: int, rounds: int, requests: int, **output: Any) -> None:
     """The cache server's questions, transfers and memory."""
     shape = Shape(tokens, layers)
     prompt = PagedPrompt(shape)
@@ -278,12 +274,12 @@ def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, 
     local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
     results: dict[str, Any] = {}
     with cache_server(shape) as (settings, url, _):
-        for name, trips in (("empty_lookup", round_trips(url, questions)), ("zmq_echo", raw_round_trips(questions))):
+        for name, trips in (("empty_lookup", round_trips(url)), ("zmq_echo", raw_round_trips())):
             results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
             results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
         results |= from_the_pool(prompt, settings, url, rounds)
         with small_prompt(url) as model:
-            latencies = lookups_at_a_rate(url, model, seconds)
+            latencies = lookups_at_a_rate(url, model)
         results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
         results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
     with cache_server(shape, local) as (settings, url, pid):
@@ -300,7 +296,3 @@ def main(tokens: int, layers: int, rounds: int, questions: int, seconds: float, 
         at_most("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2),
     ]
     finish(results, checks, **output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Every storage tier against its limit in the same run: memory against memcpy, the disk against plain loops, the pool's read-ahead
 against reading one batch at a time, a hybrid against its first tier alone; how long `contains` and an eviction take.
 
-    pd-cache bench tiers --json          or  python -m bench.suites.tiers --json
+    pd-cache bench tiers --json
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from transfer.staging import StagingPool
 
 POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 PAGE = 4096
+_OBJECTS = 16
+"""Chunks of a round."""
 
 
 def room(objects: int, payload: int) -> ByteSize:
@@ -115,9 +117,9 @@ def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
+def measure_local(payload: int, rounds: int) -> dict[str, Any]:
     """Local gets against copying the same bytes, and a hybrid's against its first tier's."""
-    keys = names(objects)
+    keys = names(_OBJECTS)
     source = [np.ones(payload, dtype=np.uint8) for _ in keys]
     target = [np.ones(payload, dtype=np.uint8) for _ in keys]
 
@@ -132,7 +134,7 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         opened(
-            [LocalTier(capacity=room(objects, payload)), DiskTier(path=folder, capacity=room(1, payload))], payload
+            [LocalTier(capacity=room(_OBJECTS, payload)), DiskTier(path=folder, capacity=room(1, payload))], payload
         ) as backend,
     ):
         tier = first_tier(backend)
@@ -146,7 +148,7 @@ def measure_local(payload: int, objects: int, rounds: int) -> dict[str, Any]:
         }
         seconds = in_turn(3 * rounds, ways)  # short ones
     limits = {"local_get": "memcpy", "local_get_copied": "memcpy", "hybrid_get": "local_get"}
-    return compared(objects * payload, seconds, limits)
+    return compared(_OBJECTS * payload, seconds, limits)
 
 
 def measure_contains(rounds: int, folder: Path) -> dict[str, Any]:
@@ -175,55 +177,43 @@ def measure_contains(rounds: int, folder: Path) -> dict[str, Any]:
 class RawDisk:
     """The file system itself, with the tier's flags, sizes and number of threads."""
 
-    def __init__(self, folder: Path, file_bytes: int, files: int, tier: DiskTier) -> None:
-        self._folder, self._file_bytes, self._files, self._tier = folder, file_bytes, files, tier
+    def __init__(self, folder: Path, file_bytes: int, tier: DiskTier) -> None:
+        self._folder, self._tier, self._pool = folder, tier, ThreadPoolExecutor(tier.threads)
         self._memory = StagingPool(tier.threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
+        self._slots = [slot.view for _ in range(tier.threads) if (slot := self._memory.try_lease()) is not None]
 
     def fresh(self) -> None:
         """Forgets all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 
-    def run(self, what: str) -> None:
-        """Plain loops of the tier's calls, one a thread, `write` fresh files or `read` them."""
-        threads = self._tier.threads
-        slots = [self._memory.lease(0.0) for _ in range(threads)]
+    def run(self, mode: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+        """Plain loops of the tier's calls, one a thread, over all files."""
 
         def one(thread: int) -> None:
-            slot = slots[thread]
-            assert slot is not None
-            for index in range(thread, self._files, threads):
-                self._move(what, self._folder / str(index), slot.view)
+            memory = self._slots[thread]
+            for index in range(thread, _OBJECTS, self._tier.threads):
+                flags = mode | (os.O_DIRECT if self._tier.direct else 0)
+                descriptor = os.open(self._folder / str(index), flags, 0o600)
+                try:
+                    done = 0
+                    while done < len(memory):
+                        done += call(descriptor, [memory[done:]], done)
+                finally:
+                    os.close(descriptor)
 
-        try:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(one, range(threads)))
-        finally:
-            for slot in slots:
-                if slot is not None:
-                    slot.release()
-
-    def _move(self, what: str, file: Path, memory: memoryview) -> None:
-        mode = os.O_RDONLY if what == "read" else os.O_WRONLY | os.O_CREAT
-        call = os.preadv if what == "read" else os.pwritev
-        descriptor = os.open(file, mode | (os.O_DIRECT if self._tier.direct else 0), 0o600)
-        try:
-            done = 0
-            while done < self._file_bytes:
-                done += call(descriptor, [memory[done:]], done)
-        finally:
-            os.close(descriptor)
+        list(self._pool.map(one, range(self._tier.threads)))
 
 
-def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Disk gets and puts against the file system itself, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
-    tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * objects, payload))
-    keys = names(objects)
+    tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
+    keys = names(_OBJECTS)
     with opened([tier], payload, staging=3 * tier.threads) as backend:
         disk = first_tier(backend)
         fill(disk)
-        raw = RawDisk(folder / "raw", file_bytes, objects, tier)
+        raw = RawDisk(folder / "raw", file_bytes, tier)
 
         def remove() -> None:
             assert set(disk.batched_remove(keys)) == {Status.OK}
@@ -232,14 +222,14 @@ def measure_disk(payload: int, objects: int, rounds: int, folder: Path) -> dict[
             rounds,
             {
                 "_fresh": raw.fresh,
-                "raw_write": partial(raw.run, "write"),
-                "raw_read": partial(raw.run, "read"),
+                "raw_write": partial(raw.run, os.O_WRONLY | os.O_CREAT, os.pwritev),
+                "raw_read": partial(raw.run, os.O_RDONLY, os.preadv),
                 "disk_put": partial(put, disk, keys),
                 "disk_get": partial(get, disk, keys),
                 "_remove": remove,
             },
         )
-    return compared(objects * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
+    return compared(_OBJECTS * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
 # --- pool ------------------------------------------------------------------------------------------------------------
@@ -319,7 +309,8 @@ def measure_eviction(entries: int, policy: EvictionName, least: int) -> float:
 def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
     """Returns the targets."""
     checks = [
-        at_least("local_get / memcpy", figures["local_get_ratio"], 0.8),
+        # without the copy, a get reads the bytes once, for the checksum: faster than any copy
+        at_least("local_get, copied out / memcpy", figures["local_get_copied_ratio"], 0.8),
         at_least("disk_get / raw read", figures["disk_get_ratio"], 0.8),
         at_least("disk_put / raw write", figures["disk_put_ratio"], 0.8),
         at_least("pipelined / plain retrieve", figures["pipelined_ratio"], 1.0),
@@ -339,7 +330,6 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 @click.command()
 @option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
-@option("--objects", default=16, type=click.IntRange(4), help="Chunks a round.")
 @option("--rounds", default=9, type=click.IntRange(3))
 @option("--tokens", default=2048, type=click.IntRange(512), help="Of the prompt in the pool.")
 @option("--path", default=tempfile.gettempdir, show_default="temporary files", type=_FOLDER, help="Of the disk tier.")
@@ -347,7 +337,6 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 @output_options
 def main(
     chunk: ByteSize,
-    objects: int,
     rounds: int,
     tokens: int,
     path: Path,
@@ -355,17 +344,13 @@ def main(
     **output: Any,
 ) -> None:
     """Every storage tier against its limit."""
-    figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": objects}
+    figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": _OBJECTS}
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
-        figures |= measure_local(chunk, objects, rounds)
+        figures |= measure_local(chunk, rounds)
         figures |= measure_contains(rounds, Path(folder) / "contains")
-        figures |= measure_disk(chunk, objects, rounds, Path(folder))
+        figures |= measure_disk(chunk, rounds, Path(folder))
         figures |= measure_pool(tokens, 2 * rounds)
     for policy in POLICIES:
         for held in (1000, entries):
             figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy, min(100_000, entries))
     finish(figures, checks_of(figures, entries), **output)
-
-
-if __name__ == "__main__":
-    main()

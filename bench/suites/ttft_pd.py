@@ -48,6 +48,7 @@ from transfer.settings import ByteSize, TransferSettings
 
 STREAM: tuple[Literal["never", "always"], ...] = ("never", "always")
 PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnector"}
+COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
 STEP = 512
 """The most tokens of a step. However early the rest was moved, the last step's KV is moved after the prefill's end."""
 _COMMANDS = ("ip", "tc", "unshare", "nsenter")
@@ -149,13 +150,10 @@ def ours(
         return dataclasses.replace(one, argv=(*before, *one.argv))
 
     def asking(proxy: OpenAIServer) -> Ask:
-        def prefills() -> float:
-            return sum(proxy.metric("pd_cache_proxy_prefill_seconds_sum").values())
-
         def asked(prompt: Sequence[int]) -> tuple[float, float]:
-            before = prefills()
+            before = proxy.total("pd_cache_proxy_prefill_seconds_sum")
             first = proxy.first_token(prompt)
-            return prefills() - before, first
+            return proxy.total("pd_cache_proxy_prefill_seconds_sum") - before, first
 
         return asked
 
@@ -219,17 +217,15 @@ def measure_handoffs(
     flags = {**flags, "max-num-batched-tokens": STEP}
     pool = ByteSize(len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4)
 
-    def computed(node: OpenAIServer) -> float:
-        return sum(node.metric("vllm:prompt_tokens_by_source_total", "source", "local_compute").values())
-
     def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
         for number in range(rounds + 1):
             for tokens in lengths if number else lengths[:1]:  # the first touches memory that was never touched
                 for way, asked in ways.items():
                     prompt = [rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)]
-                    before = computed(decode)
+                    before = decode.total(*COMPUTED)
                     prefilled, first = asked(prompt[:tokens])
-                    times = (prefilled, first - prefilled, first, computed(decode) - before, decode.first_token(prompt))
+                    fresh = decode.total(*COMPUTED) - before
+                    times = (prefilled, first - prefilled, first, fresh, decode.first_token(prompt))
                     if number:
                         found.setdefault((tokens, way), []).append(times)
 

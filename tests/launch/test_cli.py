@@ -194,7 +194,7 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     )
     assert done.returncode == 0
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
-    assert "--rounds" in done.stdout
+    assert "--clients" in done.stdout
     assert refused("bench", "nothing")
     shown = CliRunner().invoke(main, ["bench", "--help"]).output
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)

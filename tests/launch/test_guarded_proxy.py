@@ -15,7 +15,7 @@ import pytest
 
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
-from bench.lib.targets import clusters_proxy
+from bench.suites.serve import clusters_proxy
 from launch.doctor.probe import peer_report
 from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
 from launch.status import NodeStatus, cluster_status

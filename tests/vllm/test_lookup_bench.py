@@ -13,8 +13,7 @@ from tests.support.pool import ROOT
 
 @pytest.mark.slow(seconds=90)
 def test_lookups_in_deepseeks_layer_groups_are_measured_beside_mooncake_store_connectors() -> None:
-    options = ("--groups", "--rounds", "5", "--clients", "1", "--tokens", "512", "--seconds", "0.1", "--json")
-    command = [sys.executable, "-m", "bench.suites.lookup", *options]
+    command = [sys.executable, "-m", "launch", "bench", "lookup", "--groups", "--clients", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     groups = json.loads(done.stdout.splitlines()[-1])["groups"]

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
-from bench.lib.load import Destination, Load, RequestOutcome, generate, join, summarize
-from bench.lib.reuse import SimulatedLru, hit_rate
-from bench.lib.stats import Histogram
+from bench.lib.load import Destination, Load, RequestOutcome, generate, summarize
+from bench.lib.trace import SimulatedLru, hit_rate
 from tests.support.proxy import Behaviour, Node, answers, hangs, stream
 from tests.support.traces import conversations
 
@@ -146,15 +145,15 @@ def test_figures_are_those_of_what_was_answered() -> None:
         for due in range(4)
     ]
     lost = RequestOutcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
-    parts = [Load(outcomes[::2], Histogram({0: 1})), Load([*outcomes[1::2], lost], Histogram({0: 2}))]
-    summary = summarize(join(parts), ttft_limit_s=0.25)
+    summary = summarize(Load([*outcomes, lost], [0.1, 0.2, 0.3]))
     assert (summary["requests"], summary["answered"]) == (5, 4)
     assert summary["seconds"] == 4.0
     assert summary["output_tokens_per_s"] == 5.0
     assert summary["ttft_p50_ms"] == pytest.approx(200)
     assert summary["ttft_p99_ms"] == pytest.approx(400)
     assert summary["hit_rate"] == (0 + 1 + 2 + 3) / 40
-    assert summary["goodput_per_s"] == 0.5
+    assert summary["inter_token_p50_ms"] == pytest.approx(200)
+    assert summary["within_500ms_per_s"] == 1.0
 
 
 def test_a_load_that_nobody_answered_has_figures_too() -> None:

@@ -1,4 +1,4 @@
-"""Traces: how they are read, what is refused, how they are dealt to clients, and what a cache finds of them in simulation."""
+"""Traces: how they are read, what is refused, and what a cache finds of them in simulation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.reuse import SimulatedLru, hit_rate
-from bench.lib.trace import BLOCK_TOKENS, Request, TraceError, deal, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, TraceError, hit_rate, read_trace
 from tests.support.traces import conversations, write_trace
 
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
@@ -53,17 +52,6 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=told):
             read_trace(tmp_path / name)
-
-
-def test_each_conversation_goes_to_one_client_in_order_and_clients_have_equal_work() -> None:
-    requests = conversations(12, 4)
-    dealt = deal(requests, 3)
-    assert sorted(index for share in dealt for index in share) == list(range(len(requests)))
-    assert all(share == sorted(share) and len(share) == len(requests) / 3 for share in dealt)
-    client_of = {index: client for client, share in enumerate(dealt) for index in share}
-    assert all(client_of[index] == client_of[index % 12] for index in range(len(requests)))
-    one_block_in_common = [Request(one, 2 * BLOCK_TOKENS, [0, one + 1]) for one in range(10)]
-    assert [len(share) for share in deal(one_block_in_common, 2)] == [5, 5]
 
 
 # --- simulated caches ------------------------------------------------------------------------------------------------

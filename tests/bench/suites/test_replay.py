@@ -10,10 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.shrunken import ShrunkenCache, allotted_bytes
-from bench.lib.two_machines import Location
-from bench.suites.replay import Open, Replay, ReplaySite, main
-from pd_cache.cluster import ClusterConfig, MasterNode
+from bench.suites.replay import ShrunkenCache, allotted_bytes, main, replay, settings_on
+from pd_cache.cluster import MasterNode
+from pd_cache.config import MooncakeTier, NodeSettings
 from tests.support.traces import conversations, write_trace
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
@@ -25,7 +24,7 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def replay(trace: Path, *arguments: object) -> list[dict[str, Any]]:
+def rows_of(trace: Path, *arguments: object) -> list[dict[str, Any]]:
     """The rows of a report, all of whose targets are met."""
     result = bench("--trace", trace, "--chunk-bytes", CHUNK_BYTES, "--json", "--check", *arguments)
     assert result.exit_code == 0, result.output
@@ -66,8 +65,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
     [
         (("--capacity", "0"), "neither a number of chunks nor `unbounded`"),
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
-        (("--evict", "0.9"), "not of the form 0.9,0.1"),
-        (("--evict", "0.9,0"), "above 0 and at most 1"),
+        (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
         (("--chunk-bytes", "1500"), "not a multiple of 1024"),
         (("-c", "cluster.yaml", "--capacity", "500"), "the pool is the cluster's"),
         (("--html", "no/such/folder.html"), "is no folder"),
@@ -85,8 +83,8 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, argumen
 def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: Path) -> None:
     trace, page = write_trace(tmp_path / "trace.jsonl.gz", conversations(30, 6)), tmp_path / "page.html"
     # no transfer may outlive its lease: a long one for the pool that must lose nothing, and a short one where eviction waits for it
-    (unbounded,) = replay(trace, "--capacity", "unbounded", "--lease-ms", 60_000)
-    (bounded,) = replay(trace, "--capacity", 256, "--html", page)
+    (unbounded,) = rows_of(trace, "--capacity", "unbounded", "--lease-ms", 60_000)
+    (bounded,) = rows_of(trace, "--capacity", 256, "--html", page)
     assert (
         unbounded["hit_rate"] == unbounded["ideal"] == pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
     )
@@ -105,13 +103,9 @@ def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
     lease_ms = 60_000
     transfer = TransferSettings(timeouts=Timeouts(get_ms=lease_ms, put_ms=lease_ms))
     master = MasterNode(name="master", lease_ttl_ms=lease_ms)
-    site = ReplaySite(Location("here", "127.0.0.1", ClusterConfig(nodes=(master,))))
     with local_pool(MIN_SEGMENT, transfer=transfer, master=master) as address, raw_client(address) as client:
-        try:
-            site.open(Open(model="m", longest=9, chunk_bytes=4096, master=address, lease_ms=lease_ms))
-            tally = site.replay(Replay("test", requests))
+        settings = settings_on(NodeSettings(master=address, transfer=transfer), MooncakeTier())
+        for remove, left in ((True, 0), (False, len(blocks) + 1)):  # the namespace has a record
+            tally = replay("test", requests, settings, 4096, remove)
             assert (tally.stored, tally.loaded) == (len(blocks), 3 * (3 + 6))
-            site.remove(None)
-            assert client.remove_all(True) == 0
-        finally:
-            site.close()
+            assert client.remove_all(True) == left

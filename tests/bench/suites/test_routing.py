@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from bench.lib.trace import BLOCK_TOKENS, Request
 from bench.suites.routing import (
     agent_trace,
-    compare,
     compare_customers,
     compare_hints,
+    compare_policies,
     compare_pooled,
     customer_trace,
     main,
@@ -30,7 +30,8 @@ def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_w
 
 
 def test_prefix_aware_keeps_conversations_where_they_are() -> None:
-    rows = {row["policy"]: row for row in compare(conversations(13, 6), 4, 40 * BLOCK_TOKENS * 3, rate=1e5)}
+    found, _ = compare_policies("trace", conversations(13, 6), 4, 40 * BLOCK_TOKENS * 3, rate=1e5)
+    rows = {row["policy"]: row for row in found}
     for router in ("guess", "guess_of_size", "events", "oracle"):
         assert rows[router]["hit_rate"] > 2 * rows["round_robin"]["hit_rate"]
         assert rows[router]["queueing_p99_s"] <= rows["round_robin"]["queueing_p99_s"]
@@ -49,24 +50,26 @@ def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
 
 def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
     requests = agent_trace(20, waits=0.1)
-    none, _, waits = compare_hints(requests, 4, 400_000)
+    small = {(row["hints"], row["max_share"]): row for row in compare_hints(requests, 4, 400_000)[0]}
+    none, waits = small["none", 0.0], small["waits", 0.5]
     assert waits["after_wait_hit_rate"] > 1.25 * none["after_wait_hit_rate"]
     assert waits["hit_rate"] < none["hit_rate"]
-    unbounded = compare_hints(requests, 4, 100_000_000)
+    unbounded, _ = compare_hints(requests, 4, 100_000_000)
     assert len({(row["hit_rate"], row["after_wait_hit_rate"]) for row in unbounded}) == 1
 
 
 def test_hints_are_reported_as_json() -> None:
-    result = CliRunner().invoke(main, ["--hints", "--agents", "5", "--pool", "50000", "--json"])
+    result = CliRunner().invoke(main, ["--hints", "--agents", "5", "--json"])
     assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["results"]) == 3
-    assert CliRunner().invoke(main, ["--hints", "--agents", "0"]).exit_code == 2
+    assert len(json.loads(result.stdout)["results"]) == 12
+    for wrong in (("--hints", "--agents", "0"), ("--hints", "--trace", __file__)):
+        assert CliRunner().invoke(main, wrong).exit_code == 2
 
 
 def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
     # two prompts of two blocks in turn: the node with the first block gets both, and has room for one
     requests = [Request(1000 * at, 2 * BLOCK_TOKENS, [0, 1 + at % 2]) for at in range(6)]
-    first, robin = compare_pooled("pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS)
+    (first, robin), _ = compare_pooled("pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS)
     assert first["own_hit_rate"] == pytest.approx(5 / 12)  # the first block, but for the first time
     assert first["pool_hit_rate"] == pytest.approx(9 / 12)  # 0, 1 and 2 are computed once
     assert first["hits"] == pytest.approx(9 / 5)
@@ -76,7 +79,7 @@ def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
 
 def test_the_longest_prefix_may_leave_a_node_idle() -> None:
     requests = [Request(at, BLOCK_TOKENS, [at]) for at in range(3)] + [Request(3000, BLOCK_TOKENS, [0])]
-    rows = compare_pooled("apart", requests, ("longest_prefix", "longest_prefix_idle"), 3, BLOCK_TOKENS)
+    rows, _ = compare_pooled("apart", requests, ("longest_prefix", "longest_prefix_idle"), 3, BLOCK_TOKENS)
     assert [row["own_hit_rate"] for row in rows] == [0.0, pytest.approx(0.25)]
 
 
@@ -86,7 +89,7 @@ def test_customers_ask_the_same_again_and_events_find_it() -> None:
     assert len({tuple(request.hash_ids) for request in requests}) == 10
     assert requests[10].hash_ids == requests[0].hash_ids
     assert all(len(request.whole_blocks) == 14 for request in requests)
-    rows = {row["policy"]: row for row in compare_customers(8, 4, 30_000, scale=0.05)}
+    rows = {row["policy"]: row for row in compare_customers(8, 4, 30_000, scale=0.05)[0]}
     assert rows["events"]["hit_rate"] > 2 * rows["random"]["hit_rate"]
     assert rows["events"]["prompt_p90_s"] < rows["random"]["prompt_p90_s"]
     assert rows["events"]["published_ttft_p90_s"] == "0.54"
@@ -99,3 +102,10 @@ def test_pools_are_reported_beside_what_was_published() -> None:
     assert [row["published"] for row in json.loads(result.stdout)["results"]] == ["0.017, 0.922; > 0.95"] * 2
     assert CliRunner().invoke(main, [*pooled, "--customers", "1"]).exit_code == 2
     assert CliRunner().invoke(main, ["--nodes", "1", "--nodes", "2"]).exit_code == 2
+
+
+def test_what_is_computed_is_in_the_pool_when_it_has_been_computed() -> None:
+    # on two nodes at the same time, both compute it; the third finds it
+    requests = [Request(at, 2 * BLOCK_TOKENS, [0, 1]) for at in (0, 1, 60_000)]
+    (row,), _ = compare_pooled("same", requests, ("round_robin",), 2, 10 * BLOCK_TOKENS)
+    assert row["pool_hit_rate"] == pytest.approx(1 / 3)

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from bench.lib.shrunken import allotted_bytes, object_bytes
 from bench.lib.two_machines import Crew, Location, PeerError, Site
+from bench.suites.replay import allotted_bytes, object_bytes
 from tests.support.cluster import cluster_file
 from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import ROOT, Node
 from tests.support.traces import conversations, write_trace
 
 GBPS = 1 / 8
-SMALL = ("--size", "1MiB", "--objects", "8", "--rounds", "2", "--link-gbit", "1", "--at-once")
+SMALL = ("--size", "1MiB", "--rounds", "2", "--link-gbit", "1", "--at-once")
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,23 @@ def started(host: Host, bench: str, *arguments: str) -> Iterator[subprocess.Pope
             process.kill()
 
 
-def measure(hosts: dict[str, Host], bench: str, *arguments: str, file: Path | None = None) -> dict[str, Any]:
+def report(host: Host, bench: str, *arguments: str) -> dict[str, Any]:
+    """What a bench on this host prints."""
+    with started(host, bench, "--json", *arguments) as leading:
+        out, errors = leading.communicate(timeout=300)
+    assert leading.returncode == 0, errors
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def measure(hosts: dict[str, Host], bench: str, *arguments: str) -> dict[str, Any]:
     """Leads on a, with b. Returns what a printed."""
-    address, ours = f"{hosts['b'].address}:50070", ("-c", str(file)) if file else ()
-    with started(hosts["b"], bench, "--serve", address, *ours, *arguments) as serving:
-        with started(hosts["a"], bench, "--connect", address, "--json", *ours, *arguments) as leading:
-            out, errors = leading.communicate(timeout=300)
-        assert leading.returncode == 0, errors
+    address = f"{hosts['b'].address}:50070"
+    with started(hosts["b"], bench, "--serve", address, *arguments) as serving:
+        found = report(hosts["a"], bench, "--connect", address, *arguments)
         serving.send_signal(signal.SIGINT)
         assert serving.communicate(timeout=60)[0] == ""
         assert serving.returncode == 0
-    found: dict[str, Any] = json.loads(out)
     return found
 
 
@@ -66,13 +72,15 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, 
         assert row["bytes_equal"]
         for part in ("put", "get", "raw_write", "raw_read"):
             assert 0 < row[f"{part}_gbps"] <= 1.1 * GBPS, (part, row)
-    assert [one["host"] for one in report["nodes"].values()] == [hosts["a"].address, hosts["b"].address]
+    assert [one["host"] for one in report["nodes"]] == [hosts["a"].address, hosts["b"].address]
 
 
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
 
 
-def test_both_put_a_cluster_under_load_and_replay_a_trace_on_its_pool(hosts: dict[str, Host], tmp_path: Path) -> None:
+def test_a_cluster_of_two_hosts_is_put_under_load_and_a_trace_is_replayed_on_its_pool(
+    hosts: dict[str, Host], tmp_path: Path
+) -> None:
     more: dict[str, dict[str, Any]] = {
         "master": {"port": 50051, "metrics_port": 9003},
         "prefill": {"port": 8100, "segment_size": "64MiB"},
@@ -88,11 +96,11 @@ def test_both_put_a_cluster_under_load_and_replay_a_trace_on_its_pool(hosts: dic
             nodes.append(Node(role, role, file, wait=role == "master", host=hosts[host]))
         for node in nodes[1:]:
             node.wait_ready()
-        load = ("--rate", "10", "--requests", "24", "--prompt-tokens", "640", "--output-tokens", "4", "--prefixes", "2")
-        (row,) = measure(hosts, "serve", "--only-reuse", *load, file=file)["results"]
+        load = ("--rate", "10", "--requests", "24", "--prompt-tokens", "640", "--output-tokens", "4")
+        _, row = report(hosts["a"], "serve", *load, "-c", str(file))["results"]
         assert (row["answered"], row["errors"]) == (24, {})
         assert 0 < row["hit_rate"] <= row["ideal_hit_rate"]
-        (row,) = measure(hosts, "replay", "--trace", str(trace), file=file)["results"]
+        (row,) = report(hosts["a"], "replay", "--trace", str(trace), "-c", str(file))["results"]
         assert row["hit_rate"] == row["ideal"]
         assert row["stored"] == 20 * 12
         assert row["capacity_chunks"] == (64 << 20) // allotted_bytes(object_bytes(4096))
