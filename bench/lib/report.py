@@ -248,7 +248,7 @@ def finish(
 def _tables(results: Mapping[str, Any]) -> list[Table]:
     lists = {name: value for name, value in results.items() if isinstance(value, list)}
     others = [(name, value) for name, value in results.items() if name not in lists]
-    tables = [Table.of(in_words(name), rows) for name, rows in lists.items() if rows]
+    tables = [Table.of("" if name == "results" else in_words(name), rows) for name, rows in lists.items() if rows]
     return [*tables, *[Table("", ("", "value"), others)][: len(others)]]
 
 

@@ -14,7 +14,7 @@ import statistics
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -183,17 +183,6 @@ class Asking(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Rate(msgspec.Struct, frozen=True):
-    """How often a second, of one client or of several together; and how many seconds each answer took."""
-
-    per_s: float
-    latencies: list[float]
-
-    @classmethod
-    def of(cls, rates: Collection[Rate]) -> Rate:
-        return cls(sum(one.per_s for one in rates), [seconds for one in rates for seconds in one.latencies])
-
-
 class TimedLookups(Site):
     """One client, in a process of its own."""
 
@@ -212,8 +201,8 @@ class TimedLookups(Site):
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
 
-    def ask(self, job: Asking) -> Rate:
-        """Asks without a pause. Raises TransferError if an answer is not that the whole prompt is there."""
+    def ask(self, job: Asking) -> list[float]:
+        """Asks without a pause, and returns the seconds of each answer. Raises TransferError if an answer is not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, latencies = self._raw, self._client, list[float]()
         whole = [1] * len(keys)
@@ -232,7 +221,7 @@ class TimedLookups(Site):
             now = time.perf_counter()
             latencies.append(now - last)
             last = now
-        return Rate(len(latencies) / (last - start), latencies)
+        return latencies
 
 
 class LookupSite(Site):
@@ -244,9 +233,9 @@ class LookupSite(Site):
         self._crew = self.held.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
-    def ask(self, job: Asking) -> Rate:
-        """Makes the clients look up, all at the same time."""
-        return Rate.of(self._crew.everywhere(TimedLookups.ask, job, timeout_s=_SECONDS + _MARGIN_S).values())
+    def ask(self, job: Asking) -> list[list[float]]:
+        """Makes the clients look up, all at the same time. Returns the seconds of each answer, by client."""
+        return [*self._crew.everywhere(TimedLookups.ask, job, timeout_s=_SECONDS + _MARGIN_S).values()]
 
 
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
@@ -310,20 +299,21 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
     rows = []
     with progress() as bar:
         task = bar.add_task("clients", total=len(levels) * len(_RATES))
-        for clients in levels:
+        for count in levels:
             # the more, the longer they all take to start on one machine
-            timeout = 2 * _MARGIN_S + _OPEN_S + 5 * clients
-            machines.everywhere(LookupSite.open, Clients(clients, master, seed), timeout_s=timeout)
+            timeout = 2 * _MARGIN_S + _OPEN_S + 5 * count
+            machines.everywhere(LookupSite.open, Clients(count, master, seed), timeout_s=timeout)
             for tokens in _RATES:
-                row: dict[str, Any] = {"tokens": tokens, "clients": clients * len(machines.nodes)}
+                row: dict[str, Any] = {"tokens": tokens, "clients": count * len(machines.nodes)}
                 for kind in _KINDS:
                     job = Asking(kind, tokens)
-                    rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
-                    done = Rate.of(rates.values())
+                    nodes = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
+                    clients = [client for node in nodes.values() for client in node]
+                    latencies = [seconds for client in clients for seconds in client]
                     row |= {
-                        f"{kind}_per_s": done.per_s,
-                        f"{kind}_p50_ms": 1e3 * quantile(done.latencies, 0.5),
-                        f"{kind}_p99_ms": 1e3 * quantile(done.latencies, 0.99),
+                        f"{kind}_per_s": sum(len(client) / sum(client) for client in clients),
+                        f"{kind}_p50_ms": 1e3 * quantile(latencies, 0.5),
+                        f"{kind}_p99_ms": 1e3 * quantile(latencies, 0.99),
                     }
                 rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
                 bar.advance(task)

@@ -189,6 +189,7 @@ class Pools:
         self._trace, self._chunk_bytes = requests, chunk_bytes
         self._slot = allotted_bytes(object_bytes(chunk_bytes))
         self.ideal = hit_rate(requests, SimulatedLru())
+        self.prompt_tokens = sum(request.input_length for request in requests)
         self.distinct = len({block for request in requests for block in request.whole_blocks})
 
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:
@@ -246,15 +247,6 @@ class Pools:
             "damaged": tally.damaged,
             "stored": tally.stored,
             "seconds": tally.seconds,
-        }
-
-    def figures(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns all figures."""
-        return {
-            "requests": len(self._trace),
-            "prompt_tokens": sum(request.input_length for request in self._trace),
-            "distinct_chunks": self.distinct,
-            "results": rows,
         }
 
     def plot(self, rows: Sequence[Mapping[str, Any]]) -> LinePlot:
@@ -341,4 +333,5 @@ def main(
             name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1]
         )
         rows = [pools.of_its_own(room, master) for room in pools.capacities(capacities)]
-    finish(pools.figures(rows), checks_of(rows), plots=[pools.plot(rows)], config=config, **output)
+    figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
+    finish(figures, checks_of(rows), plots=[pools.plot(rows)], config=config, **output)

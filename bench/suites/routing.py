@@ -329,7 +329,7 @@ def compare_pooled(
     """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
     whole = HintedPool(requests, 0, nodes * cache_tokens, "none", 0.0)  # without hints, an LRU
     pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
-    rows = []
+    rows: list[dict[str, Any]] = []
     for router in routers:
         own = simulate(requests, router, nodes, cache_tokens).hit_rate
         row = {"workload": name, "nodes": nodes, "cache_tokens": cache_tokens, "policy": router}

@@ -134,6 +134,10 @@ def from_memory(prompt: PagedPrompt, url: str, rounds: int) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
     metadata, whole = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout), prompt.whole_tokens
     with served(url, metadata, prompt.tensors, prompt.tokens[:whole], prompt.source[:whole]) as server:
+        # before memcpy spoils what they are compared with
+        prompt.scramble()
+        prompt.retrieve(server)
+        assert prompt.arrived(), "other bytes came back from the server's memory"
         source = np.ones(prompt.nbytes, np.uint8)
         storage = prompt.tensors["0"].untyped_storage()
         target = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()[: prompt.nbytes]
