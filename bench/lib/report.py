@@ -90,13 +90,11 @@ class Table(NamedTuple):
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
-    note: str = ""
-    """What a reader has to know about it, in a sentence or two."""
 
     @classmethod
-    def of(cls, title: str, rows: Sequence[Mapping[str, object]], note: str = "") -> Table:
+    def of(cls, title: str, rows: Sequence[Mapping[str, object]]) -> Table:
         """Returns a table of rows that have their columns' names."""
-        return cls(title, list(rows[0]), [list(row.values()) for row in rows], note)
+        return cls(title, list(rows[0]), [list(row.values()) for row in rows])
 
 
 class LinePlot(NamedTuple):
@@ -259,7 +257,7 @@ def _judged(check: Check) -> Sequence[object]:
 
 def _draw(console: Console, tables: Iterable[Table]) -> None:
     for table in tables:
-        drawn = RichTable(title=Text(table.title), caption=Text(table.note), box=SIMPLE)
+        drawn = RichTable(title=Text(table.title), box=SIMPLE)
         for name in table.columns:
             drawn.add_column(Text(name), overflow="fold")
         for row in table.rows:
@@ -304,8 +302,7 @@ def _html(table: Table) -> str:
     sides = ["n" if isinstance(value, int | float) else "" for value in (*table.rows, table.columns)[0]]
     head = "".join(f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, table.columns, strict=True))
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
-    title = f"<h2>{escape(table.title)}</h2><p>{escape(table.note)}</p>"
-    return f"<section>{title}<table><tr>{head}</tr>{body}</table></section>"
+    return f"<section><h2>{escape(table.title)}</h2><table><tr>{head}</tr>{body}</table></section>"
 
 
 def _page(tables: Sequence[Table], plots: Sequence[LinePlot], measured: Table, results: Mapping[str, Any]) -> str:

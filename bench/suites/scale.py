@@ -231,14 +231,8 @@ def main(
         "limits": found,
     }
     tables = [
-        Table.of(
-            "What is full first",
-            found,
-            "As the cluster grows at the same rate a node; and the rate at which it would be full.",
-        ),
+        Table.of("What is full first", found),
         Table.of("As the cluster grows", [step.row for step in steps]),
-        Table.of(
-            "Asked for, of what each can do", [{"nodes": step.nodes, **step.asked} for step in steps], "1 is full."
-        ),
+        Table.of("Asked for, of what each can do", [{"nodes": step.nodes, **step.asked} for step in steps]),
     ]
     finish(results, [], tables=tables, plots=plots_of(steps), **output)

@@ -303,7 +303,7 @@ class SimulatedCluster:
         under_way = [node.machine.cores.run(costs.call_s + count * (costs.object_s + costs.byte_s * size))]
         for owner in sorted(set(owners)):
             pieces, there = owners.count(owner), self._every[owner].machine
-            under_way.append(there.cores.run(pieces * (costs.owner_object_s + costs.owner_byte_s * size)))
+            under_way.append(there.cores.run(pieces * costs.owner_byte_s * size))
             if there is not node.machine:
                 seconds = pieces * size / self.costs.machine.link_bytes_per_s
                 under_way += [there.outgoing.run(seconds), node.machine.incoming.run(seconds)]

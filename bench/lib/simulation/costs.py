@@ -79,9 +79,8 @@ class PoolCosts(_CostSection, frozen=True, kw_only=True):
     """At the node that calls."""
     object_s: Cost = 0.0
     byte_s: Cost = 0.0
-    owner_object_s: Cost = 0.0
-    """At the node in whose memory the object is."""
     owner_byte_s: Cost = 0.0
+    """At the node in whose memory the object is."""
     master_s: Cost = 0.0
     master_object_s: Cost = 0.0
 
