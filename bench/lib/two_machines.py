@@ -42,8 +42,8 @@ MOST = 1024
 """Processes of a crew."""
 _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
-_IDLE_S = 60.0
-"""After so long without a word a site is closed: the machine that leads is gone."""
+_IDLE_S = 300.0
+"""After so long without a word a site is closed: the machine that leads is gone. It may import vLLM meanwhile, which takes a minute."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
 """For the other machine to answer, for the processes of a crew, which import what the bench does, and for these to end."""
 _LARGEST = 256 << 20

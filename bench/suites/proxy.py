@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import click
 import yaml
 
 from bench.lib.report import at_most, finish, option, output_options, progress
+from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
 from launch.supervise import end, spawn_child
@@ -142,31 +144,21 @@ def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Ca
     return results
 
 
-def decision() -> dict[str, float]:
-    """Milliseconds to read a body and to choose among 16 nodes, each of which knows half of the prompt."""
+def decision() -> float:
+    """Returns the milliseconds to choose among 16 nodes, each of which knows half of the prompt."""
     rng = random.Random(0)
     prompt = [rng.randrange(128_000) for _ in range(_PROMPT)]
-    body = json.dumps({"model": "bench", "prompt": prompt, "max_tokens": 16, "stream": True}).encode()
-    half = json.dumps({"model": "bench", "prompt": prompt[: _PROMPT // 2], "max_tokens": 16}).encode()
+    body, half = (json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2]))
     pool = NodePool("prefill", "prefix_aware")
     pool.update(Target(f"http://10.0.0.{index}:8000") for index in range(16))
     for url in pool.urls():
         with pool.working(url, Completion(half).prompt()):
             pass
-    reading, choosing = [], []
-    for _ in range(200):
-        start = time.perf_counter()
-        completion = Completion(body)
-        middle = time.perf_counter()
-        read = completion.prompt()
-        pool.pick(0.0, read)
-        end = time.perf_counter()
-        reading.append(middle - start)
-        choosing.append(end - middle)
-    return {
-        "body_ms": statistics.median(reading) * 1e3,
-        "decision_ms": statistics.median(choosing) * 1e3,
-    }
+
+    def choose(completion: Completion) -> None:
+        pool.pick(0.0, completion.prompt())
+
+    return statistics.median(timed(partial(choose, Completion(body))) for _ in range(200)) * 1e3
 
 
 @click.command()
@@ -210,7 +202,7 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
     results |= {
         "open_streams": len(timings),
         "open_streams_longest_ms": max(timing.total for timing in timings),
-        **decision(),
+        "decision_ms": decision(),
     }
     checks = [
         at_most("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0),

@@ -1,4 +1,4 @@
-"""The cache server: what a question costs, what a transfer reaches, and whether memory stays flat.
+"""The cache server: what a question costs, and what a transfer reaches.
 
 The server runs in a process of its own (`pd-cache launch cache-server`), over ipc://, with Mooncake's master and a store node in
 two others. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a token). Rounds are interleaved with what they are
@@ -21,7 +21,6 @@ from typing import Any
 import click
 import msgspec
 import numpy as np
-import psutil
 import torch
 import zmq
 
@@ -38,7 +37,7 @@ from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, 
 from pd_cache.layout import KVLayout
 from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
-from pd_cache.server.connection import ServerConnection, server_status
+from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
 from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import ByteSize
@@ -60,8 +59,8 @@ while True:
 
 
 @contextlib.contextmanager
-def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettings, str, int]]:
-    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, the server's URL, and its pid."""
+def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettings, str]]:
+    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, and the server's URL."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
         StoreNode(name="store", segment_size=ByteSize(shape.pool_bytes)),
@@ -71,8 +70,7 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
     with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=shape.staging, cache=cache)) as cluster:
         plain = CacheConfig(chunk_size=CHUNK)
         settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=shape.staging)
-        url = cluster.urls["cache"]
-        yield settings, url, server_status(url, 10).pid
+        yield settings, cluster.urls["cache"]
 
 
 @contextlib.contextmanager
@@ -213,21 +211,15 @@ class AskingScheduler(Site):
         for index in range(RATE // CLIENTS * _SECONDS):
             due = start + index * CLIENTS / RATE
             time.sleep(max(0.0, due - time.monotonic()))
-            found = _look_up(self._adapter, str(index), prompt, 0.0001)
+            adapter, request = self._adapter, str(index)
+            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
+            while (found := adapter.check_lookup_result(request)) is None:
+                time.sleep(0.0001)
+            adapter.end_session(request)
+            adapter.cleanup_lookup_result(request)
             assert found == LOOKUP_TOKENS, "a lookup missed what is there"
             latencies.append(time.monotonic() - due)
         return latencies
-
-
-def _look_up(adapter: SchedulerAdapter, request: str, prompt: list[int], pause_s: float) -> int | None:
-    """Looks up in a session, ends it, and returns the tokens found."""
-    adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-    while (found := adapter.check_lookup_result(request)) is None:
-        if pause_s:
-            time.sleep(pause_s)
-    adapter.end_session(request)
-    adapter.cleanup_lookup_result(request)
-    return found
 
 
 def lookups_at_a_rate(url: str, model: str) -> list[float]:
@@ -239,28 +231,6 @@ def lookups_at_a_rate(url: str, model: str) -> list[float]:
         return [latency for one in found.values() for latency in one]
 
 
-def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, float]:
-    """Returns the server's own memory before and after many requests, each a lookup with a session that is ended, after a warm-up."""
-    adapter = SchedulerAdapter(url, None, EngineIdentity(model=model, block_size=16))
-    prompt = list(range(LOOKUP_TOKENS // 4))
-
-    def resident() -> float:
-        memory = psutil.Process(pid).memory_info()
-        return float(memory.rss - memory.shared) / 2**20  # what it shares with engines does not count
-
-    def ask(count: int) -> None:
-        for index in range(count):
-            _look_up(adapter, str(index), prompt, 0.0)
-
-    try:
-        ask(max(1000, requests // 10))
-        before = resident()
-        seconds = timed(lambda: ask(requests))
-        return {"mib_before": before, "mib_after": resident(), "requests_per_s": requests / seconds}
-    finally:
-        adapter.shutdown()
-
-
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -268,16 +238,15 @@ def memory_growth(url: str, model: str, pid: int, requests: int) -> dict[str, fl
 @option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt that is transferred.")
 @option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=7, type=click.IntRange(3))
-@option("--requests", default=100_000, type=click.IntRange(1000), help="While memory is watched.")
 @output_options
-def main(tokens: int, layers: int, rounds: int, requests: int, **output: Any) -> None:
-    """The cache server's questions, transfers and memory."""
+def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
+    """The cache server's questions and transfers."""
     shape = Shape(tokens, layers)
     prompt = PagedPrompt(shape)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
     local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
     results: dict[str, Any] = {}
-    with cache_server(shape) as (settings, url, _):
+    with cache_server(shape) as (settings, url):
         for name, trips in (("empty_lookup", round_trips(url)), ("zmq_echo", raw_round_trips())):
             results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
             results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
@@ -286,10 +255,8 @@ def main(tokens: int, layers: int, rounds: int, requests: int, **output: Any) ->
             latencies = lookups_at_a_rate(url, model)
         results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
         results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
-    with cache_server(shape, local) as (settings, url, pid):
+    with cache_server(shape, local) as (_, url):
         results |= from_memory(prompt, url, rounds)
-        with small_prompt(url) as model:
-            results |= memory_growth(url, model, pid, requests)
     checks = [
         at_most("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150),
         at_most("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000),
@@ -297,6 +264,5 @@ def main(tokens: int, layers: int, rounds: int, requests: int, **output: Any) ->
         at_least("store_ratio", results["store_ratio"], 0.95),
         at_least("retrieve_ratio", results["retrieve_ratio"], 0.95),
         at_least("memory_ratio", results["memory_ratio"], 0.65),
-        at_most("mib_after - mib_before", results["mib_after"] - results["mib_before"], 2),
     ]
     finish(results, checks, **output)

@@ -139,8 +139,8 @@ THEIRS_STORED, THEIRS_LOADED = (
     ("vllm:mooncake_store_operation_bytes_total", "operation", operation) for operation in ("save_put", "load_get")
 )
 """What the connectors count themselves, on vLLM's `/metrics`: a counter's name, a label and its value."""
-SECONDS = {"lookup": "lookup", "load": "retrieve"}
-"""What our connector spends seconds on before the first token, and the name of that on `/metrics`."""
+LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
+"""The seconds that our connector spends on loads."""
 
 
 def arguments(positions: int, kind: ModelKind) -> dict[str, Any]:
@@ -263,22 +263,16 @@ def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures)
             for tokens, several in prompts.items():
                 before = {what: server.total(*counter) for what, counter in counters.items()}
                 for prompt in several:
-                    spent = _spent(server)
+                    spent = server.total(*LOAD)
                     found.took(tokens, f"{name}_{node}", server.first_token(prompt[:tokens]))
                     server.forget()
                     if name == "ours" and node == "b":
-                        for what, seconds in _spent(server).items():
-                            found.took(tokens, f"ours_{what}", seconds - spent[what])
+                        found.took(tokens, "ours_load", server.total(*LOAD) - spent)
                 for what, counter in counters.items():
                     found.counted(tokens, f"{name}_{what}", (server.total(*counter) - before[what]) / len(several))
             missed = server.metric("vllm:pd_cache_troubles_total")
             troubles |= {f"{node}: {labels}": chunks for labels, chunks in missed.items() if chunks}
     return troubles
-
-
-def _spent(server: OpenAIServer) -> dict[str, float]:
-    """Returns the seconds that our connector has spent on each of `SECONDS` since the server was started."""
-    return {what: server.total("vllm:pd_cache_op_seconds_total", "op", op) for what, op in SECONDS.items()}
 
 
 @click.command()

@@ -127,12 +127,11 @@ def test_limits_are_met_at_higher_rates_with_hits_than_without() -> None:
     assert hits > 3 * without
 
 
-def test_limits_are_reported_beside_what_was_published(tmp_path: Path) -> None:
+def test_limits_are_reported(tmp_path: Path) -> None:
     file = write_trace(tmp_path / "trace.jsonl", conversations(8, 4))
     result = _bench("--trace", file, "--within", 5, 0.1, "--nodes", 2, "--json")
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["results"]
     assert row["rate"] >= row["rate_without"] > 0
-    assert row["published"] == "0.59 to 4.98"
     never = _bench("--trace", file, "--within", 1e-6, 0.1, "--nodes", 2, "--json")
     assert json.loads(never.stdout)["results"][0]["gain"] is None
