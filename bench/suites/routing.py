@@ -43,6 +43,7 @@ from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import BlockBudget, KnownCache
 from launch.proxy.hints import Pin, Pins
+from launch.proxy.keys import Client
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.cluster import HintsConfig
@@ -50,8 +51,6 @@ from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 Router = Policies | Literal["longest_prefix", "longest_prefix_idle", "random"]
-Hints = Literal["none", "waits", "sessions"]
-"""What agents say: nothing; `kv.retain` before each wait, and `kv.release` with the next call; or a `session_id` with each call."""
 Found = tuple[list[dict[str, Any]], list[Check]]
 _SPACE = "0" * 16
 _RATE = 12_000.0
@@ -68,7 +67,7 @@ _PAUSE_S = (5.2, 81.4)
 _WAITS, _WAIT_S = 0.1, (120.0, 600.0)
 """The share of pauses that are waits for a tool of minutes, and how long these are. Both are our assumption; an agent
 knows which of its tools take so long."""
-_TTL_S, _SESSION_TTL_S, _RENEW_S = 600.0, 120.0, 3.0
+_TTL_S, _RENEW_S = 600.0, 3.0
 _LOAD = 8
 """Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
@@ -103,12 +102,10 @@ _P90 = 1.2816
 class HintedPool:
     """LRU, and in it what the agents' hints keep, by the proxy's own bookkeeping (`launch/proxy/hints.py`)."""
 
-    def __init__(
-        self, requests: Sequence[Request], system_blocks: int, tokens: int, hints: Hints, share: float
-    ) -> None:
-        """Holds `tokens` tokens, of which pins take at most `share`. Requests that agree in the first block after the system prompt are one
-        session's."""
-        self._system, self._hints = system_blocks, hints
+    def __init__(self, requests: Sequence[Request], system_blocks: int, tokens: int, share: float) -> None:
+        """Holds `tokens` tokens, of which pins take at most `share`: agents say `kv.retain` before each wait, and `kv.release` with the next
+        call. Requests that agree in the first block after the system prompt are one session's."""
+        self._system = system_blocks
         self._room = int(tokens // BLOCK_TOKENS * share)
         self._lru = SimulatedLru[bytes](tokens // BLOCK_TOKENS)
         self._pins = Pins(HintsConfig().max_pins)
@@ -144,10 +141,9 @@ class HintedPool:
         """Takes in the blocks of a prompt that has been computed, and keeps them as the agent wants it."""
         names = _names(request)
         self._lru.use(names)
-        key, pause = ("", str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
-        ttl_s = _SESSION_TTL_S if self._hints == "sessions" else _TTL_S
-        if pause is not None and (self._hints == "sessions" or (self._hints == "waits" and pause >= _WAIT_S[0])):
-            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + ttl_s), self._room)
+        key, pause = (Client(), str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
+        if pause is not None and pause >= _WAIT_S[0]:
+            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + _TTL_S), self._room)
         else:
             self._pins.end_where(lambda other, pin: other == key)
 
@@ -300,13 +296,12 @@ def compare_policies(name: str, requests: list[Request], nodes: int, cache_token
 
 
 def compare_hints(requests: list[Request], nodes: int, pool_tokens: int) -> Found:
-    """One row per way in which agents give hints, and share of the pool that pins may take."""
+    """One row per share of the pool that agents' pins may take; with 0, it is an LRU."""
     rows: list[dict[str, Any]] = []
-    ways: tuple[tuple[Hints, float], ...] = (("none", 0.0), ("waits", 0.25), ("waits", 0.5), ("sessions", 0.25))
-    for hints, share in ways:
-        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, hints, share)
+    for share in (0.0, 0.25, 0.5):
+        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, share)
         outcome = simulate(requests, "least_loaded", nodes, 0, behind=pool)
-        row: dict[str, Any] = {"pool_tokens": pool_tokens, "hints": hints, "max_share": share}
+        row: dict[str, Any] = {"pool_tokens": pool_tokens, "max_share": share}
         after = [one for one in outcome.waited if pool.call(one[1]) in pool.waited]
         for name, some in (("", outcome.waited), ("after_wait_", after)):
             tokens = sum(request.input_length for _, request, _ in some)
@@ -315,9 +310,8 @@ def compare_hints(requests: list[Request], nodes: int, pool_tokens: int) -> Foun
         rows.append(row)
     figure = "after_wait_hit_rate"
     return rows, [
-        at_least(f"hits after a wait, waits {row['max_share']} at {pool_tokens}", row[figure], rows[0][figure])
-        for row in rows
-        if row["hints"] == "waits"
+        at_least(f"hits after a wait, {row['max_share']} at {pool_tokens}", row[figure], rows[0][figure])
+        for row in rows[1:]
     ]
 
 
@@ -325,7 +319,7 @@ def compare_pooled(
     name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
 ) -> Found:
     """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
-    whole = HintedPool(requests, 0, nodes * cache_tokens, "none", 0.0)  # without hints, an LRU
+    whole = HintedPool(requests, 0, nodes * cache_tokens, 0.0)  # without pins, an LRU
     pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
     rows: list[dict[str, Any]] = []
     for router in routers:

@@ -50,8 +50,7 @@ def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
 
 def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
     requests = agent_trace(20, waits=0.1)
-    small = {(row["hints"], row["max_share"]): row for row in compare_hints(requests, 4, 400_000)[0]}
-    none, waits = small["none", 0.0], small["waits", 0.5]
+    (none, _, waits), _ = compare_hints(requests, 4, 400_000)
     assert waits["after_wait_hit_rate"] > 1.25 * none["after_wait_hit_rate"]
     assert waits["hit_rate"] < none["hit_rate"]
     unbounded, _ = compare_hints(requests, 4, 100_000_000)
@@ -61,7 +60,7 @@ def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
 def test_hints_are_reported_as_json() -> None:
     result = CliRunner().invoke(main, ["--hints", "--agents", "5", "--json"])
     assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["results"]) == 12
+    assert len(json.loads(result.stdout)["results"]) == 9
     for wrong in (("--hints", "--agents", "0"), ("--hints", "--trace", __file__)):
         assert CliRunner().invoke(main, wrong).exit_code == 2
 
