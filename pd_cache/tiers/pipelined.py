@@ -9,73 +9,13 @@ ahead, by `depth` chunks at most.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged
 from transfer.errors import Status
-
-_CLOSE_S = 5.0
-
-
-class _Pump:
-    """A thread that takes over an iterator of fetches and keeps up to `depth` of them ready, as long as its reader wants them."""
-
-    def __init__(self, fetches: Generator[Fetched, None, None], depth: int) -> None:
-        self._fetches = fetches
-        self._wanted = True
-        self._depth = depth
-        self._ready: deque[Fetched] = deque()
-        self._changed = threading.Condition()
-        self._ended = False
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self.thread.start()
-
-    def __iter__(self) -> Iterator[Fetched]:
-        while True:
-            with self._changed:
-                # needs no timeout: the backend's fetch has a deadline
-                self._changed.wait_for(lambda: self._ready or self._ended)
-                if not self._ready:
-                    if self._error is not None:
-                        raise self._error
-                    return
-                fetched = self._ready.popleft()
-                self._changed.notify_all()
-            yield fetched
-
-    def stop(self) -> None:
-        """Gives up the fetches that were not taken. The thread ends as soon as its present fetch does."""
-        with self._changed:
-            self._wanted = False
-            ready, self._ready = self._ready, deque()
-            self._changed.notify_all()
-        for fetched in ready:
-            fetched.release()
-
-    def _run(self) -> None:
-        """Runs on the pump's thread."""
-        try:
-            for fetched in self._fetches:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._wanted or len(self._ready) < self._depth)
-                    if self._wanted:
-                        self._ready.append(fetched)
-                        self._changed.notify_all()
-                        continue
-                fetched.release()
-                return
-        except BaseException as error:  # noqa: BLE001 - the reader raises it again
-            self._error = error
-        finally:
-            self._fetches.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
 
 
 class PipelinedBackend(StorageBackend):
@@ -89,8 +29,6 @@ class PipelinedBackend(StorageBackend):
         self.memory = inner.memory
         self.settles_at_once = inner.settles_at_once
         self._depth = depth
-        self._pumps: set[_Pump] = set()
-        self._lock = threading.Lock()
 
     @property
     def available(self) -> bool:
@@ -109,28 +47,25 @@ class PipelinedBackend(StorageBackend):
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
         fetches = self.inner.batched_get(keys, payload_bytes=payload_bytes, timeout=timeout)
-        pump: _Pump | None = None
+        if len(keys) < 2:
+            yield from fetches
+            return
+        pump = ThreadPoolExecutor(1, "read-ahead")
+        ahead: deque[Future[Fetched]] = deque()
         try:
-            first = next(fetches, None)
-            if first is None:
-                return
-            if len(keys) > 1:
-                pump = _Pump(fetches, self._depth)
-                with self._lock:
-                    self._pumps = {one for one in self._pumps if one.thread.is_alive()} | {pump}
-            yield first
-            if pump is not None:
-                rest = len(keys) - 1
-                for fetched in pump:
-                    rest -= 1
-                    yield fetched
-                for _ in range(rest):  # the backend was closed meanwhile
-                    yield Fetched(None, Status.CLOSED.value)
+            fetched = next(fetches)
+            for taken in range(1, len(keys)):
+                while len(ahead) < min(self._depth, len(keys) - taken):
+                    ahead.append(pump.submit(next, fetches))
+                yield fetched
+                fetched = ahead.popleft().result()  # needs no timeout: the backend's fetch has a deadline
+            yield fetched
         finally:
-            if pump is None:
-                fetches.close()
-            else:
-                pump.stop()
+            for future in ahead:
+                if not future.cancel():
+                    future.add_done_callback(_release)
+            pump.submit(fetches.close)
+            pump.shutdown(wait=False)
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         return self.inner.stage(payload_bytes=payload_bytes, timeout=timeout)
@@ -154,11 +89,9 @@ class PipelinedBackend(StorageBackend):
         return self.inner.annotate(key, value, timeout=timeout)
 
     def close(self) -> None:
-        with self._lock:
-            pumps = list(self._pumps)
         self.inner.close()
-        end = time.monotonic() + _CLOSE_S
-        for pump in pumps:
-            pump.stop()
-        for pump in pumps:
-            pump.thread.join(max(0.0, end - time.monotonic()))
+
+
+def _release(future: Future[Fetched]) -> None:
+    if future.exception() is None:
+        future.result().release()
