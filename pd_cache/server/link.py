@@ -75,15 +75,10 @@ class _Wire:
         self._poll.register(self._wakeup, select.POLLIN)
         self._closed = False
 
-    def send(self, frames: list[bytes]) -> bool:
-        """Sends without waiting. Returns False if the socket cannot take the message now. Call with the lock held."""
-        if self._closed:
-            return False
-        try:
+    def send(self, frames: list[bytes]) -> None:
+        """Sends without waiting, unless the socket cannot take the message now. Call with the lock held."""
+        with contextlib.suppress(zmq.ZMQError):  # full, not connected, or closed
             self.socket.send_multipart(frames, _NOW)
-        except zmq.ZMQError:  # full, not connected, or closed
-            return False
-        return True
 
     def receive(self) -> list[bytes] | None:
         """Returns the next message, or None if there is none now. Call with the lock held."""
@@ -416,28 +411,25 @@ class ServerLink:
     def __init__(
         self,
         url: str,
+        path: Path,
         handle: Callable[[Incoming], Answer | None],
+        gone: Callable[[bytes], None],
         metrics: CacheMetrics,
-        op: str,
-        *,
-        path: Path | None = None,
-        gone: Callable[[bytes], None] = lambda client: None,
     ) -> None:
         """Binds to `url`, and begins to receive with `start`. Raises CacheServerError if it cannot listen.
 
         Args:
+            path: where the Unix socket listens, in place of the socket that a dead server left there.
             handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, other
                 than for requests that came over the Unix socket.
-            metrics: counts refusals and unreadable frames, as troubles of `op`.
-            path: where the Unix socket listens, in place of the socket that a dead server left there; None for no such socket.
             gone: called when a client's Unix socket has ended. It must not wait.
+            metrics: counts refusals and unreadable frames.
         """
         self._handle = handle
         self._metrics = metrics
-        self._op = op
         self._gone = gone
         self.path = path
-        self._listener: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         requests = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -451,17 +443,14 @@ class ServerLink:
             requests.setsockopt(option, value)
         try:
             requests.bind(url)
-            if path is not None:
-                path.unlink(missing_ok=True)
-                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._listener.bind(str(path))
-                path.chmod(0o600)
-                self._listener.listen(64)
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+            self._listener.listen(64)
         except (zmq.ZMQError, OSError) as error:
             requests.close(0)
             self._context.term()
-            if self._listener is not None:
-                self._listener.close()
+            self._listener.close()
             raise CacheServerError(f"cannot listen at {url}: {error}") from None
         self.url = bytes(requests.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         self._wire = _Wire(requests)
@@ -473,19 +462,18 @@ class ServerLink:
         self._connections: dict[socket.socket, threading.Thread] = {}
         """All connections of the Unix socket, with the threads that read them."""
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._receive, name=f"pd-cache-{op}-receive", daemon=True)]
-        if self._listener is not None:
-            self._threads.append(threading.Thread(target=self._accept, name=f"pd-cache-{op}-accept", daemon=True))
+        self._receiver = threading.Thread(target=self._receive, name="pd-cache-server-receive", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="pd-cache-server-accept", daemon=True)
 
     def start(self) -> None:
         """Begins to receive."""
-        for thread in self._threads:
-            thread.start()
+        self._receiver.start()
+        self._acceptor.start()
 
     def answer(self, incoming: Incoming, answer: Answer) -> None:
         """Answers a request. A client that is gone, or that does not read, gets no answer. Thread-safe."""
         if isinstance(answer, Refused) and answer.reason != "busy":
-            self._metrics.trouble(self._op, f"refused_{answer.reason}", detail=answer.message)
+            self._metrics.trouble("server", f"refused_{answer.reason}", detail=answer.message)
         if incoming.number:
             self._send(incoming.client, incoming.number, answer)
 
@@ -501,18 +489,16 @@ class ServerLink:
         with self._lock:
             connections = dict(self._connections)
         for one in (self._listener, *connections):
-            if one is not None:
-                with contextlib.suppress(OSError):  # not connected any more
-                    one.shutdown(socket.SHUT_RDWR)
-        for thread in (*self._threads, *connections.values()):
+            with contextlib.suppress(OSError):  # not connected any more
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in (self._receiver, self._acceptor, *connections.values()):
             thread.join(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Stops listening, after `stop`."""
-        if self._listener is not None and self.path is not None:
-            self._listener.close()
-            self.path.unlink(missing_ok=True)
-        self._threads[0].join()  # it must not use a socket that is closed
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self._receiver.join()  # it must not use a socket that is closed
         self._wire.close()
         self._context.term()
 
@@ -530,7 +516,7 @@ class ServerLink:
             try:
                 incoming = Incoming(client, *decode_request(frames[-1]))
             except FrameError as error:
-                self._metrics.trouble(self._op, f"{error.reason}_frame")
+                self._metrics.trouble("server", f"{error.reason}_frame")
                 self._send(client, error.number or 0, Refused(error.reason, str(error)))
             else:
                 self._serve(incoming)
@@ -556,7 +542,6 @@ class ServerLink:
     # --- the Unix socket -----------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        assert self._listener is not None
         while not self._stopping:
             try:
                 connection, _ = self._listener.accept()
@@ -584,7 +569,7 @@ class ServerLink:
                     if data:
                         self._serve(Incoming(client, *decode_request(data), tuple(descriptors)))
                 except FrameError as error:
-                    self._metrics.trouble(self._op, f"{error.reason}_frame")
+                    self._metrics.trouble("server", f"{error.reason}_frame")
                 finally:
                     close_all(descriptors)
         except OSError:  # the connection has ended

@@ -204,7 +204,7 @@ class CacheServer:
         self._closed = False
         with contextlib.ExitStack() as stack:
             path = own_address(url, stack)
-            self._link = ServerLink(url, self._handle, self.metrics, "server", path=path, gone=self._gone)
+            self._link = ServerLink(url, path, self._handle, self._gone, self.metrics)
             stack.callback(self._link.close)
             self._resources = stack.pop_all()
         self._threads = [

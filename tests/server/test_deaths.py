@@ -207,7 +207,7 @@ def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Pa
         return answers[0]
 
     def listen() -> ServerLink:
-        link = ServerLink(f"ipc://{tmp_path}/s", handle, CacheMetrics(), "server", path=path)
+        link = ServerLink(f"ipc://{tmp_path}/s", path, handle, lambda client: None, CacheMetrics())
         link.start()
         return link
 

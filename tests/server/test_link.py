@@ -42,11 +42,10 @@ class End:
         self.path = folder / "fds"
         self.link = ServerLink(
             f"ipc://{folder}/s",
+            self.path,
             lambda incoming: self.handle(incoming),
+            self.gone.append,
             CacheMetrics(),
-            "server",
-            path=self.path,
-            gone=self.gone.append,
         )
         self.link.start()
 
