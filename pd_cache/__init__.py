@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd_cache.metrics import CacheMetrics
     from pd_cache.objects.async_cache import AsyncObjectCache
     from pd_cache.objects.cache import ObjectCache, ObjectOutcome
-    from pd_cache.paged import Slots
+    from pd_cache.paged.base import Slots
     from pd_cache.reasons import StoreOutcome
     from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
     from pd_cache.server.client import ServerCache, ServerLookupClient
@@ -72,7 +72,7 @@ _MODULES = {
     "pd_cache.metrics": ("CacheMetrics",),
     "pd_cache.objects.async_cache": ("AsyncObjectCache",),
     "pd_cache.objects.cache": ("ObjectCache", "ObjectOutcome"),
-    "pd_cache.paged": ("Slots",),
+    "pd_cache.paged.base": ("Slots",),
     "pd_cache.reasons": ("StoreOutcome",),
     "pd_cache.server.adapters": ("LoadStoreOp", "SchedulerAdapter", "WorkerAdapter"),
     "pd_cache.server.client": ("ServerCache", "ServerLookupClient"),

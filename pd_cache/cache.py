@@ -18,17 +18,8 @@ from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PoolLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
-from pd_cache.paged import (
-    BlocksOrSlots,
-    DeviceMark,
-    LeavingOut,
-    PagedCopier,
-    Slots,
-    host_pin,
-    leaving_out,
-    open_copier,
-    plan_named,
-)
+from pd_cache.paged import DeviceMark, host_pin, open_copier
+from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, WeightsVersion

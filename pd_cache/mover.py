@@ -18,7 +18,7 @@ import torch
 
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy
+from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind

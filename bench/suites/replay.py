@@ -39,7 +39,7 @@ from pd_cache.cluster import ClusterConfig, MasterNode, read_config
 from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
-from pd_cache.paged import Slots
+from pd_cache.paged.base import Slots
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tiers.memory import TRAILER_BYTES
 from pd_cache.tiers.mooncake import MooncakeBackend

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from pd_cache.layout import KVCaches, KVLayout, layer_tensors
-from pd_cache.paged.base import (
-    BlocksOrSlots,
-    ChunkSlots,
-    LeavingOut,
-    PagedCopier,
-    PendingCopy,
-    Slots,
-    leaving_out,
-    plan,
-    plan_named,
-)
+from pd_cache.layout import KVLayout
+from pd_cache.paged.base import PagedCopier
 from transfer.staging import Pin
-
-__all__ = [
-    "BlocksOrSlots",
-    "ChunkSlots",
-    "DeviceMark",
-    "LeavingOut",
-    "PagedCopier",
-    "PendingCopy",
-    "Slots",
-    "host_pin",
-    "leaving_out",
-    "open_copier",
-    "plan",
-    "plan_named",
-]
 
 
 class DeviceMark:
@@ -53,18 +30,17 @@ class DeviceMark:
             self._follow()
 
 
-def open_copier(kv_caches: KVCaches, layout: KVLayout) -> PagedCopier:
-    """Returns the copier for the device of the tensors. Raises ValueError for tensors that do not fit `layout`."""
-    tensors = layer_tensors(kv_caches)
-    device = tensors[0].device.type if tensors else "none"
+def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
+    """Returns the copier for these tensors, from which `layout` was derived. Raises ValueError unless they are on the CPU or on CUDA."""
+    device = tensors[0].device.type
     if device == "cpu":
         from pd_cache.paged.cpu import CpuPagedCopier
 
-        return CpuPagedCopier(kv_caches, layout)
+        return CpuPagedCopier(tensors, layout)
     if device == "cuda":
         from pd_cache.paged.cuda import CudaPagedCopier
 
-        return CudaPagedCopier(kv_caches, layout)
+        return CudaPagedCopier(tensors, layout)
     raise ValueError(f"no way to move pages of {device} tensors; cpu and cuda are known")
 
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from pd_cache.chunks import check_names
-from pd_cache.layout import KVCaches, KVLayout, layer_tensors
+from pd_cache.layout import KVLayout
 
 
 class Slots(NamedTuple):
@@ -203,33 +203,19 @@ def _block_ids(places: Sequence[int]) -> torch.Tensor:
 
 
 def chunk_blocks(chunk: ChunkSlots, payload: torch.Tensor, layout: KVLayout) -> int:
-    """Returns how many blocks the chunk has. Raises ValueError if `payload` is not that many blocks, as contiguous bytes on the CPU."""
+    """Returns how many blocks the chunk has; `payload` is so many blocks, as contiguous bytes on the CPU."""
     if chunk.blocks is not None:
         blocks = chunk.blocks.numel()
     else:
         assert chunk.slots is not None
-        blocks, rest = divmod(chunk.slots.numel(), layout.block_size)
-        if rest:
-            raise ValueError(f"{chunk.slots.numel()} slots are no whole number of blocks of {layout.block_size}")
-    expected = blocks * layout.page_bytes * layout.planes
-    got = (payload.dtype, payload.device.type, payload.numel())
-    if got != (torch.uint8, "cpu", expected) or not payload.is_contiguous():
-        raise ValueError(
-            f"a chunk of {blocks} blocks needs {expected} contiguous bytes as uint8 on the CPU, got {payload.numel()} of "
-            f"{payload.dtype} on {payload.device} with strides {payload.stride()}"
-        )
+        blocks = chunk.slots.numel() // layout.block_size
+    assert payload.numel() == blocks * layout.block_bytes
+    assert (payload.dtype, payload.device.type, payload.is_contiguous()) == (torch.uint8, "cpu", True)
     return blocks
 
 
-def plane_bytes(kv_caches: KVCaches, layout: KVLayout) -> list[torch.Tensor]:
-    """Returns each plane as a uint8 view `[blocks, page_bytes]` of the engine's own memory.
-
-    Raises ValueError if the tensors are not those that `layout` was derived from.
-    """
-    tensors = layer_tensors(kv_caches)
-    found = KVLayout.from_tensors(tensors, layout.kind, block_size=layout.block_size)
-    if found != layout:
-        raise ValueError(f"these KV tensors are {found}, but the engine was built for {layout}")
+def plane_bytes(tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+    """Returns each plane of the tensors, from which `layout` was derived, as a uint8 view `[blocks, page_bytes]` of the engine's own memory."""
     planes = []
     for tensor in tensors:
         parts = tensor.unbind(0) if layout.planes == 2 * layout.layers else (tensor,)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cache.layout import Digest, KVCaches, KVLayout
+from pd_cache.layout import Digest, KVLayout
 from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 Array = npt.NDArray[Any]
@@ -52,12 +52,9 @@ class _Places(NamedTuple):
 class CpuPagedCopier(PagedCopier):
     """Copies synchronously, on the calling thread."""
 
-    def __init__(self, kv_caches: KVCaches, layout: KVLayout) -> None:
-        """Raises ValueError for tensors that are not on the CPU or do not fit `layout`."""
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
         super().__init__(layout)
-        planes = plane_bytes(kv_caches, layout)
-        if any(plane.device.type != "cpu" for plane in planes):
-            raise ValueError(f"CpuPagedCopier needs CPU tensors, got {planes[0].device}")
+        planes = plane_bytes(tensors, layout)
         places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
         self._dtype = _widest([layout.piece_bytes, layout.page_bytes, *places])
         self._own = threading.local()

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVCaches, KVLayout, checksum
+from pd_cache.layout import KVLayout, checksum
 from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
 
 log = logging.getLogger(__name__)
@@ -209,13 +209,10 @@ class CudaPagedCopier(PagedCopier):
     again.
     """
 
-    def __init__(self, kv_caches: KVCaches, layout: KVLayout) -> None:
-        """Raises ValueError for tensors that are not on a CUDA device or do not fit `layout`."""
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
         super().__init__(layout)
-        planes = plane_bytes(kv_caches, layout)
+        planes = plane_bytes(tensors, layout)
         self._device = planes[0].device
-        if self._device.type != "cuda":
-            raise ValueError(f"CudaPagedCopier needs CUDA tensors, got {self._device}")
         self._out = _Direction(planes, layout)
         self._in = _Direction(planes, layout)
 

@@ -25,7 +25,7 @@ from pd_cache.config import NodeSettings
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged import BlocksOrSlots, LeavingOut, leaving_out, plan_named
+from pd_cache.paged.base import BlocksOrSlots, LeavingOut, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Context, Future

@@ -20,8 +20,8 @@ import torch
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.mover import ChunkRun
-from pd_cache.paged import ChunkSlots, PagedCopier, PendingCopy, leaving_out, open_copier, plan
-from pd_cache.paged.base import CopyDone
+from pd_cache.paged import open_copier
+from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, leaving_out, plan
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions

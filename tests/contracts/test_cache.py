@@ -18,7 +18,7 @@ from pd_cache.cache import BlockCache, CacheEngine
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
-from pd_cache.paged import Slots
+from pd_cache.paged.base import Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pd_cache.layout import Digest
-from pd_cache.paged import ChunkSlots, PendingCopy
+from pd_cache.paged.base import ChunkSlots, PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.pool import Pool

@@ -13,8 +13,8 @@ from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
-from pd_cache.paged import ChunkSlots, PendingCopy, open_copier, plan
-from pd_cache.paged.base import CopyDone
+from pd_cache.paged import open_copier
+from pd_cache.paged.base import ChunkSlots, CopyDone, PendingCopy, plan
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import StoreOutcome
 from tests.support.backends import count as count_of

@@ -19,7 +19,7 @@ from pd_cache.chunks import LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.errors import CacheServerError, ServerRefusedError
 from pd_cache.layout import PageKind, shard_tensors
-from pd_cache.paged import Slots
+from pd_cache.paged.base import Slots
 from pd_cache.reasons import Found, StoreOutcome
 from pd_cache.server import lookups, moves
 from pd_cache.server import server as cache_server

@@ -16,7 +16,7 @@ import torch
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
-from pd_cache.paged import ChunkSlots
+from pd_cache.paged.base import ChunkSlots
 from pd_cache.server import memory
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
 from pd_cache.server.memory import (
