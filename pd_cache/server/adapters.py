@@ -1,9 +1,9 @@
 """What serving engines call: the API of LMCache's multi-process adapters in vLLM.
 
 `SchedulerAdapter` and `WorkerAdapter` are thin over a `ServerCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
-call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted and reported; a
-failed retrieve reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server
-no longer touches it.
+call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted; a failed retrieve
+reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server no longer touches
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pd_cache.server.protocol import (
 )
 
 _REMEMBERED = 65_536
-"""How many finished requests are remembered so that they are not reported again, and how many failed stores that were not asked for yet."""
+"""How many finished requests are remembered so that they are not reported again."""
 
 
 class SchedulerAdapter:
@@ -181,7 +181,6 @@ class WorkerAdapter:
         self._told: OrderedDict[str, None] = OrderedDict()
         """Requests whose stores were reported as finished, the latest last."""
         self._bad_blocks: set[int] = set()
-        self._failed_stores: OrderedDict[str, str] = OrderedDict()
 
     @property
     def available(self) -> bool:
@@ -238,7 +237,7 @@ class WorkerAdapter:
 
         The first set holds only requests that the engine has reported here as finished, now or before. Each is returned once, even if the
         engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
-        requests are included: see `get_failed_stores` and `get_block_ids_with_load_errors`.
+        requests are included: see `get_block_ids_with_load_errors`.
         """
         if self._stores:
             self._stores = [one for one in self._stores if not self._store_ended(one)]
@@ -268,11 +267,6 @@ class WorkerAdapter:
         """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
-
-    def get_failed_stores(self) -> dict[str, str]:
-        """Returns the requests with chunks that could not be stored since the last call, and why."""
-        failed, self._failed_stores = self._failed_stores, OrderedDict()
-        return dict(failed)
 
     def num_blocks_per_chunk(self) -> int:
         """Returns the number of the engine's blocks in a chunk."""
@@ -315,10 +309,6 @@ class WorkerAdapter:
         if not one.pending.query():
             return False
         self._storing[one.request_id] -= 1
-        if one.pending.failure:
-            self._failed_stores[one.request_id] = one.pending.failure
-            while len(self._failed_stores) > _REMEMBERED:
-                self._failed_stores.popitem(last=False)
         return True
 
     def _retrieve_ended(self, one: _Retrieving) -> bool:

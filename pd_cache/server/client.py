@@ -475,8 +475,6 @@ class PendingStore(_PendingMove):
     """A store under way. Its blocks must stay as they are until `query` returns True."""
 
     _op = "store"
-    failure = ""
-    """Why chunks were not stored, in a word; empty if all are there."""
 
     def __init__(self, cache: ServerCache, chunks: int) -> None:
         super().__init__(cache, chunks)
@@ -486,13 +484,11 @@ class PendingStore(_PendingMove):
     def _count(self) -> None:
         metrics, outcome = self._cache.metrics, self.outcome
         if not isinstance(outcome, Stored) or len(outcome.outcomes) != len(self.outcomes):
-            self.failure = outcome if isinstance(outcome, str) else "nonsense"
-            metrics.trouble("store", self.failure, len(self.outcomes))
+            metrics.trouble("store", outcome if isinstance(outcome, str) else "nonsense", len(self.outcomes))
             return
         self.outcomes = [StoreOutcome(one) for one in outcome.outcomes]
         self._cache.count_moved("store", "stored", outcome.stored)
         if outcome.failed:  # the server counts which chunk failed for which reason
-            self.failure = "not_stored"
             metrics.trouble("store", "not_stored", outcome.failed)
 
 
@@ -507,7 +503,6 @@ class ServerLookupClient(LookupClient):
         timeout_s: float,
         *,
         further: Sequence[CacheMetadata] = (),
-        context: Context[Any] | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
         """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
@@ -519,16 +514,11 @@ class ServerLookupClient(LookupClient):
             url,
             EngineIdentity.of(metadata, config.cache, further),
             kind="scheduler",
-            context=context,
             lookup_timeout_s=timeout_s,
             metrics=self.metrics,
             # otherwise the server says whom to ask for it
             version=WeightsVersion.of(config, metadata.model) if config.versions else None,
         )
-
-    def wait_connected(self, timeout: float) -> None:
-        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does not take this engine."""
-        self._cache.connection.wait_ready(timeout)
 
     def end(self, lookup_id: str) -> None:
         self._cache.end(lookup_id)

@@ -22,6 +22,7 @@ from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
 from tests.support.server import LATE_S, served
+from tests.support.waiting import wait_for
 
 CLIENTS = ("bypass", "mooncake", "server")
 
@@ -50,7 +51,7 @@ def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> Loo
     worker.connection.wait_ready(60)  # from then on the server knows the model
     server.models.backends[0].wait_available(60)
     client = ServerLookupClient(config, metadata, server.url, LATE_S)
-    client.wait_connected(60)
+    wait_for(lambda: client.available)
     return client
 
 

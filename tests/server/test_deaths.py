@@ -132,7 +132,7 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
             engine.finish_retrieve("lost")
             engine.finish_store("lost")
             assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 28))
-            assert engine.worker.get_failed_stores() == {"lost": "server_lost"}
+            assert troubles(engine.worker.metrics, "store")["server_lost"]
             assert engine.lookup("meanwhile", TOKENS) == 0, "what is asked meanwhile is a miss, at once"
             assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}
             server.kill()

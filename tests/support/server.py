@@ -199,7 +199,7 @@ class Engine:
 
 
 def store_surely(engine: Engine, tokens: list[int]) -> None:
-    """Store, again until it is there: a server's store opens in the background. The engine has nothing left to report of the failed tries."""
+    """Store, again until it is there: a server's store opens in the background."""
 
     def there() -> bool:
         request = uuid.uuid4().hex
@@ -209,7 +209,6 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
         return found == len(tokens) // CHUNK * CHUNK
 
     wait_for(there, what="the prompt being stored")
-    engine.worker.get_failed_stores()
 
 
 def move_unchecked(
