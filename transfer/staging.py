@@ -201,10 +201,6 @@ class StagingPool:
                 reclaim()
             looked = True
 
-    def try_lease(self, quota: Quota | None = None) -> Slot | None:
-        """Returns a slot if one is free now, beyond the headroom."""
-        return self.lease(0.0, quota)
-
     def register(self, client: RegistersMemory) -> int:
         """Registers all of the memory with a client of a pool, and whatever takes its place later. Returns 0, or a negative code if the client
         refuses."""

@@ -54,9 +54,6 @@ _CONNECT_S = 2.0
 _HEADROOM = 4
 """One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
 
-MOST_SMALL = 64 << 10
-"""The most bytes of a control object."""
-
 _undrained: list[object] = []
 """Clients and engines that could not be closed, with the memory that they may still write to."""
 
@@ -129,10 +126,6 @@ def _check(batch: Batch) -> None:
         )
     if len(sizes) != len(keys) or any(size < 1 or size > slot.size for size, slot in zip(sizes, slots, strict=True)):
         raise ValueError("expected one size for each key, between 1 and the size of its slot")
-
-
-def _status(status: Status, _: int) -> Status:
-    return status
 
 
 class Pending(Generic[R]):
@@ -396,7 +389,7 @@ class MooncakeStore:
             config = self._put_config if placement is None else self._config(placement)
             batch.retain()
             call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
-        return Pending(self, call, len(keys), _status)
+        return Pending(self, call, len(keys), lambda status, _: status)
 
     def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""
@@ -413,9 +406,7 @@ class MooncakeStore:
         return Status.TIMEOUT if told is None else status_of(told[1])
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID beyond 64 KiB."""
-        if not 0 < len(value) <= MOST_SMALL:
-            return Status.INVALID
+        """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID if it is empty."""
         code = self._call(self._puts, timeout, self._client.put, key, value, self._pinned)
         return Status.TIMEOUT if code is None else status_of(code)
 
@@ -497,13 +488,8 @@ class MooncakeStore:
                 if self._setup_error != (text := f"{type(error).__name__}: {error}"):
                     log.exception("pool %s: an unexpected error; trying again", self._master)
                 self._setup_error = text
-            self._pause(interval)
-
-    def _pause(self, seconds: float) -> None:
-        """Waits for the given time, or until the state changes."""
-        with self._changed:
-            before = self._state
-            self._changed.wait_for(lambda: self._state != before, seconds)
+            with self._changed:  # until the state changes
+                self._changed.wait(interval)
 
     def _open(self) -> bool:
         settings = self._settings

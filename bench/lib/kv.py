@@ -68,7 +68,7 @@ class RawPool:
         self._client = client
         self._memory = memory
         assert client.register_buffer(memory.address, memory.nbytes) == 0
-        self.slots = [slot for _ in keys if (slot := memory.try_lease()) is not None]
+        self.slots = [slot for _ in keys if (slot := memory.lease(0.0)) is not None]
         self._addresses = [slot.address for slot in self.slots]
         self._sizes = [object_bytes] * len(keys)
         self.keys = keys

@@ -190,7 +190,7 @@ class MooncakeBackend(StorageBackend):
         first = self.staging.lease(deadline, self._reads)
         while first is not None and len(slots) < count:
             slots.append(first)
-            first = self.staging.try_lease(self._reads) if len(slots) < count else None
+            first = self.staging.lease(0.0, self._reads) if len(slots) < count else None
         return slots
 
     def _fetched(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:

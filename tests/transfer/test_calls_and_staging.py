@@ -190,7 +190,7 @@ def lease(staging: StagingPool, quota: Quota | None = None) -> Slot:
 def all_free(staging: StagingPool, quota: Quota | None = None) -> list[Slot]:
     """Leases what can be had without waiting."""
     slots: list[Slot] = []
-    while (slot := staging.try_lease(quota)) is not None:
+    while (slot := staging.lease(0.0, quota)) is not None:
         slots.append(slot)
     return slots
 
@@ -200,9 +200,9 @@ def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: type[S
     slot = all_free(staging)[0]
     slot.retain()
     slot.release()
-    assert staging.try_lease() is None
+    assert staging.lease(0.0) is None
     slot.release()
-    again = staging.try_lease()
+    again = staging.lease(0.0)
     assert again is not None
     assert again.address == slot.address
     again.release()
@@ -254,7 +254,7 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging:
     staging.close()
     waiters[0].join(60)
     assert got == ["b", "nothing"], "a closed pool lends nothing"
-    assert staging.try_lease() is None
+    assert staging.lease(0.0) is None
 
 
 def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(make_staging, make_held):
@@ -311,7 +311,7 @@ def test_memory_that_cannot_be_replaced_or_was_replaced_too_often_makes_the_pool
     assert staging.slots == len(all_free(staging)) == 3
     one, client = make_staging(1), Registry()
     one.register(client)
-    while (slot_left := one.try_lease()) is not None:
+    while (slot_left := one.lease(0.0)) is not None:
         one.forfeit([slot_left])
     assert len(client.registered) == 1 + 8
     assert one.slots == 0

@@ -97,7 +97,7 @@ def staging() -> Iterator[StagingPool]:
 
 @pytest.fixture
 def slots(staging: StagingPool) -> Iterator[list[Slot]]:
-    leased = [slot for _ in range(64) if (slot := staging.try_lease()) is not None]
+    leased = [slot for _ in range(64) if (slot := staging.lease(0.0)) is not None]
     yield leased
     for slot in leased:
         slot.release()
@@ -170,7 +170,7 @@ def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_ot
     lost = {slot.address for slot in [*slots[:8], *slots[12:14]]}
     while slots:
         slots.pop().release()
-    slots += [slot for _ in range(64) if (slot := staging.try_lease()) is not None]
+    slots += [slot for _ in range(64) if (slot := staging.lease(0.0)) is not None]
     assert len(slots) == 64, "other memory has taken its place"
     assert not lost & {slot.address for slot in slots}
 
