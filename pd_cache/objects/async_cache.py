@@ -93,8 +93,6 @@ class AsyncObjectCache:
 
     async def close(self) -> None:
         """Refuses new calls, ends those under way, and closes the cache. Idempotent."""
-        if self.cache.forked:
-            return
         self._closed = True
 
         def close() -> None:
@@ -107,8 +105,6 @@ class AsyncObjectCache:
         self, function: Callable[[Deadline], T], timeout: float | None, refused: Callable[[Status], T]
     ) -> T:
         """Runs `function` with its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
-        if self.cache.forked:  # there are no threads here, and one of them may hold a lock
-            return refused(Status.CLOSED)
         seconds = self._usual_timeout if timeout is None else timeout
         deadline = Deadline(seconds)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -335,11 +335,6 @@ class ObjectCache:
     # --- life -----------------------------------------------------------------------------------------------------
 
     @property
-    def forked(self) -> bool:
-        """Whether it was opened by a process that this one was forked from: then it is closed here, and its threads do not exist."""
-        return os.getpid() != self._process
-
-    @property
     def available(self) -> bool:
         """False while the cache is known to be unusable: calls then return at once."""
         return not self._unusable and self.backend.available
@@ -352,7 +347,7 @@ class ObjectCache:
 
     def close(self) -> None:
         """Ends the calls under way, at the latest at their deadlines, and closes the tiers. Idempotent."""
-        if self.forked:  # a thread that does not exist here may hold the lock
+        if os.getpid() != self._process:  # in a forked child, a thread that does not exist here may hold the lock
             return
         with self._closing:
             if not self._closed:
@@ -363,7 +358,8 @@ class ObjectCache:
 
     @property
     def _unusable(self) -> bool:
-        return self._closed or self.forked
+        """Whether it is closed. True in a forked child, too: the threads of its tiers do not exist there."""
+        return self._closed or os.getpid() != self._process
 
     def _heads(self, names: Sequence[str | bytes]) -> list[str]:
         if isinstance(names, str | bytes):
