@@ -20,9 +20,7 @@ from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
 from pd_cache.server.link import Context
-from pd_cache.server.protocol import (
-    EngineIdentity,
-)
+from pd_cache.server.protocol import EngineIdentity
 
 _REMEMBERED = 65_536
 """How many finished requests are remembered so that they are not reported again."""

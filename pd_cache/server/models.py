@@ -98,10 +98,10 @@ class ServedModels:
         self,
         settings: NodeSettings,
         metrics: CacheMetrics,
+        released: Callable[[StorageBackend], None],
         opens: OpenBackend | None = None,
-        released: Callable[[StorageBackend], None] = lambda _: None,
     ) -> None:
-        """`opens` replaces the configured tiers. `released` is called with each backend that is about to be closed."""
+        """`released` is called with each backend that is about to be closed. `opens` replaces the configured tiers, for tests."""
         self._settings = settings
         self._metrics = metrics
         self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))

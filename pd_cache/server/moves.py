@@ -21,7 +21,7 @@ from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, leaving_out, plan
+from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
@@ -209,12 +209,9 @@ class Worker(NamedTuple):
         """
         layout, database = self.tensors.layout, self.model.database
         names = split_names(request.names)
-        needed = len(names) * database.blocks_per_chunk
-        if len(request.blocks) != needed:
-            raise RefusalError("invalid", f"{len(names)} chunks need {needed} blocks, got {len(request.blocks)}")
+        may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
         try:
-            may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
-            chunks = plan(request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
+            chunks = plan_named(names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
@@ -236,14 +233,6 @@ class Client:
         self.gone = False
         self.registering = threading.Lock()
         self.last_seen = time.monotonic()
-
-    @property
-    def registered(self) -> Worker:
-        """The client's registration. Raises RefusalError if it has none."""
-        worker = self.worker
-        if worker is None:
-            raise RefusalError("unknown_client", "register the KV tensors first")
-        return worker
 
     def register(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> Answer:
         """Maps the client's tensors. Replaces an earlier registration.
@@ -331,7 +320,8 @@ class MoveJob:
         if time.monotonic() > self._until:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
-            worker = self._client.registered
+            if (worker := self._client.worker) is None:
+                raise RefusalError("unknown_client", "register the KV tensors first")
             self._begun = worker, worker.run(self._request, self._until)
         worker, run = self._begun
         model = worker.model
@@ -344,8 +334,7 @@ class MoveJob:
             if loaded.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             if self._request.session:
-                names = split_names(self._request.names)
-                self._sessions.loaded(self._request.session, model.group, worker.rank, names)
+                self._sessions.loaded(self._request.session, model.group, worker.rank, run.names)
             return Loaded(first + loaded.chunks, loaded.reason, self._tiers)
         self._outcomes += bytes(model.mover.store(part))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

@@ -30,7 +30,7 @@ from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import Answerer, LookupJob, Sessions
-from pd_cache.server.models import OpenBackend, ServedModels
+from pd_cache.server.models import ServedModels
 from pd_cache.server.moves import Client, MoveJob
 from pd_cache.server.protocol import (
     Answer,
@@ -182,17 +182,16 @@ class CacheServer:
         *,
         metrics: CacheMetrics | None = None,
         lease_s: float = 10.0,
-        backend: OpenBackend | None = None,
     ) -> None:
         """Listens at `url`. Raises CacheServerError if that is impossible, or if another server already listens there.
 
-        `lease_s` says how long the pool's master protects a key that was looked up. `backend` replaces the configured tiers.
+        `lease_s` says how long the pool's master protects a key that was looked up.
         """
         self.settings = settings
         self.node = node
         self.metrics = metrics or CacheMetrics()
         self.sessions = Sessions()
-        self.models = ServedModels(settings, self.metrics, backend, self.sessions.end_backend)
+        self.models = ServedModels(settings, self.metrics, self.sessions.end_backend)
         self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
         self._renew_s = max(0.1, lease_s / 3)
         self._up_since = time.time()

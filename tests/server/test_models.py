@@ -33,7 +33,7 @@ class Served:
     def __init__(self) -> None:
         settings = NodeSettings(master="", segment_size=16 << 20, cache=CacheConfig(chunk_size=CHUNK))
         self.released: list[Any] = []
-        self.models = ServedModels(settings, CacheMetrics(), FakeBackend, self.released.append)  # type: ignore[arg-type]
+        self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)  # type: ignore[arg-type]
 
     def come(self, heads: int, client: str = "a", model: str = "") -> Model:
         """An engine registers whose chunks are as large as it has heads."""
