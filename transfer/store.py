@@ -15,7 +15,6 @@ call blocks for seconds, with a stopped peer for a minute. So here:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -548,9 +547,8 @@ class MooncakeStore:
         key = f"pdc1/probe/{os.getpid()}-{uuid.uuid4().hex}"
         if self._client.put(key, bytes(64), self._config(Placement(preferred_segment="own"))) != 0:
             return None
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._client.batch_remove, [key], True)
+        try:
             replicas = self._client.get_replica_desc(key)
-            if not replicas:
-                return None
-            return replicas[0].get_memory_descriptor().buffer_descriptor
+            return replicas[0].get_memory_descriptor().buffer_descriptor if replicas else None
+        finally:
+            self._client.batch_remove([key], True)
