@@ -101,13 +101,6 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
 
     @property
-    def layer_group(self) -> LayerGroup | None:
-        """The group of layers; None if there are no groups."""
-        if not self.group:
-            return None
-        return LayerGroup(layers=self.group, keeps=self.keeps, tail=self.tail, ahead=self.ahead)
-
-    @property
     def chunk_bytes(self) -> int:
         """The bytes of a chunk's pages, in all shards."""
         planes = 2 if self.layout.startswith("kv_outer.") else 1
@@ -364,6 +357,8 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def within(cls, namespace: Namespace) -> CacheMetadata:
         """Returns metadata for `namespace`: the first of as many ranks as there are shards."""
+        one = namespace
+        group = LayerGroup(layers=one.group, keeps=one.keeps, tail=one.tail, ahead=one.ahead) if one.group else None
         return cls(
             model=namespace.model,
             kv_dtype=namespace.kv_dtype,
@@ -372,7 +367,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             block_size=namespace.block_size,
             page_bytes=namespace.page_bytes,
             world_size=namespace.shards,
-            group=namespace.layer_group,
+            group=group,
         )
 
     def __post_init__(self) -> None:

@@ -107,9 +107,9 @@ class TierMetrics:
         # shown from the start, so that the first event is an increase
         owner._tier_healed.labels(tier)
 
-    def hit(self, chunks: int = 1) -> None:
-        """Counts chunks that were read from this tier."""
-        self._hits.inc(chunks)
+    def hit(self) -> None:
+        """Counts a chunk that was read from this tier."""
+        self._hits.inc()
 
     def missed(self, reason: str) -> None:
         """Counts a chunk that this tier should have had according to its own index; the next tier was asked."""
@@ -267,9 +267,7 @@ class CacheMetrics:
         self.levels = LevelCollector()
         """Reports on the backends that are counted here."""
         self.registry.register(self.levels)
-        self._tiers: dict[str, TierMetrics] = {}
         self._log = SparseLog()
-        self._lock = threading.Lock()
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
         """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
@@ -308,10 +306,7 @@ class CacheMetrics:
 
     def tier(self, name: str) -> TierMetrics:
         """Returns the counters of one storage tier."""
-        with self._lock:
-            if name not in self._tiers:
-                self._tiers[name] = TierMetrics(self, name)
-            return self._tiers[name]
+        return TierMetrics(self, name)
 
     def totals(self) -> dict[tuple[str, ...], float]:
         """Returns everything counted so far: (family, labels...) -> value. A duration appears as sum and number, without buckets."""

@@ -148,10 +148,6 @@ class ChunkHistory:
         if epoch != self._epoch:
             self._epoch, self._before, self._table = epoch, self._table, array("Q")
 
-    def knows(self, name: bytes) -> bool:
-        """Returns whether a chunk of this name was there in this epoch, as far as it is remembered."""
-        return self._is_in(self._table, name)
-
     def _is_in(self, table: array[int], name: bytes) -> bool:
         mark = int.from_bytes(name[:_MARK], sys.byteorder)
         return bool(table) and table[mark & self._mask] == mark
@@ -160,7 +156,7 @@ class ChunkHistory:
         """Returns `reason`, or for `missing` whether the chunk was evicted, belongs to an earlier epoch, or was never stored."""
         if reason != "missing":
             return reason
-        if self.knows(name):
+        if self._is_in(self._table, name):
             return "evicted"
         return "reset" if self._is_in(self._before, name) else "never_stored"
 

@@ -76,7 +76,8 @@ class PdCacheStorage(HiCacheStorage):
         self._seconds = options.timeout_s
         self._pools: dict[str, _HostPoolEntry] = {}
         self._plain = prefix_of(storage_config, "kv", None, "tensor")
-        self._cache: ObjectCache | None = None
+        self.cache: ObjectCache | None = None
+        """The cache; None before a host pool is registered."""
         self._names: VersionedNames | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -186,16 +187,11 @@ class PdCacheStorage(HiCacheStorage):
             (stats.prefetch_bandwidth if load else stats.backup_bandwidth).append(speed)
         return stats
 
-    @property
-    def cache(self) -> ObjectCache | None:
-        """The cache; None before a host pool is registered."""
-        return self._cache
-
     def close(self) -> None:
         """Ends the calls under way, at the latest at their deadlines. Idempotent."""
         with self._lock:
             self._closed = True
-            cache, names = self._cache, self._names
+            cache, names = self.cache, self._names
         if names is not None:
             names.version.close()
         if cache is not None:
@@ -234,8 +230,8 @@ class PdCacheStorage(HiCacheStorage):
                 sizes = {name: pool.pages.bytes for name, pool in self._pools.items() if pool.pages is not None}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
-                self._cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
-                self._names = VersionedNames(self._cache, self._settings)
+                self.cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
+                self._names = VersionedNames(self.cache, self._settings)
             return self._names
 
     def _kv_names(self, keys: Sequence[str]) -> list[bytes]:

@@ -30,13 +30,12 @@ class VersionedNames:
         own = self.version.own
         return UNKNOWN if own is None else own
 
-    def exist(self, names: Sequence[bytes], *, timeout: float | Deadline | None = None) -> list[bool]:
+    def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Returns which values are there, by one request."""
-        deadline = Deadline.of(timeout)
-        epoch = self.version.current(deadline.left())
+        epoch = self.version.current()
         if epoch is None:
             return [False] * len(names)
-        statuses = self._cache.exists_many(_within(epoch, names), timeout=deadline)
+        statuses = self._cache.exists_many(_within(epoch, names))
         return [status is Status.OK for status in statuses]
 
     def put(

@@ -82,7 +82,8 @@ def test_a_history_knows_what_was_there() -> None:
 def test_a_history_takes_names_of_any_width(width: int) -> None:
     history, names = ChunkHistory(), [bytes([number]) * width for number in range(1, 40)]
     history.note(names[::2])
-    assert [history.knows(name) for name in names] == [place % 2 == 0 for place in range(len(names))]
+    explained = [history.explain("missing", name) for name in names]
+    assert explained == ["never_stored" if place % 2 else "evicted" for place in range(len(names))]
 
 
 def test_what_was_there_before_a_reset_is_gone_for_another_reason_than_eviction() -> None:
@@ -100,7 +101,7 @@ def test_a_full_history_forgets_and_never_grows() -> None:
     history = ChunkHistory(places=2)
     names = [number.to_bytes(16, "little") for number in range(1, 100)]
     history.note(names)
-    assert [name for name in names if history.knows(name)] == names[-2:]
+    assert [name for name in names if history.explain("missing", name) == "evicted"] == names[-2:]
     assert len(history._table) == 2
 
 
