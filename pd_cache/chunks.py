@@ -24,7 +24,7 @@ import msgspec
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import decode_json, prepared
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVLayout, checksum
+from pd_cache.layout import KVLayout
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
@@ -194,8 +194,8 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
 
 _EMPTY = hashlib.blake2b(digest_size=HASH_BYTES)
 """Copied for each chunk: that takes less time than a new hash with a `digest_size`."""
-_RUN_BYTES = 8 << 10
-"""Prompts are remembered in runs of about as many bytes, in whole chunks."""
+_RUN_BYTES = 16 << 10
+"""Prompts are remembered in runs of about as many bytes, in whole chunks: 4096 tokens. Shorter runs make prompts that are new take longer."""
 _MOST_BYTES = 16 << 20
 """Of all runs together: 4 million tokens. Their names come on top."""
 
@@ -212,8 +212,8 @@ class ChunkNamer:
         self._chunk_bytes = chunk_size * TOKEN_BYTES
         self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
         self._most = max(1, most_bytes // self._run_bytes)
-        self._runs: OrderedDict[tuple[bytes, int], tuple[bytes, list[bytes]]] = OrderedDict()
-        """For the name before a run and the run's checksum, the run and its names."""
+        self._runs: OrderedDict[bytes, tuple[bytes, list[bytes]]] = OrderedDict()
+        """For the name before a run and the run's last tokens, the run and its names: runs that part rarely end alike."""
         self._lock = threading.Lock()
 
     def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
@@ -222,17 +222,15 @@ class ChunkNamer:
         whole = len(raw) - len(raw) % self._chunk_bytes
         names: list[bytes] = []
         for start in range(0, whole, self._run_bytes):
-            run = raw[start : min(start + self._run_bytes, whole)]
-            found = self._names(previous, run)
-            names += found
-            previous = found[-1]
+            names += self._names(previous, raw[start : min(start + self._run_bytes, whole)])
+            previous = names[-1]
         return names
 
     def _names(self, previous: bytes, run: bytes) -> list[bytes]:
         """Returns the names of a run's chunks. A shorter run, at a prompt's end, is not remembered."""
         if len(run) < self._run_bytes:
             return self._chain(previous, run)
-        key = (previous, checksum(run))
+        key = previous + run[-HASH_BYTES:]
         with self._lock:
             known = self._runs.get(key)
             if known is not None and known[0] == run:
