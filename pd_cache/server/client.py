@@ -25,7 +25,7 @@ from pd_cache.config import NodeSettings
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged.base import BlocksOrSlots, LeavingOut, leaving_out, plan_named
+from pd_cache.paged.base import BlocksOrSlots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Context, Future
@@ -284,7 +284,13 @@ class ServerCache:
         seconds = self._move_timeout_s if timeout is None else timeout
         layers = self.connection.hello.engine.layers
         may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
-        ids = self._block_ids(names, blocks, may_leave_out=may_leave_out)
+        if self._layout is None:
+            raise ValueError("no KV tensors: call register_kv_caches first")
+        ids: list[int] = []
+        for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
+            if chunk.blocks is None:
+                raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
+            ids += [max(block, -1) for block in chunk.blocks.tolist()]
         if not self.connection.ready:
             pending.outcome = "server_lost"
             return
@@ -308,18 +314,6 @@ class ServerCache:
         except BaseException:
             pending.give_up()
             raise
-
-    def _block_ids(self, names: Sequence[bytes], places: BlocksOrSlots, *, may_leave_out: LeavingOut) -> list[int]:
-        """Returns the ids of the blocks, -1 for one that is left out. Raises ValueError for places that do not fit."""
-        if self._layout is None:
-            raise ValueError("no KV tensors: call register_kv_caches first")
-        chunks = plan_named(names, places, self._layout, self.chunk_size, may_leave_out=may_leave_out)
-        found: list[int] = []
-        for chunk in chunks:
-            if chunk.blocks is None:
-                raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
-            found += [max(block, -1) for block in chunk.blocks.tolist()]
-        return found
 
     def outdated(self, epoch: str) -> Literal["", "reset", "epoch_unknown"]:
         """Returns why the chunks of a weights version are not to be used now; for the pending operations."""

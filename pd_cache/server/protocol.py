@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup, check_names
+from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 from pd_cache.reasons import Found, Loaded
@@ -405,11 +405,8 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
 
 
 def join_names(names: Sequence[bytes]) -> bytes:
-    """Joins chunk names, all of one width, into one string of bytes. Raises ValueError if widths differ or are not in `NAME_WIDTHS`."""
-    if not names:
-        return b""
-    check_names(names)
-    return bytes([len(names[0])]) + b"".join(names)
+    """Joins chunk names that have been checked (`check_names`) into one string of bytes."""
+    return bytes([len(names[0])]) + b"".join(names) if names else b""
 
 
 def split_names(joined: bytes) -> list[bytes]:
