@@ -113,7 +113,7 @@ def note(name: str, text: str) -> Iterator[bool]:
         try:
             yield True
         finally:
-            if _is_still(file.fileno(), name, folder):
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
 
 
@@ -153,21 +153,16 @@ def lock_file(path: Path) -> Iterator[bool]:
 
     A file left behind by a killed process is taken over.
     """
-    while True:
-        with open(_made(path), "wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            # the last holder may have removed the file between our two steps, and a third may have made another
-            if not _is_still(file.fileno(), path):
-                continue
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
+    with open(_made(path), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
             return
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
 
 
 _REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0700"
@@ -219,12 +214,3 @@ def _is_in_use(name: str, folder: int) -> bool:
         return _locked(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_still(descriptor: int, name: str | Path, folder: int | None = None) -> bool:
-    """Returns whether a name still refers to the open file."""
-    try:
-        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(named, os.fstat(descriptor))

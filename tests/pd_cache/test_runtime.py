@@ -180,24 +180,3 @@ def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(write
     with note("n", "new"):
         assert read_note("n") == "new"
     assert os.listdir(folder) == []
-
-
-def test_a_lock_file_that_was_removed_under_its_waiter_is_no_lock(tmp_path, monkeypatch):
-    """A opens the file, B lets go of it and removes it, C makes another: A must not think that it holds C's."""
-    path = tmp_path / "lock"
-    opened: list[int] = []
-    made = runtime._made
-
-    def slow(file: Path) -> int:
-        descriptor = made(file)
-        opened.append(descriptor)
-        if len(opened) == 1:
-            file.unlink()
-        return descriptor
-
-    monkeypatch.setattr(runtime, "_made", slow)
-    with lock_file(path) as got:
-        assert got
-        assert len(opened) == 2
-        with lock_file(path) as other:
-            assert not other
