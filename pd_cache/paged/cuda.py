@@ -269,11 +269,9 @@ def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
     """Page-locks `[address, address + nbytes)` for CUDA. Returns a function that undoes it: a `transfer.staging.Pin`.
 
     It works in the context of the current device, for all devices of the process: choose the device first. The memory has to be mapped
-    and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice is harmless.
-    Raises ValueError for an empty range, PdCacheError if CUDA is missing or refuses.
+    and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice says so in the log.
+    Raises PdCacheError if CUDA is missing or refuses.
     """
-    if address <= 0 or nbytes <= 0:
-        raise ValueError(f"cannot page-lock {nbytes} bytes at {address:#x}: both must be positive")
     if not is_available():
         raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -283,15 +281,8 @@ def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
             f"CUDA refused to page-lock {nbytes} bytes at {address:#x}: {_refusal(status)}; the range must be mapped and not "
             "page-locked already, and the host must have that much memory to lock: lower staging_size if it has not"
         )
-    lock = threading.Lock()
-    registered = True
 
     def undo() -> None:
-        nonlocal registered
-        with lock:
-            if not registered:
-                return
-            registered = False
         status = int(runtime.cudaHostUnregister(address))
         if status != 0:  # on the way out: an error would only hide the reason for leaving
             log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
