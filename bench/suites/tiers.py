@@ -180,7 +180,7 @@ class RawDisk:
     def __init__(self, folder: Path, file_bytes: int, tier: DiskTier) -> None:
         self._folder, self._tier, self._pool = folder, tier, ThreadPoolExecutor(tier.threads)
         self._memory = StagingPool(tier.threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
-        self._slots = [slot.view for _ in range(tier.threads) if (slot := self._memory.try_lease()) is not None]
+        self._slots = [slot.view for _ in range(tier.threads) if (slot := self._memory.lease(0.0)) is not None]
 
     def fresh(self) -> None:
         """Forgets all files."""
