@@ -354,11 +354,8 @@ def _as_json(value: object) -> str:
     show_default=True,
     help="After how many seconds to cancel. At most 16 objects move in a second.",
 )
-@click.option(
-    "--job", help="Follow the job with this id, which an earlier command has begun, instead of beginning one."
-)
 @_json_option
-def drain(node: str, file: Path, timeout_s: float, job: str | None, as_json: bool) -> None:
+def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
     """Move the objects of NODE to the memory of the others, so that it can be stopped and nothing is lost.
 
     Hits go on meanwhile, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
@@ -383,10 +380,10 @@ def drain(node: str, file: Path, timeout_s: float, job: str | None, as_json: boo
             line = f"{node}: {state.moved} objects moved ({sizes}), {state.in_use} in use"
             bar.update(task, completed=state.moved_bytes, total=state.bytes or None, description=line)
             if not shown or (not screen.is_terminal and state.seconds >= shown):
-                screen.print(f"{line}; job {state.job}", soft_wrap=True, highlight=False)
+                screen.print(line, soft_wrap=True, highlight=False)
                 shown = state.seconds + 5.0
 
-        found = drained.drain(config, node, timeout_s=timeout_s, job=job, told=told)
+        found = drained.drain(config, node, timeout_s=timeout_s, told=told)
     click.echo(msgspec.json.encode(found).decode() if as_json else drained.text_of(found, str(file)))
     if found.outcome != "drained":
         raise SystemExit(1)

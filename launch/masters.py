@@ -18,7 +18,9 @@ from pd_cache.decoding import decode_json, one_line
 
 LEADER = "leader"
 _ANSWER_S = 2.0
-_KEYS_IN_A_URL = 64
+KEYS_IN_A_URL = 64
+LONGEST_IN_A_URL = 256
+"""In bytes; a master's HTTP takes a few KiB."""
 
 
 class MasterHealth(msgspec.Struct, frozen=True):
@@ -153,16 +155,20 @@ def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
 
 
-def keys_in(metrics: str, endpoint: str, timeout: float) -> list[str]:
-    """Returns the keys that have a copy at an endpoint, of those that `keys_at` yields. Takes two seconds for each 100,000 keys of the pool;
-    `timeout` bounds all of it. Raises OSError or ValueError if the master does not answer.
+def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
+    """Returns the keys that have a copy at an endpoint, of those that `keys_at` yields, and those that may have one: other programs' keys with
+    a comma, or so long that no URL should hold them, cannot be asked for. Takes two seconds for each 100,000 keys of the pool; `timeout` bounds all
+    of it. Raises OSError or ValueError if the master does not answer.
     """
     keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
-    found = []
-    while some := list(itertools.islice(keys, _KEYS_IN_A_URL)):
-        told = _read_copies(_ask_for(metrics, some, _ANSWER_S))
-        found += [key for key, copies in told.items() if any(copy.transport_endpoint_ == endpoint for copy in copies)]
-    return found
+    found, unknown = list[str](), list[str]()
+    while some := list(itertools.islice(keys, KEYS_IN_A_URL)):
+        asked = [key for key in some if len(key) <= LONGEST_IN_A_URL and "," not in key]
+        unknown += [key for key in some if key not in asked]
+        if asked:
+            told = _read_copies(_ask_for(metrics, asked, _ANSWER_S))
+            found += [key for key in asked if any(copy.transport_endpoint_ == endpoint for copy in told.get(key, ()))]
+    return found, unknown
 
 
 # --- drain jobs --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`pd-cache drain`: the objects of one node move to the memory of the others, so that the node can leave and nothing is lost.
 
 Mooncake's master has them moved by a drain job (docs/mooncake.md, "Drain jobs"). The job leaves alone what is leased, and so just the
-objects that are looked up again and again. When nothing else is left, we ask for their moves, key by key.
+objects that are looked up again and again. When nothing else is left, we ask for their moves, key by key. The master does not list its
+jobs: a command that finds its node being drained follows that by the segment's status alone.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from launch.discovery import known_master
-from launch.masters import DrainJob, Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
+from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.status import cluster_status
 from launch.supervise import StopFlag, StoppedError, end, spawn_child
 from pd_cache.cluster import ClusterConfig
@@ -47,11 +47,9 @@ class Drain(msgspec.Struct, kw_only=True):
 
     node: str
     segment: str
-    job: str = ""
-    """The id of the master's job; empty if the node was drained before."""
     outcome: Literal["drained", "failed", "canceled", "goes on"] = "goes on"
     """`failed`: the master has given up what is left. `canceled`: by a signal or the deadline. After both, the node takes objects again.
-    `goes on`: the master still moves objects."""
+    `goes on`: the master still moves objects; another command follows that."""
     moved: int = 0
     """Objects."""
     failed: int = 0
@@ -61,20 +59,18 @@ class Drain(msgspec.Struct, kw_only=True):
     left: int = 0
     """Objects that are still there, once this has ended."""
     bytes: int = 0
-    """What lay there when this command began; 0 if it follows an earlier one."""
+    """What lay there when this command began; 0 if it was being drained already."""
     moved_bytes: int = 0
     """What the job has moved; objects in use are not counted."""
     seconds: float = 0.0
 
 
-def drain(
-    config: ClusterConfig, name: str, *, timeout_s: float, job: str | None, told: Callable[[Drain], None]
-) -> Drain:
-    """Moves the objects of a node to the others, and returns how that ended. After `timeout_s` seconds it cancels, as it does on a signal
-    (`signals_as_exceptions`); that takes up to 20 seconds more.
+def drain(config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[[Drain], None]) -> Drain:
+    """Moves the objects of a node to the others, and returns how that ended. If the node is being drained already, this helps, and follows it.
+    After `timeout_s` seconds it cancels what it began, as it does on a signal (`signals_as_exceptions`); that takes up to 20 seconds more.
 
-    `job`: follow this one, instead of beginning one. Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no
-    memory, PdCacheError if it cannot be drained now, or if the master stops to answer.
+    Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
+    the master stops to answer.
     """
     status = cluster_status(config)
     row = next((row for row in status.nodes if row.name == name), None)
@@ -90,34 +86,25 @@ def drain(
     if own is None:
         named = ", ".join(row.segments) or "unknown: give the node a `port`, or a `metrics_port`"
         raise PdCacheError(f"the master knows no segment of {name} (its name: {named}); is {name} running?")
-    if own.status == "DRAINED" and job is None:
-        return Drain(node=name, segment=own.segment_name, outcome="drained")
+    state = Drain(node=name, segment=own.segment_name, bytes=own.allocator_used_bytes)
+    if own.status == "DRAINED":
+        return msgspec.structs.replace(state, outcome="drained")
     leader = status.leading[0].record
     assert leader.metrics is not None, "a master without metrics has not said that it leads"
-    if job is None:
+    if own.status == "OK":
         _check_room(name, own, status.segments)
-    try:
-        if job is not None:
-            found = drain_job(leader.metrics, job)
-            if found is None or own.segment_name not in found.segments:
-                raise PdCacheError(
-                    f"the master knows no job {job} that drains {name}; it forgets jobs when it is started"
-                )
-        elif (job := begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)) is None:
-            raise PdCacheError(
-                f"{name} is being drained already: `pd-cache drain {name} --job ID` follows that, with the id that the other command printed"
-            )
-    except (OSError, ValueError) as error:
-        raise PdCacheError(f"the master does not begin to drain {name}: {error}") from error
-    state = Drain(node=name, segment=own.segment_name, job=job, bytes=own.allocator_used_bytes)
-    with ExitStack() as stack:
-        # with etcd, a machine's file need not hold the master
-        master = known_master(config) or leader.address
-        follower = _Follower(config, master, leader.metrics, own, state, stack)
+    # with etcd, a machine's file need not hold the master
+    master = known_master(config) or leader.address
+    with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
         try:
-            return follower.follow(timeout_s, told)
+            job = begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)
+            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, told)
         except (OSError, ValueError) as error:
-            raise PdCacheError(f"the master did not answer: {error}; {follower.again}") from error
+            raise PdCacheError(f"the master did not answer: {error}; {_again(name)}") from error
+
+
+def _again(name: str) -> str:
+    return f"what was moved stays so: `pd-cache drain {name}` goes on where this has ended"
 
 
 def drain_local(file: Path, config: ClusterConfig, limit_s: float, stop: StopFlag) -> None:
@@ -157,18 +144,19 @@ def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
 
 
 class _Follower:
-    """Follows a job to its end."""
+    """Follows a drain to its end."""
 
-    def __init__(
-        self, config: ClusterConfig, master: str, metrics: str, own: Segment, state: Drain, stack: ExitStack
-    ) -> None:
-        self._config = config
-        self._master = master
+    def __init__(self, store: MooncakeStore, metrics: str, own: Segment, job: str | None, state: Drain) -> None:
+        """`job`: the id of the master's job; None if another command has begun it."""
+        self._store = store
         self._metrics = metrics
         self._own = own
+        self._job = job
         self._state = state
-        self._stack = stack
-        self._store: MooncakeStore | None = None
+        self._targets: list[str] = []
+        """The segments that take objects, that with most room first."""
+        self._moving = False
+        """Whether the job has moves under way, so that more will follow by themselves."""
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
         self._listed: list[str] = []
@@ -177,99 +165,100 @@ class _Follower:
         self._begin = time.monotonic()
 
     def follow(self, timeout_s: float, told: Callable[[Drain], None]) -> Drain:
+        state, canceled = self._state, False
         try:
-            while not (job := self._look()).ended:
-                told(self._state)
-                if self._state.seconds > timeout_s:
-                    job = self._cancel()
+            while (status := self._look()) == "DRAINING":
+                told(state)
+                if not self._targets or state.seconds > timeout_s:
+                    canceled, status = True, self._cancel()
                     break
-                if job.blocked_units and not job.active_units and time.monotonic() > self._ask_again:
+                if not self._moving and time.monotonic() > self._ask_again:
                     self._move_leased()
                 time.sleep(_POLL_S)
         except StoppedError:
-            job = self._cancel()
-        outcomes: dict[str, Literal["drained", "failed", "canceled"]]
-        outcomes = {"SUCCEEDED": "drained", "FAILED": "failed", "CANCELED": "canceled"}
-        state = self._state
-        state.outcome = outcomes.get(job.status_name, "goes on")
+            canceled, status = True, self._cancel()
+        outcomes: dict[str, Literal["drained", "failed", "canceled", "goes on"]]
+        outcomes = {"DRAINED": "drained", "DRAINING": "goes on"}
+        state.outcome = outcomes.get(status, "canceled" if canceled else "failed")
         left = set() if state.outcome == "drained" else set(self._left())
         state.left = len(left)
         state.moved += len(self._asked_for - left)
+        if not self._targets and state.outcome != "drained":
+            raise PdCacheError(f"no other node takes objects any more: {state.left} objects are still on {state.node}; {_again(state.node)}")
         return state
 
-    @property
-    def again(self) -> str:
-        return f"what was moved stays so: `pd-cache drain {self._state.node}` goes on where this has ended"
-
-    def _look(self) -> DrainJob:
-        """Returns how the job stands. Raises PdCacheError if the master does not say so in time."""
-        deadline = time.monotonic() + _CALL_S
+    def _look(self) -> str:
+        """Returns the segment's status, and takes in how the job stands. Raises PdCacheError if the master does not say so in time."""
+        state, deadline = self._state, time.monotonic() + _CALL_S
         while True:
             try:
                 # before the job, which gives its segment free when it ends
                 segments = segments_at(self._metrics)
-                job = drain_job(self._metrics, self._state.job)
+                job = None if self._job is None else drain_job(self._metrics, self._job)
                 break
             except (OSError, ValueError) as error:
                 if time.monotonic() > deadline:
-                    raise PdCacheError(
-                        f"the master has not answered for {_CALL_S:g} s ({error}); {self.again}"
-                    ) from error
+                    why = f"the master has not answered for {_CALL_S:g} s ({error})"
+                    raise PdCacheError(f"{why}; {_again(state.node)}") from error
                 time.sleep(_POLL_S)
-        if job is None:
-            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {self.again}")
-        state = self._state
-        if not job.ended and not any(one.shown_status for one in segments if one.segment_name == state.segment):
+        if job is None and self._job is not None:
+            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {_again(state.node)}")
+        own = next((one for one in segments if one.segment_name == state.segment), None)
+        if own is None or (own.status == "OK" and job is not None and not job.ended):
             # the master goes on waiting for its moves
             raise PdCacheError(f"{state.node} has stopped, or was started anew: what it had not moved yet is lost")
-        state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
-        state.moved_bytes, state.seconds = job.migrated_bytes, time.monotonic() - self._begin
-        return job
+        if job is not None:
+            state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
+            state.moved_bytes = job.migrated_bytes
+            self._moving = job.active_units > 0 or not job.blocked_units
+        others = (one for one in segments if one.status == "OK" and one is not own)
+        self._targets = [one.segment_name for one in sorted(others, key=lambda one: one.free, reverse=True)]
+        state.seconds = time.monotonic() - self._begin
+        return own.status
 
     def _left(self) -> list[str]:
-        return keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
-
-    def _pool(self) -> MooncakeStore:
-        if self._store is None:
-            self._store = MooncakeStore(self._config.transfer, master=self._master, host="127.0.0.1", segment_size=0)
-            self._stack.callback(self._store.close)
-            self._store.wait_open(_CALL_S)
-        return self._store
+        """Returns the keys that are known to be still there."""
+        return keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)[0]
 
     def _move_leased(self) -> None:
         """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
-        listed, store = self._listed or self._left(), self._pool()
+        store, listed = self._store, self._listed
+        if not listed:
+            here, unknown = keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
+            listed = here + unknown  # the move of a key that lies elsewhere is refused
+        store.wait_open(_CALL_S)
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
-        roomy = sorted(segments_at(self._metrics), key=lambda one: one.free, reverse=True)
-        targets = [one.segment_name for one in roomy if one.status == "OK"]
         store.batch_exist(keys, timeout=_CALL_S)  # leased for so long that the job does not want to move them, too
-        for key, target in zip(keys, itertools.cycle(targets), strict=False):
+        for key, target in zip(keys, itertools.cycle(self._targets), strict=False):
             if store.start_move(key, self._own.segment_name, target, timeout=_CALL_S) is Status.OK:
                 self._asked_for.add(key)
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
-    def _cancel(self) -> DrainJob:
-        """Cancels the job. A second signal ends the attempt."""
-        self._look()  # for a list of its keys, a master that stands still is waited for much longer
+    def _cancel(self) -> str:
+        """Cancels the job, and returns the segment's status. A second signal ends the attempt. A job of another command goes on."""
+        status = self._look()  # for a list of its keys, a master that stands still is waited for much longer
+        if self._job is None:
+            return status
         keys = self._left()
+        self._store.wait_open(_CALL_S)
         deadline = time.monotonic() + _CANCEL_S
-        while not (job := self._look()).ended and time.monotonic() < deadline:
+        while status == "DRAINING" and time.monotonic() < deadline:
             # the master cancels only while no move is under way, and begins no move of a leased object
-            self._pool().batch_exist(keys, timeout=_CALL_S)
-            if not job.active_units:
-                cancel_drain(self._metrics, self._state.job)
+            self._store.batch_exist(keys, timeout=_CALL_S)
+            cancel_drain(self._metrics, self._job)
             time.sleep(_POLL_S)
-        return job
+            status = self._look()
+        return status
 
 
 def text_of(found: Drain, file: str) -> str:
     """Returns how a drain ended, for people, and what to do next."""
-    node, again = found.node, f"`pd-cache drain {found.node} -c {file}"
+    node, again = found.node, f"`pd-cache drain {found.node} -c {file}`"
     counted = f"{found.moved} objects moved in {found.seconds:.0f} s, {found.failed} attempts failed, {found.left} objects left"
     return {
-        "drained": f"{node} is drained ({counted if found.job else 'it was before'}). Stop it now: `systemctl stop`, or SIGTERM to its `pd-cache "
+        "drained": f"{node} is drained ({counted if found.seconds else 'it was before'}). Stop it now: `systemctl stop`, or SIGTERM to its `pd-cache "
         "launch` or `up`. When it is started again, it takes objects again",
-        "failed": f"{node} is not drained ({counted}): the master gave these up, and {node} takes objects again. Try again with {again}`",
-        "canceled": f"{node} is not drained ({counted}): canceled, and {node} takes objects again. Go on with {again}`",
-        "goes on": f"{node} is not drained yet ({counted}): the master did not cancel, and goes on. Follow it with {again} --job {found.job}`",
+        "failed": f"{node} is not drained ({counted}): the master gave these up, and {node} takes objects again. Try again with {again}",
+        "canceled": f"{node} is not drained ({counted}): canceled, and {node} takes objects again. Go on with {again}",
+        "goes on": f"{node} is not drained yet ({counted}): the master goes on. Follow it with {again}",
     }[found.outcome]

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from launch.discovery import known_master
 from launch.figures import tenant_cells
-from launch.masters import Segment, keys_at, sizes_at
+from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, keys_at, sizes_at
 from launch.status import ClusterStatus, cluster_status
 from launch.versions import known_versions
 from pd_cache.chunks import KEY_FORMAT, Namespace
@@ -38,9 +38,6 @@ from transfer.store import MooncakeStore
 
 SAMPLES = 100
 """Of how many keys of a namespace the size is asked, at most. All chunks of a namespace have one size; values by name have any."""
-_BATCH = 64
-_LONGEST = 256
-"""Keys in a request for sizes, and the most bytes of one: they stand in its URL."""
 _SIZES_S = 5.0
 _LISTING_S = 120.0
 _OPEN_S = 10.0
@@ -85,7 +82,7 @@ class Tally:
                     continue
             counted = self.spaces[name]
             counted.prefixes[prefix] += 1
-            if len(counted.sample) < SAMPLES and len(key) <= _LONGEST:
+            if len(counted.sample) < SAMPLES and len(key) <= LONGEST_IN_A_URL:
                 counted.sample.append(key.decode(errors="replace"))
 
 
@@ -100,7 +97,7 @@ def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
     """Returns the sizes of keys, of all namespaces alike if the time does not suffice for all."""
     alike = (key for keys in itertools.zip_longest(*samples) for key in keys if key is not None)
     end, found = time.monotonic() + _SIZES_S, dict[str, int]()
-    while (batch := list(itertools.islice(alike, _BATCH))) and (left := end - time.monotonic()) > 0:
+    while (batch := list(itertools.islice(alike, KEYS_IN_A_URL))) and (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError, ValueError):  # keys of other programs may be of any kind
             found |= sizes_at(metrics, batch, left)
     return found

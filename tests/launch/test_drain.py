@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from launch.cli import main
-from launch.masters import Segment, begin_drain, drain_job, segments_at
+from launch.masters import Segment, begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
 from launch.operate.drain import Drain, drain, drain_local
 from launch.status import cluster_status
@@ -141,7 +142,7 @@ def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(
 
     config = load_config(pool.file)
     timeout_s = 3600.0 if how == "a signal" else 1.5
-    found = drain(config, "store-0", timeout_s=timeout_s, job=None, told=told)
+    found = drain(config, "store-0", timeout_s=timeout_s, told=told)
     assert found.outcome == "canceled"
     assert found.moved + found.left == 200
     assert found.moved > 0
@@ -168,8 +169,6 @@ def two_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         ([""], 2, "got : no node of that name"),
         (["store-0", "--timeout", "0"], 2, "0.0 is not in the range 1.0<=x<=604800.0"),
         (["store-0", "--timeout", "soon"], 2, "'soon' is not a valid float"),
-        (["store-0", "--job", "1-2"], 1, "the master knows no job 1-2 that drains store-0; it forgets jobs when it is started"),
-        (["store-0", "--job", "a&b=c d"], 1, "the master knows no job a&b=c d that drains store-0"),
         ([], 2, "Missing argument 'NODE'"),
     ],
 )  # fmt: skip
@@ -183,7 +182,9 @@ def test_wrong_input_is_refused_and_changes_nothing(
     assert {one.status for one in segments_at(metrics(two_stores))} == {"OK"}
 
 
-def test_a_node_cannot_be_drained_twice_at_once_nor_into_too_little_room_nor_into_nothing(two_stores: Pool) -> None:
+def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_second_drain_helps_the_first(
+    two_stores: Pool,
+) -> None:
     def refused() -> str:
         done = run(two_stores, "store-0")
         assert (done.exit_code, done.stdout) == (1, "")
@@ -193,25 +194,78 @@ def test_a_node_cannot_be_drained_twice_at_once_nor_into_too_little_room_nor_int
     put(two_stores, 1, 16, 1 << 20)
     assert "store-0 holds 20.0 MiB, and the others have room for 12.0 MiB: add a node first" in refused()
     with two_stores.bare_client() as client:
-        client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end
+        client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end by itself
         job = begin_drain(metrics(two_stores), [two_stores.segment(0)], 4)
         assert job is not None
         assert begin_drain(metrics(two_stores), [two_stores.segment(0)], 4) is None
-        assert "store-0 is being drained already: `pd-cache drain store-0 --job ID` follows that" in refused()
-        other = run(two_stores, "store-1", "--job", job)
-        assert f"the master knows no job {job} that drains store-1" in other.stderr
         assert run(two_stores, "store-1").stderr.startswith("pd-cache: store-1 has the only memory that takes objects")
         state = drain_job(metrics(two_stores), job)
         assert state is not None
         assert (state.ended, state.succeeded_units) == (False, 0)
         client.batch_remove([f"1/{number}" for number in range(16)], True)
-        followed = run(two_stores, "store-0", "--job", job)
-        assert followed.exit_code == 0, followed.output
-        assert "store-0 is drained (20 objects moved" in followed.stdout
+        helped = run(two_stores, "store-0")
+        assert helped.exit_code == 0, helped.output
+        assert "store-0 is drained (20 objects moved" in helped.stdout
     two_stores.stop("store-0")
     assert "the master knows no segment of store-0 (its name: 127.0.0.1:" in refused()
     two_stores.kill("master")
     assert "no master that leads has answered (master: no answer: Connection refused)" in refused()
+
+
+def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
+    put(pool, 0, 40, 4096)
+    assert begin_drain(metrics(pool), [pool.segment(0)], 4) is not None
+
+    def told(state: Drain) -> None:
+        raise StoppedError(130)
+
+    found = drain(load_config(pool.file), "store-0", timeout_s=60, told=told)
+    assert found.outcome == "goes on"
+    wait_for(lambda: segment(pool, 0).status == "DRAINED", what="the first drain's end")
+
+
+def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_them(
+    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of a million keys takes longer than their moves."""
+    pool = make_pool(lease_ttl_ms=60_000).start("master", "store-0", "store-1")
+    lists = []
+
+    def listed(*arguments: Any) -> tuple[list[str], list[str]]:
+        lists.append(keys_in(*arguments))
+        return lists[-1]
+
+    monkeypatch.setattr(drained_by, "keys_in", listed)
+    put(pool, 0, 70, 4096)
+    odd = ["a,b", "x" * 5000, "long," * 20_000, "1,1"]
+    with pool.bare_client() as client:
+        config = load_mooncake().ReplicateConfig()
+        for key in odd:
+            config.preferred_segment = pool.segment(1 if key == "1,1" else 0)
+            assert client.put(key, b"odd", config) == 0
+        leased = [*odd, *(f"0/{number}" for number in range(70))]
+        assert client.batch_is_exist(leased) == [1] * len(leased)
+        found = drain(load_config(pool.file), "store-0", timeout_s=120, told=lambda _: None)
+        assert (found.outcome, found.moved) == ("drained", 73)
+        assert len(lists) == 1
+        pool.stop("store-0")
+        assert [client.get(key) for key in odd] == [b"odd"] * 4
+
+
+def test_a_drain_whose_last_target_goes_ends_at_once_and_the_node_takes_objects_again(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(client_ttl_s=2).start("master", "store-0", "store-1")
+    put(pool, 0, 100, 4096)
+
+    def told(state: Drain) -> None:
+        if state.moved and "store-1" in pool.nodes:
+            pool.stop("store-1")
+
+    with pytest.raises(PdCacheError, match=r"no other node takes objects any more: \d+ objects are still on store-0"):
+        drain(load_config(pool.file), "store-0", timeout_s=600, told=told)
+    assert segment(pool, 0).status == "OK"
 
 
 def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool: Callable[..., Pool]) -> None:
@@ -226,7 +280,7 @@ def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool:
     with pytest.raises(
         Exception, match=r"the master no longer knows the job, because it was started anew; what was moved"
     ):
-        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, job=None, told=told)
+        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, told=told)
 
 
 def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Callable[..., Pool]) -> None:
@@ -238,7 +292,7 @@ def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Calla
             pool.kill("store-0")
 
     with pytest.raises(PdCacheError, match=r"store-0 has stopped, or was started anew: what it had not moved yet is"):
-        drain(load_config(pool.file), "store-0", timeout_s=600, job=None, told=told)
+        drain(load_config(pool.file), "store-0", timeout_s=600, told=told)
 
 
 def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
@@ -256,7 +310,7 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
     begin = time.monotonic()
     try:
         with pytest.raises(PdCacheError, match="the master has not answered for 1 s"):
-            drain(load_config(pool.file), "store-0", timeout_s=60, job=None, told=told)
+            drain(load_config(pool.file), "store-0", timeout_s=60, told=told)
     finally:
         master.resume()
     assert time.monotonic() - begin < 60, "the list of its keys has minutes"
