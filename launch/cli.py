@@ -79,6 +79,14 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            options = [one for one in error.ctx.command.params if isinstance(one, click.Option)] if error.ctx else []
+            file = next((one for one in options if one.name == "file"), None)
+            missing = isinstance(error, click.MissingParameter) and error.param is file
+            if error.ctx is None or file is None or not (missing or "unexpected extra" in error.message):
+                raise
+            said = f"{error.format_message()} The file goes after -c: {error.ctx.command_path} -c FILE."
+            raise click.UsageError(said, error.ctx) from None
         except PdCacheError as error:
             click.echo(f"pd-cache: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)

@@ -53,6 +53,9 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
     file = str(cluster_file(tmp_path))
     assert "nodes[0].port: 0: a decode node has to know this port" in refused("launch", "decode", "-c", file)
     assert "Missing option '-c'" in refused("launch", "decode")
+    for command in (["up"], ["launch", "decode"], ["doctor"], ["pool", "ls"]):
+        assert " The file goes after -c: main " in refused(*command, file), command
+    assert "-c" not in refused("config", "check", file, file).splitlines()[-1]
     assert "'decoder' is not one of" in refused("launch", "decoder", "-c", file)
 
 
