@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +20,6 @@ from rich.table import Table
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.http import NOBODY, ask
 from launch.up import quiet, running
-from launch.versions import known_versions
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
@@ -94,7 +92,6 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     todo = prompts(engine.model.random.vocab_size, config.cache.chunk_tokens, engine.max_model_len)
     with Console(stderr=True).status("starting a master, a prefill node, a decode node and a proxy") as status:
         with running(config, source, sink=quiet) as cluster:
-            _wait_for_versions(cluster.config)
             url = cluster.urls[proxies[0].name]
             answers = []
             for number, prompt in enumerate(todo, start=1):
@@ -119,18 +116,6 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
     else:
         _show(compared, all_equal, config)
     return all_equal
-
-
-def _wait_for_versions(config: ClusterConfig) -> None:
-    """Waits until every engine knows the version of its weights, about two seconds: before that, it neither loads nor stores."""
-    engines = {node.name for node in config.nodes if node.role in ("prefill", "decode")}
-    end = time.monotonic() + _TIMEOUT_S
-    while engines:
-        if time.monotonic() > end:
-            raise DemoError(f"no answer at {config.versions} about the weights of {', '.join(sorted(engines))}")
-        time.sleep(0.1)
-        for model in known_versions(config.versions.split(",")).values():
-            engines -= {name for name, label in model.processes.values() if label is not None}
 
 
 def _ask(url: str, model: str, prompt: list[int]) -> _Answer:

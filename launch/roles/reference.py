@@ -11,7 +11,7 @@ from launch.discovery import Member
 from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
 from launch.reachability import PeerChecks
 from launch.supervise import stop_on_signals
-from pd_cache.cache import BlockCache, CacheEngineBuilder
+from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
 from pd_cache.errors import ConfigError
@@ -24,6 +24,9 @@ from pd_cache.versions import WeightsVersion
 
 if TYPE_CHECKING:
     import torch
+
+_VERSION_S = 5.0
+"""How long an engine waits for which weights are current before it is ready without. A master that has just started says so after two seconds."""
 
 
 def run_reference_engine(
@@ -42,7 +45,7 @@ def run_reference_engine(
     def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
         metrics = CacheMetrics(registry)
         server = config.node(node.cache_server) if node.cache_server else None
-        cache: BlockCache
+        cache: CacheEngine | ServerCache
         if isinstance(server, CacheServerNode):
             identity = EngineIdentity.of(metadata, config.cache)
             version = WeightsVersion.of(settings, metadata.model)
@@ -54,6 +57,8 @@ def run_reference_engine(
                 raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
+        if (known := cache.version) is not None:  # before that, it would store nothing of the first requests
+            known.wait_known(_VERSION_S)
         member.namespaces, member.streams = (metadata.namespace(config.cache),), True
         return cache
 

@@ -37,9 +37,10 @@ from pd_cache.versions import (
     WeightsVersion,
     begin_version,
 )
+from tests.support.cluster import cluster_file
 from tests.support.etcd import Etcd
 from tests.support.kv import make_cache
-from tests.support.pool import free_port
+from tests.support.pool import Node, free_port
 from tests.support.waiting import wait_for
 
 MODEL = "llama"
@@ -742,6 +743,24 @@ def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Auth
 
 
 # --- what holds in all orders --------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_ready_when_it_knows_which_weights_are_current(judge: Authority, tmp_path: Path) -> None:
+    wait_for(lambda: _learned(judge), what="an authority that has learned")
+    asked, respond = [], answering(judge)
+
+    def late(path: str, body: bytes | None) -> Response:
+        asked.append(path)
+        return Response(503, b"not yet") if len(asked) < 6 else respond(path, body)
+
+    with serving("127.0.0.1", 0, late, 64) as (_, port):
+        master = {"name": "master", "role": "master", "port": free_port(), "versions_port": port}
+        file = cluster_file(tmp_path, nodes=[master, {"name": "decode-0", "role": "decode", "port": free_port()}])
+        node = Node("decode", "decode-0", file)
+        try:
+            assert len(asked) >= 6
+        finally:
+            node.stop()
 
 
 class Versions(RuleBasedStateMachine):

@@ -20,8 +20,7 @@ import yaml
 from launch.doctor import DoctorReport, Verdict
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
-from launch.versions import known_versions
-from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
+from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.pool import ROOT, free_port
 from tests.support.waiting import wait_for
 
@@ -119,21 +118,11 @@ def _with_ports(config: ClusterConfig) -> ClusterConfig:
 
 @contextmanager
 def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
-    """The cluster of `cluster_file`, running, every node with its pool, every engine with its weights' version: nodes are ready without."""
+    """The cluster of `cluster_file`, running, every node with its pool."""
     config, source = read_config(cluster_file(folder, **changes))
     with running(_with_ports(config), source) as cluster:
         wait_for(lambda: all(row.state == "up" or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
-        if isinstance(config.engine, ReferenceEngineConfig):
-            wait_for(lambda: _versions_known(cluster.config), what="a version for every engine")
         yield cluster
-
-
-def _versions_known(config: ClusterConfig) -> bool:
-    """Whether every engine has said with which weights it works: it finds and loads nothing before it can."""
-    rows = cluster_status(config).nodes
-    known = known_versions(row.record.versions for row in rows if row.record.versions)
-    told = {name for one in known.values() for name, label in one.processes.values() if label is not None}
-    return told >= {row.name for row in rows if row.record.role in ("prefill", "decode")}
 
 
 def complete(url: str, prompt: Any, timeout: float = 120.0, raw: bytes | None = None, **fields: Any) -> Answer:
