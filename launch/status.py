@@ -112,6 +112,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """Which version of each model's weights is current, if they have changed, and which processes have another one."""
     segments: list[Segment] | None = None
     """The pool's memory, as the leading master knows it; None if none says so."""
+    elected: bool = False
+    """Whether etcd elects one of several masters."""
 
     @property
     def view(self) -> View:
@@ -141,12 +143,11 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         if not any(node.asked for node in self.masters):
             return []
         if not leading:
-            return [
-                f"none of {len(self.masters)} masters leads: there are no hits, and nothing is stored; {_NO_LEADER}"
-            ]
+            what = f"none of {len(self.masters)} masters leads" if self.elected else "the master does not lead"
+            return [f"{what}: there are no hits, and nothing is stored; {_NO_LEADER[self.elected]}"]
         if len(leading) > 1:
             names = ", ".join(leading)
-            return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS}"]
+            return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS[self.elected]}"]
         promised = sum(node.record.capacity.segment_bytes for node in self.nodes if not node.silent)
         mounted = sum(segment.size_bytes for segment in self.segments or ())
         if self.segments is not None and mounted < promised:
@@ -168,12 +169,15 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 SKEW_FAILS = "every put between these fails, without a word in any log; install one version on all nodes"
 SKEW_UNTRIED = "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
-_NO_LEADER = (
-    "a master that runs alone needs a start (its row says more); elected ones lead again 15 s after etcd "
-    "answers (`etcdctl endpoint health`), and within a minute where it lost its data"
-)
-_NO_MEMORY = "nodes that follow another master, as after a loss of etcd's data, find this one when they are restarted"
-_TWO_LEADERS = "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)"
+_NO_LEADER = {
+    False: "start it, or see its row",
+    True: "they elect one within 15 s after etcd answers (`etcdctl endpoint health`), and within a minute where it lost its data",
+}
+_TWO_LEADERS = {
+    False: "end all but one, or have them elected: `master: {ha: true}`",
+    True: "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)",
+}
+_NO_MEMORY = "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
 
 
 # --- asking ------------------------------------------------------------------------------------------------------------
@@ -209,7 +213,8 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
         if row.name in view.doubted:
             row.state += "; not registered again since discovery was away"
     fresh = synced and view.stale_since is None
-    found = ClusterStatus(_source(config, view, synced), fresh, rows, dict(view.unreadable))
+    source = _source(config, view, synced)
+    found = ClusterStatus(source, fresh, rows, dict(view.unreadable), elected=config.masters.ha)
     segments = _segments(found.leading)
     for row in rows:
         mine = {segment.shown_status for segment in segments or () if segment.segment_name in row.segments}

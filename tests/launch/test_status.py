@@ -36,20 +36,29 @@ def store(size: int, state: str = "not asked") -> NodeStatus:
         ([master("a", "leader"), store(GIB)], None, None),
         ([store(GIB)], None, None),
         ([master("a", "standby"), master("b", "candidate")], None, "none of 2 masters leads"),
-        ([master("a", "leads, but does not serve yet")], None, "none of 1 masters leads"),
+        ([master("a", "leads, but does not serve yet"), master("b", "standby")], None, "none of 2 masters leads"),
         ([master("a", "leader"), master("b", "leader")], None, "2 masters lead (a, b): each knows only some of the keys"),
-        ([master("a", "leader"), store(GIB)], [], "a has 0 B of the 1.0 GiB that nodes give; nodes that follow another"),
+        ([master("a", "leader"), store(GIB)], [], "a has 0 B of the 1.0 GiB that nodes give; start those that do not run"),
     ],
     ids=["well", "memory unknown", "no master registered", "none leads", "warming up", "two lead", "memory elsewhere"],
 )  # fmt: skip
 def test_one_master_leads_and_has_the_memory_that_nodes_give(
     nodes: list[NodeStatus], segments: list[Segment] | None, problem: str | None
 ) -> None:
-    status = ClusterStatus("etcd", True, nodes, segments=segments)
+    status = ClusterStatus("etcd", True, nodes, segments=segments, elected=True)
     assert status.well is (problem is None)
     shown = json.loads(as_json(status))
     assert shown["well"] is status.well
     assert [text[: len(problem or "")] for text in shown["problems"]] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize("leads", ["", "leader"])
+def test_of_masters_that_are_not_elected_nothing_is_said_of_etcd(leads: str) -> None:
+    nodes = [master("a", leads), *([master("b", leads)] if leads else []), store(GIB)]
+    (problem,) = ClusterStatus("static", True, nodes, segments=[]).problems
+    assert "etcd" not in problem
+    (problem,) = ClusterStatus("static", True, [master("a", "leader"), store(GIB)], segments=[]).problems
+    assert "etcd" not in problem
 
 
 METRICS = """
