@@ -38,6 +38,7 @@ from launch.doctor.probe import (
     reach_findings,
     second_pool_finding,
     segment_findings,
+    stopped_finding,
     version_findings,
 )
 from launch.doctor.report import DoctorReport, Finding, Verdict, as_json, report_table, skipped
@@ -92,6 +93,9 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     yield memory_finding(config, mine, running)
     yield listening_finding(mine)
     yield discovery_finding(config, status)
+    if not any(row.answers for row in status.nodes):
+        yield stopped_finding(status)
+        return
     yield from node_findings(status)
     yield from master_findings(config, status)
     yield from version_findings(status.nodes)

@@ -53,16 +53,17 @@ def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
     )  # fmt: skip
 
 
+def stopped_finding(status: ClusterStatus) -> Finding:
+    """Returns that no node answers."""
+    return broken(
+        "cluster.node", f"nothing of this cluster runs: none of its {len(status.nodes)} nodes answers", why="or this machine does not reach it",
+        repair=f"start it: {_UP}; what each node said: pd-cache status -c FILE",
+    )  # fmt: skip
+
+
 def node_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Yields which nodes answer, as `pd-cache status` sees it. If none answers, that is a single finding."""
+    """Yields which nodes answer, as `pd-cache status` sees it."""
     check = "cluster.node"
-    asked = [row for row in status.nodes if row.asked]
-    if asked and not any(row.answers for row in asked):
-        yield broken(
-            check, f"none of the {len(asked)} nodes that take questions answers", why="the cluster does not run, or this machine does not reach it",
-            repair=_UP,
-        )  # fmt: skip
-        return
     for name, why in status.unreadable.items():
         yield broken(check, why, name, why="no process that starts now finds the node of that name", repair="start that node again; if there is none: etcdctl del, under /pd-cache")  # fmt: skip
     for row in status.nodes:

@@ -92,13 +92,19 @@ def test_without_a_file_only_this_machine_is_looked_at() -> None:
     assert report.file is None
 
 
-def test_a_dead_master_is_broken_and_nothing_is_waited_for_long(make_pool: Callable[..., Pool]) -> None:
+def test_of_a_cluster_that_does_not_run_one_finding_says_so_and_nothing_else_is_tried(
+    make_pool: Callable[..., Pool],
+) -> None:
     pool = make_pool().start()
     pool.kill("master")
     status, report = doctor("-c", str(pool.file))
-    assert status == 1
-    assert {("cluster.master", ""), ("cluster.node", ""), ("network.from_here", "master")} <= broken(report)
-    assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
+    assert (status, broken(report)) == (1, {("cluster.node", "")})
+    found = of(report, "cluster.node")[""]
+    assert (found.found.partition(":")[0], found.repair.partition(";")[0]) == (
+        "nothing of this cluster runs",
+        f"start it: pd-cache up -c {pool.file}",
+    )
+    assert not {"cluster.master", "network.from_here", "transfer.segment"} & {one.check for one in report.findings}
 
 
 def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_process_ends(

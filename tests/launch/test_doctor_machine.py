@@ -347,10 +347,13 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
     assert [(one.about, one.verdict) for one in fingerprint_findings(rows)] == [("c", verdict)]
 
 
-def test_a_cluster_where_nobody_answers_is_one_finding_and_one_silent_node_is_another() -> None:
-    silent = [node("a", state="no answer: refused"), node("b", state="no answer: refused")]
-    assert [one.verdict for one in node_findings(ClusterStatus("static", True, silent))] == [Verdict.BROKEN]
-    rows = [silent[0], node("b"), node("c", state="degraded: /health answers 503"), node("s", state="not asked: store")]
+def test_a_silent_node_is_to_be_started_and_one_that_is_not_well_is_not() -> None:
+    rows = [
+        node("a", state="no answer: refused"),
+        node("b"),
+        node("c", state="degraded: /health answers 503"),
+        node("s", state="not asked: store"),
+    ]
     found = {one.about: (one.verdict, one.repair) for one in node_findings(ClusterStatus("static", True, rows))}
     assert set(found) == {"a", "b", "c"}
     assert found["a"][0] is Verdict.BROKEN
