@@ -33,10 +33,14 @@ Name = Annotated[
     ),
 ]
 PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_LABEL})"
+"""The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS, of which the last is no number."""
 ServerUrl = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://[A-Za-z0-9._-]+:{PORT})?\Z",
+        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://{HOST}:{PORT})?\Z",
         description="ipc:///ABSOLUTE/PATH or tcp://HOST:PORT",
     ),
 ]
@@ -52,10 +56,7 @@ VariableName = Annotated[
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"
     ),
 ]
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 LOOPBACK = ("127.0.0.1", "localhost")
-HOST = rf"{_LABEL}(\.{_LABEL})*"
-"""The pattern of a host name or an IPv4 address: labels of at most 63 characters, as in DNS."""
 Host = Annotated[
     str,
     msgspec.Meta(
@@ -302,7 +303,7 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 Endpoint = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):{PORT}\Z",
+        pattern=rf"^(\[[0-9A-Fa-f:]+\]|{HOST}):{PORT}\Z",
         description="`host:port` without a scheme, e.g. 10.0.0.1:2379",
     ),
 ]

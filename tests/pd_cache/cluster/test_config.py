@@ -136,6 +136,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("role: decode", "rolle: decode", "nodes[2]: the key role is missing; is rolle meant to be it?"),
         ("name: d0", "name: p0", "c.yaml:10: nodes[2].name: 'p0': is also the name of nodes[1]"),
         ("name: d0", "name: 'd 0'", "nodes[2].name: 'd 0': must be 1 to 63 letters"),
+        ("name: d0", "name: d0, host: 10.0.0.300", "nodes[2].host: '10.0.0.300': must be a host name or an IPv4 address"),
         ("name: d0", "name: d0, host: 0.0.0.0", "nodes[2].host: '0.0.0.0': is not the address of one machine"),
         ("role: master, port: 0, metrics_port: 0", "role: store, segment_size: 16MiB", "0 nodes have the role master"),
         ("role: prefill, segment_size: 512MiB", "role: master", "c.yaml:9: nodes[1]: 2 nodes have the role master"),
