@@ -75,12 +75,12 @@ def health(cluster: LocalCluster) -> dict[str, Any]:
     return health_at(cluster.urls["proxy"])
 
 
-def elsewhere(command: str, etcd: Etcd, folder: Path) -> Any:
-    """What `pd-cache status` or `doctor` says on a machine whose file names nobody of the cluster."""
+def elsewhere(etcd: Etcd, folder: Path, *command: str) -> Any:
+    """What a command says on a machine whose file names nobody of the cluster."""
     (folder / "elsewhere").mkdir(exist_ok=True)
     nodes = [{"name": "here", "role": "store", "segment_size": "16MiB"}]
     file = cluster_file(folder / "elsewhere", discovery=discovery(etcd), nodes=nodes)
-    return CliRunner().invoke(main, [command, "-c", str(file), "--json"])
+    return CliRunner().invoke(main, [*command, "-c", str(file)])
 
 
 def metric(cluster: LocalCluster, line: str) -> float:
@@ -110,6 +110,13 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, t
         assert {answer.status for answer in answers} == {200}
 
 
+def test_chunks_are_removed_on_a_machine_whose_file_names_no_master(cluster, own_etcd, tmp_path):
+    assert ask(cluster).status == 200
+    done = elsewhere(own_etcd, tmp_path, "pool", "rm", "tiny", "--yes")
+    assert done.exit_code == 0, done.output
+    assert int(done.stdout.removesuffix(" objects removed\n")) > 0
+
+
 @pytest.mark.usefixtures("patient")
 def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doctor_name_them(
     cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
@@ -126,19 +133,19 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
             with joined(own_etcd, tmp_path, "prefill-3") as node:  # it found the real master
                 wait_for(lambda: health(cluster)["prefill"].get(node.address), 5, "the node is routed to")
                 assert [ask(cluster).status for _ in range(4)] == [200] * 4
-                shown = elsewhere("status", own_etcd, tmp_path)
+                shown = elsewhere(own_etcd, tmp_path, "status", "--json")
                 assert shown.exit_code == 1
                 told = json.loads(shown.stdout)
                 assert told["unreadable"].keys() == planted.keys()
                 assert "not valid UTF-8" in told["unreadable"]["text"]
                 assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
-                report = msgspec.json.decode(elsewhere("doctor", own_etcd, tmp_path).stdout, type=DoctorReport)
+                report = msgspec.json.decode(elsewhere(own_etcd, tmp_path, "doctor", "--json").stdout, type=DoctorReport)
                 broken = [(one.check, one.about) for one in report.findings if one.verdict is Verdict.BROKEN]
                 assert broken == [("cluster.node", name) for name in sorted(planted)]
         finally:
             for name in planted:
                 client.delete(prefix + name)
-    told = elsewhere("status", own_etcd, tmp_path)
+    told = elsewhere(own_etcd, tmp_path, "status", "--json")
     assert told.exit_code == 0, told.output
     nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
     assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
@@ -154,12 +161,12 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
         wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is reported")
-        told = elsewhere("status", own_etcd, tmp_path)
+        told = elsewhere(own_etcd, tmp_path, "status", "--json")
         assert told.exit_code == 1
         assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {
             "prefill-2": expected
         }
-        examined = elsewhere("doctor", own_etcd, tmp_path)
+        examined = elsewhere(own_etcd, tmp_path, "doctor", "--json")
         assert examined.exit_code == 1
         report = msgspec.json.decode(examined.stdout, type=DoctorReport)
         assert [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN] == [
@@ -212,7 +219,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
-        told = elsewhere("status", own_etcd, tmp_path)
+        told = elsewhere(own_etcd, tmp_path, "status", "--json")
         assert told.exit_code == 1, "it shares no hit with the others"
         found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
