@@ -65,7 +65,7 @@ def rendered(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "try", str(CHART), "--namespace", "n", "--values", str(file))
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
@@ -141,6 +141,16 @@ def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shard
         config = yaml.safe_load(texts[role])
         assert config["nodes"][0]["args"] == {"tensor-parallel-size": size}
         assert config["cache"]["shards"] == 8
+
+
+@needs_tool("helm")
+def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may_connect_to_it(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, VARIANTS["gpu"])
+    ports = {role: yaml.safe_load(files(documents)[role])["nodes"][0].get("events_port") for role in ("prefill", "decode")}
+    assert ports == {"prefill": 5570, "decode": None}
+    (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == "try-pd-cache"]
+    assert {5570, 5571} <= {one["port"] for one in policy["spec"]["ingress"][0]["ports"]}
+    assert "5571" not in yaml.safe_dump(rendered(tmp_path, {})), "by default there are none"
 
 
 @needs_tool("helm")

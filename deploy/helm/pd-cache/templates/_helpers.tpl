@@ -19,6 +19,14 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if kindIs "string" . }}{{ . }}{{ else }}{{ int64 . }}{{ end }}
 {{- end }}
 
+{{/* Not among the values: helm merges into those, and a model of vLLM's is a name. */}}
+{{- define "pd-cache.trial-engine" -}}
+kind: reference
+model:
+  name: demo
+  random: {seed: 7, hidden_size: 512, intermediate_size: 1376, layers: 6, heads: 8, kv_heads: 4}
+{{- end }}
+
 {{/* The shared sections of a role's file. Called with a dict: root, role. Masters and proxies move no KV, and need no NIC. */}}
 {{- define "pd-cache.shared" -}}
 {{- $ := .root }}
@@ -31,6 +39,7 @@ discovery:
   endpoints: {{ toJson $.Values.etcd.endpoints }}
 master: {ha: true}
 {{ $config := deepCopy $.Values.config }}
+{{- if not $config.engine }}{{ $_ := set $config "engine" (fromYaml (include "pd-cache.trial-engine" .)) }}{{ end }}
 {{- $sizes := list }}{{ range list "prefill" "decode" }}{{ $sizes = append $sizes (index $.Values . "args" | dig "tensor-parallel-size" 1 | int) }}{{ end }}
 {{- if and (gt (len (uniq $sizes)) 1) (not (dig "cache" "shards" 0 $config)) }}{{ fail (printf "config.cache.shards: tensor-parallel sizes of %v share no chunks without it; set it to their least common multiple" $sizes) }}{{ end }}
 {{- if include "pd-cache.rdma" . }}
