@@ -1,7 +1,7 @@
 """`pd-cache explain`: why the cache did not have more of a request's prompt, and how much of a prompt each node would find now.
 
-Proxies and nodes know of the last requests (`/requests/ID`). A reference node says itself what it would find (`/survey`). For a node of
-vLLM, this process looks up in the pool under the node's namespaces.
+Proxies and nodes know of the last requests (`/requests/ID`). What a node would find of a prompt is looked up in the pool, by this process,
+under the node's namespaces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -69,8 +69,6 @@ class ExplainedNode(msgspec.Struct):
     """The prompt's length there; None if the node did not say."""
     found: int | None = None
     """Tokens, in whole chunks; None if nothing could be asked."""
-    where: str = ""
-    """What was asked: `tiers and pool`, or `pool`."""
     reason: MissReason = "error"
     """Why not more."""
     detail: str = ""
@@ -86,12 +84,6 @@ class _Reports(msgspec.Struct, frozen=True):
 
 class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[_Token]
-
-
-class _Survey(msgspec.Struct, frozen=True):
-    tokens: int
-    found: int
-    reason: MissReason
 
 
 # --- a request -------------------------------------------------------------------------------------------------------
@@ -190,20 +182,26 @@ def read_prompt_file(file: Path) -> list[int] | str:
 
 
 def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | None = None) -> list[ExplainedNode]:
-    """Returns what each prefill and decode node would find of a prompt now, and why not more. `salt` is the request's `cache_salt`.
+    """Returns what each prefill and decode node would find of a prompt in the pool now, and why not more. `salt` is the request's `cache_salt`.
 
     Nothing is stored, loaded or computed.
     """
-    status = cluster_status(config)
+    status, explained = cluster_status(config), list[ExplainedNode]()
     rows = [row for role in ("prefill", "decode") for row in status.nodes if row.record.role == role]
-    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-        explained = list(threads.map(lambda row: _ask_node(row, prompt, salt), rows))
-    with contextlib.closing(_PoolLookups(config, status.view, salt)) as pool:
-        for row, one in zip(rows, explained, strict=True):
-            if one.found is None and not one.detail:
-                tokens = prompt if isinstance(prompt, list) else _tokenized(row.record, prompt, one)
-                if tokens is not None:
-                    pool.look(row.record, tokens, one)
+    with contextlib.ExitStack() as stack:
+        pool = _PoolLookups(config, status.view, salt, stack)
+        for row in rows:
+            one = ExplainedNode(row.name, row.record.role)
+            explained.append(one)
+            if row.silent:
+                one.detail = row.state
+                continue
+            try:
+                tokens = prompt if isinstance(prompt, list) else _tokenized(row.record, prompt)
+            except (OSError, ValueError) as error:
+                one.detail = f"it does not return the tokens of a text ({error}); give token ids"
+            else:
+                pool.look(row.record, tokens, one)
     _compare(rows, explained)
     return explained
 
@@ -215,54 +213,27 @@ def prompt_text(explained: Sequence[ExplainedNode]) -> str:
         if one.found is None:
             lines.append(f"{one.node} ({one.role}): {one.detail or MEANINGS[one.reason]}")
             continue
-        lines.append(f"{one.node} ({one.role}): would find {one.found} of {one.tokens} tokens in its {one.where}")
+        lines.append(f"{one.node} ({one.role}): would find {one.found} of {one.tokens} tokens in the pool")
         lines.append(f"  {one.reason}: {one.detail or MEANINGS[one.reason]}")
     return "\n".join(lines) or "discovery knows no prefill or decode node"
 
 
-def _ask_node(row: NodeStatus, prompt: list[int] | str, salt: str | None) -> ExplainedNode:
-    """Returns the node's own answer. `found` and `detail` are empty if it has no page for that."""
-    record, one = row.record, ExplainedNode(row.name, row.record.role)
-    if row.silent:
-        one.detail = row.state
-        return one
-    salted = {} if salt is None else {"cache_salt": salt}
-    survey = _posted(record, "survey", _Survey, prompt=prompt, max_tokens=1, **salted)
-    if isinstance(survey, str):
-        one.detail = survey
-    elif survey is not None:
-        one.tokens, one.found, one.reason, one.where = survey.tokens, survey.found, survey.reason, "tiers and pool"
-    return one
-
-
-def _tokenized(record: NodeRecord, prompt: str, one: ExplainedNode) -> list[int] | None:
-    """Returns the tokens of a text from the node; notes why if there are none."""
-    told = _posted(record, "tokenize", _Tokens, prompt=prompt)
-    if isinstance(told, _Tokens):
-        return told.tokens
-    one.detail = f"it does not return the tokens of a text ({told or 'it has no page for that'}); give token ids"
-    return None
-
-
-def _posted(record: NodeRecord, page: str, kind: type[Any], **fields: Any) -> Any:
-    """Returns a node's answer, a `kind`; a text that says why there is none; or None if the node has no such page."""
-    body = {**fields, **({"model": record.model} if record.model else {})}
-    try:
-        answer = ask(f"{record.address}/{page}", _ASK_S, NOBODY, msgspec.json.encode(body))
-        if answer.status == 200:
-            return decode_json(answer.body, kind)
-    except (OSError, ValueError) as error:
-        return f"no answer: {error}"
-    if answer.status in (404, 405) and b"model" not in answer.body:
-        return None
-    return f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}"
+def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
+    """Returns the tokens of a text from the node. Raises OSError or ValueError if it does not answer with them."""
+    body = {"prompt": prompt, **({"model": record.model} if record.model else {})}
+    answer = ask(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
+    if answer.status != 200:
+        raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
+    return decode_json(answer.body, _Tokens).tokens
 
 
 class _PoolLookups:
     """Lookups in the pool, with a client for each kind of namespaces. For one thread."""
 
-    def __init__(self, config: ClusterConfig, view: View, salt: str | None) -> None:
+    def __init__(self, config: ClusterConfig, view: View, salt: str | None, stack: contextlib.ExitStack) -> None:
+        """`stack` closes the clients."""
         self._config = config
+        self._stack = stack
         self._salt = salt
         self._master = master_of(config, view)
         self._versions = versions_of(config, view)
@@ -271,7 +242,7 @@ class _PoolLookups:
 
     def look(self, record: NodeRecord, tokens: list[int], one: ExplainedNode) -> None:
         """Notes what a node would find in the pool."""
-        one.tokens, one.where = len(tokens), "pool"
+        one.tokens = len(tokens)
         spaces = record.cache_namespaces
         if not spaces:
             one.detail = "it does not say in which namespace its chunks are"
@@ -293,19 +264,12 @@ class _PoolLookups:
             one.found, one.reason = found.chunks * spaces[0].chunk_size, found.reason
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
-        client = self._clients.get(spaces)
-        if client is None:
-            client = self._clients[spaces] = open_lookup(
-                self._config, self._config.nodes[0].host, spaces, master, self._versions
-            )
-        client.store.wait_open(_POOL_S)
-        client.version.wait_known(_POOL_S)
-        return client
-
-    def close(self) -> None:
-        """Disconnects from the pool."""
-        for client in self._clients.values():
-            client.close()
+        if spaces not in self._clients:
+            client = open_lookup(self._config, self._config.nodes[0].host, spaces, master, self._versions)
+            self._clients[spaces] = self._stack.enter_context(contextlib.closing(client))
+            client.store.wait_open(_POOL_S)
+            client.version.wait_known(_POOL_S)
+        return self._clients[spaces]
 
 
 def _compare(rows: Sequence[NodeStatus], explained: Sequence[ExplainedNode]) -> None:

@@ -231,16 +231,16 @@ def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, promp
     def found(*more: str) -> set[tuple[Any, ...]]:
         nodes = explained(file, "--prompt", str(tmp_path / "prompt"), *more)["nodes"]
         assert [one["node"] for one in nodes] == ["prefill-0", "decode-0"]
-        return {(one["tokens"], one["found"], one["reason"], one["where"]) for one in nodes}
+        return {(one["tokens"], one["found"], one["reason"]) for one in nodes}
 
     tokens = prompt(3 * CHUNK + 8)
     (tmp_path / "prompt").write_text(json.dumps(tokens))
-    assert found() == {(200, 0, "never_stored", "tiers and pool")}
+    assert found() == {(200, 0, "missing")}
     complete(url_of(cluster), tokens)
-    assert found() == {(200, 192, "none", "tiers and pool")}
-    assert found("--cache-salt", "other") == {(200, 0, "never_stored", "tiers and pool")}
+    assert found() == {(200, 192, "none")}
+    assert found("--cache-salt", "other") == {(200, 0, "missing")}
     (tmp_path / "prompt").write_text("short, ünd with letters of two bytes")
-    assert found() == {(37, 0, "too_short", "tiers and pool")}
+    assert found() == {(37, 0, "too_short")}
 
 
 # --- deaths ----------------------------------------------------------------------------------------------------------
@@ -294,12 +294,8 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 assert status["cache-0"].startswith("no answer")
                 assert status["decode-0"] == "up"
             if victim == "store-0":
-                file = tmp_path / "running.yaml"
-                file.write_text(dump_config(cluster.config))
-                (tmp_path / "prompt").write_text(json.dumps(prompts[0]))
 
-                def evicted() -> bool:
-                    nodes = explained(str(file), "--prompt", str(tmp_path / "prompt"))["nodes"]  # noqa: B023 - called at once
-                    return {one["reason"] for one in nodes} == {"evicted"}
+                def evicted(tokens: Tokens = prompts[0]) -> bool:
+                    return (complete(url, tokens).body["pd_cache"]["prefill"] or {}).get("reason") == "evicted"
 
                 wait_for(evicted, what="chunks that went with their node count as evicted")

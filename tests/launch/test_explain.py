@@ -102,7 +102,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
         (tmp_path / "prompt.txt").write_text("whatever")
         file, prompt_file = str(tmp_path / "cluster.yaml"), str(tmp_path / "prompt.txt")
         found, other, unknown = as_json("--prompt", prompt_file, "-c", file)["nodes"]
-        assert (found["found"], found["reason"], found["where"]) == (24, "none", "pool")
+        assert (found["found"], found["reason"]) == (24, "none")
         assert (other["found"], other["reason"]) == (0, "other_namespace")
         assert other["detail"].startswith("decode-0, which would find 24 tokens, has another namespace: ")
         assert unknown["found"] is None

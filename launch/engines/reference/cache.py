@@ -194,18 +194,6 @@ class PrefixCache:
                 return found
             pause = min(2 * pause, LONGEST_POLL_S)
 
-    def survey(self, prompt: array.array[int], salt: str | None) -> tuple[int, MissReason]:
-        """Returns how many tokens of a prompt the cache would find now, and why not more."""
-        prefix = self.prefix(prompt, (), salt)
-        if prefix is None:
-            return 0, "too_short"
-        try:
-            found = self._cache.find(prefix.names)
-        except Exception as error:  # noqa: BLE001 - whatever the cache raises, it found nothing
-            self._warn("looking up in the cache failed", error)
-            return 0, "error"
-        return found.chunks * self.chunk_size, found.reason
-
     def count(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""
         self._cache.metrics.request(report)

@@ -42,7 +42,7 @@ from pd_cache.cache import BlockCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import HandoffConfig, ReferenceEngineConfig
 from pd_cache.layout import KVLayout
-from pd_cache.reasons import MissReason, RequestReport
+from pd_cache.reasons import RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.calls import CallThreads
 
@@ -72,7 +72,6 @@ class _LoadAttempt:
     blocks: tuple[int, ...]
     """What it may write to."""
     awaited: Awaited
-    started: float
     deadline: float
     cancelled: threading.Event
 
@@ -216,10 +215,6 @@ class ReferenceEngine:
             self._inbox.append(lambda: queue(_Active(generation)))
             self._changed.notify_all()
         return generation
-
-    def survey(self, prompt: Sequence[int], salt: str | None) -> tuple[int, MissReason]:
-        """Returns how many tokens of a prompt the cache would find now, and why not more. For any thread; waits for the lookup."""
-        return (0, "not_asked") if self._cache is None else self._cache.survey(array.array("i", prompt), salt)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the threads. Idempotent."""
@@ -421,7 +416,7 @@ class ReferenceEngine:
         assert self._cache is not None
         announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
         until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
-        load.owner, load.started = active, time.monotonic()
+        load.owner = active
         load.deadline, load.awaited.told = until + self._load_timeout_s, (announced, until)
         active.phase = _Phase.LOADING
 
@@ -434,13 +429,11 @@ class ReferenceEngine:
         if prefix is None or active.skip_cache:
             return
         announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
-        now = time.monotonic()
-        until = now + (self._handoff.wait_ms / 1000 if announced else 0.0)
+        until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
         if request.streams:
             announced, until = prefix.length, active.generation.deadline
-        load = _LoadAttempt(
-            active, blocks, Awaited(announced, until), now, until + self._load_timeout_s, threading.Event()
-        )
+        deadline = until + self._load_timeout_s
+        load = _LoadAttempt(active, blocks, Awaited(announced, until), deadline, threading.Event())
 
         def run() -> None:
             result = LoadResult("failed")
@@ -465,7 +458,7 @@ class ReferenceEngine:
             self.lent_blocks -= len(load.blocks)
             return
         active.load = None
-        self._count_load(load, result.outcome)
+        self.metrics.loads.labels(result.outcome).inc()
         self._use(active, result)
 
     def _use(self, active: _Active, result: LoadResult) -> None:
@@ -480,17 +473,13 @@ class ReferenceEngine:
         """Starts over without the cache, on blocks that the load does not write to: it takes too long."""
         assert active.load is not None
         _logger.warning("a load did not end in time; its request computes the whole prompt")
-        self._count_load(active.load, "timeout")
+        self.metrics.loads.labels("timeout").inc()
         self._running.remove(active)
         self._give_back(active)
         active.skip_cache = True
         active.result = LoadResult("cancelled", reason="deadline")
         active.phase = _Phase.WAITING
         self._waiting.appendleft(active)
-
-    def _count_load(self, load: _LoadAttempt, outcome: str) -> None:
-        self.metrics.loads.labels(outcome).inc()
-        self.metrics.load_time.observe(time.monotonic() - load.started)
 
     def _give_back(self, active: _Active) -> None:
         """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
@@ -575,17 +564,12 @@ class ReferenceEngine:
             )
         )
         metrics.ttft.observe(ttft)
-        metrics.prompt_length.observe(prompt)
-        metrics.prompt_tokens.inc(prompt)
-        metrics.cached_tokens.inc(cached)
-        metrics.computed_tokens.inc(prompt - cached)
 
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:
         active.phase = _Phase.DECODE
         active.last_token = int(logits.argmax())
         active.produced += 1
         last = active.produced >= active.generation.request.max_tokens
-        self.metrics.output_tokens.inc()
         if last:
             self._remove(active, "length")
         active.generation.push(TokenEvent(active.last_token, last))
@@ -634,7 +618,6 @@ class ReferenceEngine:
             self._running.remove(active)
         self._give_back(active)
         self.metrics.requests.labels(outcome).inc()
-        self.metrics.output_length.observe(active.produced)
 
     def _fail(self, active: _Active, failure: GenerationError) -> None:
         self._remove(active, failure.kind)
@@ -643,7 +626,6 @@ class ReferenceEngine:
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class EngineMetrics:
@@ -660,14 +642,6 @@ class EngineMetrics:
         self.running = Gauge(name("running"), "Requests that load or compute", registry=own)
         self.free_blocks = Gauge(name("free_blocks"), "Blocks of the paged buffer in no use", registry=own)
         self.requests = Counter(name("requests"), requests, ["outcome"], registry=own)
-        self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens of prompts completed", registry=own)
-        self.cached_tokens = Counter(name("cached_tokens"), "Prompt tokens loaded from the pool", registry=own)
-        self.computed_tokens = Counter(name("computed_tokens"), "Prompt tokens computed", registry=own)
-        self.output_tokens = Counter(name("output_tokens"), "Tokens generated", registry=own)
         self.loads = Counter(name("loads"), loads, ["outcome"], registry=own)
         self.stores = Counter(name("stores"), stores, ["outcome"], registry=own)
         self.ttft = Histogram(name("ttft_seconds"), first, buckets=_SECONDS, registry=own)
-        waited = "What a request waited for the cache"
-        self.load_time = Histogram(name("load_seconds"), waited, buckets=_SECONDS, registry=own)
-        self.prompt_length = Histogram(name("prompt_length_tokens"), "Prompts", buckets=_TOKENS, registry=own)
-        self.output_length = Histogram(name("output_length_tokens"), "Outputs", buckets=_TOKENS, registry=own)

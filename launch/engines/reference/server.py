@@ -84,7 +84,6 @@ class ReferenceServer:
         app = web.Application(client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/survey", self._survey)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -153,12 +152,6 @@ class ReferenceServer:
         return web.json_response(
             {"count": len(tokens), "max_model_len": self.engine.config.max_model_len, "tokens": list(tokens)}
         )
-
-    async def _survey(self, http: web.Request) -> web.Response:
-        """Returns how many tokens of a prompt this node would find in its tiers and in the pool, and why not more."""
-        request, tokens = await self._read(http)
-        found, reason = await asyncio.to_thread(self.engine.survey, tokens, request.cache_salt)
-        return web.json_response({"tokens": len(tokens), "found": found, "reason": reason})
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
