@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
 import pd_cache
 from pd_cache.cluster import ROLES, ClusterConfig, Problem, load_config, read_config
@@ -49,6 +50,20 @@ def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+
+
+def _answer(as_json: bool, value: object, *shown: object) -> None:
+    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the terminal."""
+    if as_json:
+        click.echo(msgspec.json.encode(value).decode())
+        return
+    from rich.console import Console
+
+    for one in shown:
+        if isinstance(one, str):
+            click.echo(one)
+        else:
+            Console().print(one)
 
 
 def _running(file: Path) -> ClusterConfig:
@@ -180,8 +195,6 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
 
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
-    from rich.console import Console
-
     from launch import status as shown
 
     config = _running(file)
@@ -189,10 +202,7 @@ def status(file: Path, as_json: bool, watch: bool) -> None:
         shown.watch(config)
         return
     found = shown.cluster_status(config)
-    if as_json:
-        click.echo(shown.as_json(found))
-    else:
-        Console().print(shown.status_table(found))
+    _answer(as_json, shown.as_dict(found), shown.status_table(found))
     if not found.well:
         raise SystemExit(1)
 
@@ -268,15 +278,10 @@ def pool_ls(file: Path, as_json: bool) -> None:
     A namespace is what keys of one model, layout and version of the weights begin with. `old`: other weights are current. `no node`: no
     node of the cluster has it.
     """
-    from rich.console import Console
-
-    from launch.operate import pool as pooled
+    from launch.operate.pool import space_table
 
     report = _survey(file)
-    if as_json:
-        click.echo(_as_json(report))
-    else:
-        Console().print(pooled.space_table(report.namespaces))
+    _answer(as_json, report, space_table(report.namespaces))
 
 
 @pool.command("du")
@@ -287,19 +292,10 @@ def pool_du(file: Path, as_json: bool) -> None:
 
     Not by `cache_salt`: chunks of all salts lie under names that do not say it.
     """
-    from rich.console import Console
-
-    from launch.operate import pool as pooled
+    from launch.operate.pool import usage, usage_table
 
     report = _survey(file)
-    if as_json:
-        models = [
-            {"model": model, "objects": objects, "bytes": size}
-            for model, (objects, size) in pooled.by_model(report).items()
-        ]
-        click.echo(_as_json({"models": models, "segments": report.segments, "tenants": report.tenants}))
-    else:
-        Console().print(pooled.usage_table(report))
+    _answer(as_json, usage(report), usage_table(report))
 
 
 @pool.command("rm")
@@ -321,12 +317,11 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
 
     if not pattern and not old:
         raise click.UsageError("give a PATTERN or --old")
-    named = pattern or "*"
     report = _survey(file)
-    chosen = pooled.choose(report, named, old=old)
+    chosen = pooled.choose(report, pattern or "*", old=old)
     if not yes:
         asked = pattern or "old"
-        Console().print(pooled.space_table(chosen))
+        _answer(False, None, pooled.space_table(chosen))
         if click.prompt(f"Type {asked} to remove these namespaces", default="", show_default=False) != asked:
             raise PdCacheError("nothing was removed")
     with Console(stderr=True).status("removing …"):
@@ -343,12 +338,6 @@ def _survey(file: Path) -> PoolReport:
     config = _running(file)
     with Console(stderr=True).status("counting …"):
         return survey(config)
-
-
-def _as_json(value: object) -> str:
-    import msgspec
-
-    return msgspec.json.encode(value).decode()
 
 
 @main.command()
@@ -368,7 +357,6 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 
     Hits go on meanwhile, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
     """
-    import msgspec
     from rich.console import Console
     from rich.progress import Progress
 
@@ -392,7 +380,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
                 shown = state.seconds + 5.0
 
         found = drained.drain(config, node, timeout_s=timeout_s, told=told)
-    click.echo(msgspec.json.encode(found).decode() if as_json else drained.text_of(found, str(file)))
+    _answer(as_json, found, drained.text_of(found, str(file)))
     if found.outcome != "drained":
         raise SystemExit(1)
 
@@ -413,10 +401,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
     config = None if file is None else _running(file)
     with signals_as_exceptions(), Console(stderr=True).status("examining …"):
         report = examined.examine(config, file)
-    if as_json:
-        click.echo(examined.as_json(report))
-    else:
-        Console().print(examined.report_table(report))
+    _answer(as_json, report, examined.report_table(report))
     if report.broken:
         raise SystemExit(1)
 
@@ -444,19 +429,17 @@ def explain(
         raise click.UsageError("give either a REQUEST_ID or --prompt FILE")
     if cache_salt is not None and prompt_file is None:
         raise click.UsageError("--cache-salt belongs to --prompt")
-    import msgspec
-
     from launch.operate import explain as explained
 
     config = _running(file)
     if request_id is not None:
         found = explained.explain_request(config, request_id)
-        click.echo(msgspec.json.encode(found).decode() if as_json else explained.request_text(found))
+        _answer(as_json, found, explained.request_text(found))
         known = found.known
     else:
         assert prompt_file is not None
         nodes = explained.explain_prompt(config, explained.read_prompt_file(prompt_file), cache_salt)
-        click.echo(msgspec.json.encode({"nodes": nodes}).decode() if as_json else explained.prompt_text(nodes))
+        _answer(as_json, {"nodes": nodes}, explained.prompt_text(nodes))
         known = any(node.found is not None for node in nodes)
     if not known:
         raise SystemExit(1)
@@ -516,8 +499,6 @@ def _send_hint(
     as_json: bool,
     ttl_s: float | None = None,
 ) -> None:
-    import msgspec
-
     from launch.operate import pin as pins
     from pd_cache.decoding import decode_json
 
@@ -535,7 +516,7 @@ def _send_hint(
             raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
         payload |= {name: value for name, value in {**given, "cache_salt": cache_salt}.items() if value is not None}
     answer = pins.send_action(_running(file), kind, payload, action_id)
-    click.echo(msgspec.json.encode(answer).decode() if as_json else pins.answer_text(answer))
+    _answer(as_json, answer, pins.answer_text(answer))
     if answer.status == "refused":
         raise SystemExit(1)
 
@@ -608,27 +589,16 @@ def config_example(name: str) -> None:
     help="Of the KV cache; by default the model's.",
 )
 @_json_option
-def size(
-    model: Path, tokens: int, share: float, prompt: int, ttft_s: float, ranks: int, kv_dtype: str | None, as_json: bool
-) -> None:
+def size(model: Path, as_json: bool, **wanted: Any) -> None:
     """Say how much KV a model has for a token, and how large a pool and how fast a network that needs.
 
     A prompt that comes again is loaded in whole chunks. The pool is for prompts as in FAST'25's trace of conversations; `pd-cache bench
     replay` measures another trace.
     """
-    from rich.console import Console
+    from launch.operate.size import size_of, size_text
 
-    from launch.operate import size as sized
-
-    found = sized.size_of(
-        model, tokens=tokens, share=share, prompt=prompt, ttft_s=ttft_s, ranks=ranks, kv_dtype=kv_dtype
-    )
-    if as_json:
-        click.echo(_as_json(found))
-        return
-    table, text = sized.size_text(found, tokens=tokens, share=share, prompt=prompt, ttft_s=ttft_s)
-    Console().print(table)
-    click.echo(text)
+    found = size_of(model, **wanted)
+    _answer(as_json, found, *size_text(found, **wanted))
 
 
 _BENCHES = {

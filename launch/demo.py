@@ -32,33 +32,6 @@ class DemoError(PdCacheError):
     """A node did not answer a prompt of the demo correctly."""
 
 
-class NodeTokens(msgspec.Struct):
-    """How many prompt tokens a node took from the pool, and how many it computed."""
-
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-
-
-class NodeRun(NodeTokens):
-    """The same, and the time from the request's arrival at the node to its first token."""
-
-    ttft_ms: float = 0.0
-
-
-class _Usage(msgspec.Struct):
-    self: NodeRun
-    prefill: NodeTokens | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    pd_cache: _Usage
-
-
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
     """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
     rng = random.Random(0)
@@ -99,33 +72,34 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
                 answers.append(_ask(url, engine.model.name, prompt))
         status.update("the same prompts on a lone engine without a cache")
         alone = list(_compute_alone(engine, todo))
-    compared = [
-        {
-            "prompt_tokens": len(prompt),
-            "prefill": answer.pd_cache.prefill or NodeTokens(),
-            "decode": answer.pd_cache.self,
-            "recompute": {"ttft_ms": ttft_ms},
-            "tokens_equal": answer.choices[0].token_ids == tokens,
-        }
-        for prompt, answer, (tokens, ttft_ms) in zip(todo, answers, alone, strict=True)
-    ]
+    compared = []
+    for prompt, answer, (tokens, ttft_ms) in zip(todo, answers, alone, strict=True):
+        usage = answer["pd_cache"]
+        compared.append(
+            {
+                "prompt_tokens": len(prompt),
+                "prefill": usage["prefill"] or {"cached_tokens": 0, "computed_tokens": 0},
+                "decode": usage["self"],
+                "recompute": {"ttft_ms": ttft_ms},
+                "tokens_equal": answer["choices"][0]["token_ids"] == tokens,
+            }
+        )
     all_equal = all(one["tokens_equal"] for one in compared)
     if as_json:
-        outcome = {"all_equal": all_equal, "requests": compared}
-        print(json.dumps(msgspec.to_builtins(outcome)), flush=True)
+        print(json.dumps({"all_equal": all_equal, "requests": compared}), flush=True)
     else:
         _show(compared, all_equal, config)
     return all_equal
 
 
-def _ask(url: str, model: str, prompt: list[int]) -> _Answer:
-    """Posts one completion to the proxy. Returns the tokens, and what the nodes say about them."""
+def _ask(url: str, model: str, prompt: list[int]) -> dict[str, Any]:
+    """Posts one completion to the proxy. Returns the answer, with the tokens and what the nodes say about them."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     try:
         answer = ask(f"{url}/v1/completions", _TIMEOUT_S, NOBODY, json.dumps(body).encode())
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:2000].decode(errors='replace'))}")
-        return decode_json(answer.body, _Answer)
+        return decode_json(answer.body, dict[str, Any])
     except (OSError, ValueError) as error:
         raise DemoError(f"no answer from {url}: {error}") from None
 
@@ -150,8 +124,8 @@ def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig
     for one in compared:
         table.add_row(
             str(one["prompt_tokens"]),
-            *(f"{one[hop].cached_tokens} + {one[hop].computed_tokens}" for hop in ("prefill", "decode")),
-            f"{one['decode'].ttft_ms:.0f}",
+            *(f"{one[hop]['cached_tokens']} + {one[hop]['computed_tokens']}" for hop in ("prefill", "decode")),
+            f"{one['decode']['ttft_ms']:.0f}",
             f"{one['recompute']['ttft_ms']:.0f}",
             "[green]identical[/]" if one["tokens_equal"] else "[red]DIFFERENT[/]",
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pd_cache.cluster import ClusterConfig
 
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 _LARGEST_ANSWER = 4 << 20
 _END = "-----END CERTIFICATE-----"
 
@@ -100,7 +100,7 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def fetch(url: str, timeout: float = _ANSWER_S, access: Access = NOBODY) -> bytes:
+def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY) -> bytes:
     """Returns the body of `ask`'s answer. Raises as `ask`, and urllib's HTTPError, an OSError, for a status other than 2xx."""
     answer = ask(url, timeout, access)
     if not 200 <= answer.status < 300:
@@ -119,7 +119,7 @@ def healthy(host: str, port: int) -> bool:
 
 def ask(
     url: str,
-    timeout: float = _ANSWER_S,
+    timeout: float = ANSWER_S,
     access: Access = NOBODY,
     body: bytes | None = None,
 ) -> Answer:

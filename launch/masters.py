@@ -11,13 +11,12 @@ from typing import Annotated
 
 import msgspec
 
-from launch.http import Answer, ask, fetch, fetch_lines
+from launch.http import ANSWER_S, Answer, ask, fetch, fetch_lines
 from pd_cache.cluster import NodeRecord, read_about
 from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import decode_json, one_line
 
 LEADER = "leader"
-_ANSWER_S = 2.0
 KEYS_IN_A_URL = 64
 LONGEST_IN_A_URL = 256
 """In bytes; a master's HTTP takes a few KiB."""
@@ -31,27 +30,22 @@ class MasterHealth(msgspec.Struct, frozen=True):
     service_ready: bool = False
 
 
-def read_master_health(body: bytes) -> MasterHealth:
-    """Returns what a master's `/health` says. Raises ValueError for any other answer."""
-    return decode_json(body, MasterHealth)
-
-
-def master_health(metrics: str, timeout: float) -> MasterHealth:
+def master_health(metrics: str, timeout: float = ANSWER_S) -> MasterHealth:
     """Returns what the master with these metrics says about itself. Raises OSError or ValueError if it does not answer."""
-    return read_master_health(fetch(f"{metrics}/health", timeout))
+    return decode_json(fetch(f"{metrics}/health", timeout), MasterHealth)
 
 
-def mooncake_of(record: NodeRecord, timeout: float = _ANSWER_S) -> str:
+def mooncake_of(record: NodeRecord) -> str:
     """Returns the version of Mooncake of a master with metrics; empty if it does not say.
 
     Masters answer from 0.3.14 on, `0.3.14 (git: e1ea5d3)`. Of others, the process that has started them says it at its port for versions.
     """
     with contextlib.suppress(OSError, ValueError):
-        told = fetch(f"{record.metrics}/version", timeout).decode("ascii").split()
+        told = fetch(f"{record.metrics}/version").decode("ascii").split()
         return read_about(msgspec.json.encode({"mooncake": told[0] if told else ""})).mooncake
     if record.versions is not None:
         with contextlib.suppress(OSError, ValueError):
-            return read_about(fetch(f"{record.versions}/health", timeout)).mooncake
+            return read_about(fetch(f"{record.versions}/health")).mooncake
     return ""
 
 
@@ -100,50 +94,35 @@ def read_segments(body: bytes) -> list[Segment]:
     return decode_json(body, _Segments).segments
 
 
-class _Replica(msgspec.Struct, frozen=True):
+class Copy(msgspec.Struct, frozen=True):
+    """A copy of an object in a segment."""
+
     transport_endpoint_: str
     size_: _Size = 0
 
 
-class _Replicas(msgspec.Struct, frozen=True):
-    values: list[_Replica] | None = None
-    """The copies in memory; none if the key is not there."""
+class _Copies(msgspec.Struct, frozen=True):
+    values: list[Copy] | None = None
+    """None if the key is not there."""
 
 
-class _KeyReplicas(msgspec.Struct, frozen=True):
-    data: dict[str, _Replicas]
+class _Keys(msgspec.Struct, frozen=True):
+    data: dict[str, _Copies]
 
 
-def read_places(body: bytes, keys: Iterable[str]) -> list[str]:
-    """Returns where each key lies, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
-    told = _read_copies(body)
-    missing = [key for key in keys if not told.get(key)]
-    if missing:
-        raise ValueError(f"it says nothing of {missing[0]}")
-    return [told[key][0].transport_endpoint_ for key in keys]
+def read_copies(body: bytes) -> dict[str, list[Copy]]:
+    """Returns the copies of each key, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
+    return {key: one.values or [] for key, one in decode_json(body, _Keys).data.items()}
 
 
-def _read_copies(body: bytes) -> dict[str, list[_Replica]]:
-    return {key: one.values or [] for key, one in decode_json(body, _KeyReplicas).data.items()}
+def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> dict[str, list[Copy]]:
+    """Returns the copies in memory of each key, as its master says; none of a key that is gone. No lease is taken.
 
-
-def _ask_for(metrics: str, keys: Iterable[str], timeout: float) -> bytes:
-    listed = ",".join(urllib.parse.quote(key) for key in keys)
-    return fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout)
-
-
-def places_at(metrics: str, keys: Sequence[str]) -> list[str]:
-    """Returns where each key lies, as its master says. Raises OSError or ValueError if it does not answer."""
-    return read_places(_ask_for(metrics, keys, _ANSWER_S), keys)
-
-
-def sizes_at(metrics: str, keys: Iterable[str], timeout: float) -> dict[str, int]:
-    """Returns how many bytes all copies of each key take in memory; of a key that is gone, nothing. No lease is taken.
-
-    `keys` are at most a hundred: they stand in the request's URL. Raises OSError or ValueError if the master does not answer.
+    `keys` are at most `KEYS_IN_A_URL`, none of them longer than `LONGEST_IN_A_URL` or with a comma. Raises OSError or ValueError if the master
+    does not answer.
     """
-    told = _read_copies(_ask_for(metrics, keys, timeout))
-    return {key: sum(copy.size_ for copy in copies) for key, copies in told.items() if copies}
+    listed = ",".join(urllib.parse.quote(key) for key in keys)
+    return read_copies(fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout))
 
 
 def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
@@ -166,7 +145,7 @@ def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], lis
         asked = [key for key in some if len(key) <= LONGEST_IN_A_URL and "," not in key]
         unknown += [key for key in some if key not in asked]
         if asked:
-            told = _read_copies(_ask_for(metrics, asked, _ANSWER_S))
+            told = copies_at(metrics, asked)
             found += [key for key in asked if any(copy.transport_endpoint_ == endpoint for copy in told.get(key, ()))]
     return found, unknown
 

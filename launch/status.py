@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.error
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -132,29 +132,21 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> list[str]:
         """Problems that no single row shows, and what to do about them."""
-        skew = self.skew
-        return [
-            *self._problems_of_masters(),
-            *([f"{skew.found}: {SKEW_FAILS}"] if skew is not None and skew.fails else []),
-        ]
-
-    def _problems_of_masters(self) -> list[str]:
-        leading = [node.name for node in self.leading]
-        if not any(node.asked for node in self.masters):
-            return []
-        if not leading:
-            what = f"none of {len(self.masters)} masters leads" if self.elected else "the master does not lead"
-            return [f"{what}: there are no hits, and nothing is stored; {_NO_LEADER[self.elected]}"]
-        if len(leading) > 1:
-            names = ", ".join(leading)
-            return [f"{len(leading)} masters lead ({names}): each knows only some of the keys; {_TWO_LEADERS[self.elected]}"]
+        problems, leading, skew = list[str](), [node.name for node in self.leading], self.skew
         promised = sum(node.record.capacity.segment_bytes for node in self.nodes if not node.silent)
         mounted = sum(segment.size_bytes for segment in self.segments or ())
-        if self.segments is not None and mounted < promised:
-            return [
-                f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give; {_NO_MEMORY}"
-            ]
-        return []
+        if not leading and any(node.asked for node in self.masters):
+            what = f"none of {len(self.masters)} masters leads" if self.elected else "the master does not lead"
+            problems.append(f"{what}: there are no hits, and nothing is stored; {_NO_LEADER[self.elected]}")
+        elif len(leading) > 1:
+            what = f"{len(leading)} masters lead ({', '.join(leading)}): each knows only some of the keys"
+            problems.append(f"{what}; {_TWO_LEADERS[self.elected]}")
+        elif leading and self.segments is not None and mounted < promised:
+            what = f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give"
+            problems.append(f"{what}; {_NO_MEMORY}")
+        if skew is not None and skew.fails:
+            problems.append(f"{skew.found}: {SKEW_FAILS}")
+        return problems
 
     @property
     def skew(self) -> Skew | None:
@@ -177,7 +169,9 @@ _TWO_LEADERS = {
     False: "end all but one, or have them elected: `master: {ha: true}`",
     True: "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)",
 }
-_NO_MEMORY = "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
+_NO_MEMORY = (
+    "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
+)
 
 
 # --- asking ------------------------------------------------------------------------------------------------------------
@@ -300,24 +294,20 @@ def _ask_master(row: NodeStatus) -> None:
 
 
 def _ask_http(row: NodeStatus, access: Access) -> None:
-    with _refusals(row, "/health", worst=500):
-        told = read_about(get_text(f"{row.url}/health", access))
-        row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version).telling(told)
-    if access.guarded and not access.key:
-        return  # this machine has no readable key for its metrics
-    with _refusals(row, "/metrics", worst=400):
-        read_metrics(get_text(f"{row.url}/metrics", access), row)
+    def ask(path: str, worst: int) -> str:
+        """Returns a page; an empty one for a bad status. From `worst` on, the node is up but degraded."""
+        try:
+            return get_text(f"{row.url}{path}", access)
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code >= worst:
+                    row.state = f"degraded: {path} answers {error.code}"
+        return ""
 
-
-@contextlib.contextmanager
-def _refusals(row: NodeStatus, path: str, worst: int) -> Iterator[None]:
-    """Marks the node as up but degraded if it answers with an HTTP status of at least `worst`."""
-    try:
-        yield
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code >= worst:
-                row.state = f"degraded: {path} answers {error.code}"
+    told = read_about(ask("/health", worst=500))
+    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version).telling(told)
+    if not access.guarded or access.key:  # this machine has a readable key for its metrics
+        read_metrics(ask("/metrics", worst=400), row)
 
 
 def read_metrics(text: str, row: NodeStatus) -> None:
@@ -380,19 +370,17 @@ def status_table(status: ClusterStatus) -> Group:
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
 
 
-def as_json(status: ClusterStatus) -> str:
-    """Returns the cluster's state for scripts: one JSON object, in which a node's record and its row are one."""
+def as_dict(status: ClusterStatus) -> dict[str, object]:
+    """Returns the cluster's state for scripts: a node's record and its row are one."""
     nodes = []
     for row in status.nodes:
         shown = msgspec.to_builtins(row)
         nodes.append({**shown.pop("record"), **shown})
-    return msgspec.json.encode(
-        {
-            "discovery": status.source,
-            "well": status.well,
-            "problems": status.problems,
-            "weights": status.weights,
-            "nodes": nodes,
-            "unreadable": status.unreadable,
-        }
-    ).decode()
+    return {
+        "discovery": status.source,
+        "well": status.well,
+        "problems": status.problems,
+        "weights": status.weights,
+        "nodes": nodes,
+        "unreadable": status.unreadable,
+    }

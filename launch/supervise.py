@@ -333,11 +333,11 @@ class ForeignProgram:
             stop.wait(_POLL_S)
         return not stop.is_set()
 
-    def watch(self, stop: StopFlag, anew: Callable[[], bool] = lambda: False) -> None:
+    def watch(self, stop: StopFlag, anew: Callable[[], bool] | None = None) -> None:
         """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again whenever `anew()` is true."""
         while not stop.wait(_LOOK_S):
             self._check("")
-            if anew():
+            if anew is not None and anew():
                 log.warning("%s is started anew", self._name)
                 end([self._child], self._grace_s)
                 self._child = self._spawn()

@@ -66,10 +66,9 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
     try:
         if record.role == "cache-server" and not (record.metrics and urllib.parse.urlsplit(record.metrics).port):
             text = ask_server(record).metrics
-        elif record.role in ("master", "store", "cache-server"):
-            text = get_text(f"{record.metrics}/metrics")
         else:
-            text = get_text(f"{record.address}/metrics", access if record.role == "proxy" else NOBODY)
+            base = record.metrics if record.role in ("master", "store", "cache-server") else record.address
+            text = get_text(f"{base}/metrics", access if record.role == "proxy" else NOBODY)
         at = clock()
         if record.role == "master":
             with contextlib.suppress(OSError, ValueError):

@@ -129,7 +129,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.status.TIMEOUT_S",
         "launch.watched.TIMEOUT_S",
         "launch.doctor.checks._LDD_S",
-        "launch.doctor._MASTER_S",
         "launch.doctor.probe._PEERS_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",

@@ -11,7 +11,6 @@ import msgspec
 
 import pd_cache
 from launch.discovery.membership import Directory, View
-from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
     About,
     CacheServerNode,
@@ -57,14 +56,9 @@ class Member:
         self._config = config
         self._node = node
         self._registration: Any = None
-        self.namespaces: tuple[Namespace, ...] = ()
-        """Those of its model's groups of layers. Set it before `announce`, on a node that keeps a cache and knows them."""
-        self.kv_tokens = 0
-        """How many tokens vLLM's own cache holds. Set it before `announce`, if the node is one of vLLM's."""
-        self.streams = False
-        """Whether the node can load a prompt while another computes it. Set it before `announce`."""
-        self.mooncake = mooncake_version()
-        """The version of Mooncake that the node uses. Set it before `announce`, if the node's program is in another environment."""
+        self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
+        """What the node's `/health` says of it, too, where other nodes learn it with static discovery. Replace it before `announce`, on a node
+        that keeps a cache, or whose program is in another environment."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -72,16 +66,10 @@ class Member:
 
             self._registration = EtcdRegistration(config.discovery, config.name)
 
-    def about(self) -> dict[str, Any]:
-        """Returns versions and namespace for a node's `/health`. With static discovery, other nodes learn them from there."""
-        told = {"version": pd_cache.__version__, "mooncake": self.mooncake, "streams": self.streams}
-        return told | _described(self.namespaces)
-
     def announce(self, address: str) -> None:
         """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer. Call it only once."""
-        record = describe_node(self._config, self._node, address, self.namespaces)
-        told = About(kv_tokens=self.kv_tokens, streams=self.streams, mooncake=self.mooncake)
-        record = msgspec.structs.replace(record, master=self.master).telling(told)
+        record = describe_node(self._config, self._node, address)
+        record = msgspec.structs.replace(record, master=self.master).telling(self.about)
         if self._registration is not None:
             self._registration.announce(record)
 
@@ -97,9 +85,7 @@ class Member:
         self.leave()
 
 
-def describe_node(
-    config: ClusterConfig, node: Node, address: str, namespaces: tuple[Namespace, ...] = ()
-) -> NodeRecord:
+def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord:
     """Returns the record of a node of the file that answers at `address`."""
     capacity, model = Capacity(), None
     if isinstance(node, EngineNode) and config.engine is not None:
@@ -125,12 +111,7 @@ def describe_node(
         events=events,
         replays=replays,
         version=pd_cache.__version__,
-        **_described(namespaces),
     )
-
-
-def _described(namespaces: tuple[Namespace, ...]) -> dict[str, Any]:
-    return namespaces[0].described(namespaces[1:]) if namespaces else {}
 
 
 def file_records(config: ClusterConfig) -> list[NodeRecord]:

@@ -340,11 +340,16 @@ class EtcdWatch(Directory):
             thread.join()
 
     def _follow(self, client: Any) -> None:
+        from etcd3 import etcdrpc, utils
+
         self._client = client
         try:
-            entries, revision = _list_entries(client, self._prefix)
-            self._sync(entries)
-            self._stream = _watch_stream(client, self._prefix, revision + 1)
+            answer = client.get_prefix_response(self._prefix)
+            self._sync([_read(kv, self._prefix) for kv in answer.kvs])
+            key, since = utils.to_bytes(self._prefix), answer.header.revision + 1
+            create = etcdrpc.WatchCreateRequest(key=key, range_end=utils.increment_last_byte(key), start_revision=since)
+            requests = iter([etcdrpc.WatchRequest(create_request=create)])
+            self._stream = etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
             for response in () if self._closed.is_set() else self._stream:
                 if response.canceled or response.compact_revision:
                     return  # the changes in between are gone: list again
@@ -411,21 +416,6 @@ class EtcdWatch(Directory):
         """Publishes the view. Call with the lock held, so that views arrive in order."""
         if self._on_change is not None:
             self._on_change(self._membership.view())
-
-
-def _list_entries(client: Any, prefix: str) -> tuple[list[tuple[str, NodeRecord | str]], int]:
-    """Returns what is below a prefix, each entry as `_read` returns it, and the revision at which all of it was so."""
-    answer = client.get_prefix_response(prefix)
-    return [_read(kv, prefix) for kv in answer.kvs], answer.header.revision
-
-
-def _watch_stream(client: Any, prefix: str, revision: int) -> Any:
-    from etcd3 import etcdrpc, utils
-
-    key = utils.to_bytes(prefix)
-    create = etcdrpc.WatchCreateRequest(key=key, range_end=utils.increment_last_byte(key), start_revision=revision)
-    requests = iter([etcdrpc.WatchRequest(create_request=create)])
-    return etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
 
 
 def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:

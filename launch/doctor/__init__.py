@@ -17,31 +17,9 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
-from launch.discovery import find_master
-from launch.doctor.checks import (
-    installed_findings,
-    library_findings,
-    memory_finding,
-    rdma_findings,
-)
-from launch.doctor.probe import (
-    advertised_findings,
-    discovery_finding,
-    fingerprint_findings,
-    listening_finding,
-    master_findings,
-    mooncake_finding,
-    node_findings,
-    peer_findings,
-    peer_report,
-    probe_findings,
-    reach_findings,
-    second_pool_finding,
-    segment_findings,
-    stopped_finding,
-    version_findings,
-)
-from launch.doctor.report import DoctorReport, Finding, Verdict, as_json, report_table, skipped
+from launch.discovery import known_master
+from launch.doctor import checks, probe
+from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
 from launch.http import proxy_access
 from launch.masters import Segment
 from launch.reachability import reach, targets_of
@@ -49,13 +27,11 @@ from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import is_local, local_nodes
 from pd_cache.config import NodeSettings
-from pd_cache.errors import ConfigError
 from transfer.settings import rdma_devices
 
-__all__ = ["DoctorReport", "Finding", "Verdict", "as_json", "examine", "report_table"]
+__all__ = ["DoctorReport", "Finding", "Verdict", "examine", "report_table"]
 
 _AT_A_TIME = 16
-_MASTER_S = 5.0
 
 
 def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
@@ -78,11 +54,11 @@ def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
 
 
 def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
-    yield from library_findings()
-    yield from installed_findings()
-    yield from rdma_findings(None if config is None else config.transfer)
+    yield from checks.library_findings()
+    yield from checks.installed_findings()
+    yield from checks.rdma_findings(None if config is None else config.transfer)
     if config is None:
-        yield memory_finding(None, (), ())
+        yield checks.memory_finding(None, (), ())
         yield skipped("cluster", "not looked at", repair="pd-cache doctor -c FILE")
         return
     status = cluster_status(config)
@@ -90,23 +66,23 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     running = {row.name for row in status.nodes if row.answers} | {
         node.name for node in mine if node.role == "store" and _mounted(config, node.host, status.segments)
     }
-    yield memory_finding(config, mine, running)
-    yield listening_finding(mine)
-    yield discovery_finding(config, status)
+    yield checks.memory_finding(config, mine, running)
+    yield probe.listening_finding(mine)
+    yield probe.discovery_finding(config, status)
     if not any(row.answers for row in status.nodes):
-        yield stopped_finding(status)
+        yield probe.stopped_finding(status)
         return
-    yield from node_findings(status)
-    yield from master_findings(config, status)
-    yield from version_findings(status.nodes)
-    yield mooncake_finding(status)
-    yield from fingerprint_findings(status.nodes)
-    yield from segment_findings(status.nodes, status.segments)
+    yield from probe.node_findings(status)
+    yield from probe.master_findings(config, status)
+    yield from probe.version_findings(status.nodes)
+    yield probe.mooncake_finding(status)
+    yield from probe.fingerprint_findings(status.nodes)
+    yield from probe.segment_findings(status.nodes, status.segments)
     yield from _network(config, status)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)
     if own.second_pool is not None:
-        yield second_pool_finding(own.second_pool)
+        yield probe.second_pool_finding(own.second_pool)
 
 
 def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
@@ -114,13 +90,13 @@ def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
     hosts = {row.host for row in rows if row.host} | {node.host for node in config.nodes}
     leading = next((row.name for row in status.leading), None)
     reached = asyncio.run(reach(targets_of(config, status.view, segments, leading)))
-    yield from reach_findings(reached)
-    yield from advertised_findings(hosts, segments)
+    yield from probe.reach_findings(reached)
+    yield from probe.advertised_findings(hosts, segments)
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
         access = proxy_access(config)
-        told = zip(rows, threads.map(lambda row: peer_report(row, access), rows), strict=True)
+        told = zip(rows, threads.map(lambda row: probe.peer_report(row, access), rows), strict=True)
         reports = {row.name: report for row, report in told if report is not None}
-    yield from peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
+    yield from probe.peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
 
 
 def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
@@ -130,13 +106,10 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
     if config.transfer.protocol == "rdma" and not rdma_devices():
         yield skipped("transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP")
         return
-    try:
-        config = find_master(config, _MASTER_S)
-    except ConfigError as error:
-        yield skipped("transfer.segment", f"not tried: {error}")
-        return
-    metrics = status.leading[0].record.metrics or ""
-    yield from probe_findings(config, status.segments, metrics, _own_host(config))
+    leader = status.leading[0].record
+    # with etcd, a machine's file need not hold the master
+    master = known_master(config) or leader.address
+    yield from probe.probe_findings(config, status.segments, master, leader.metrics or "", _own_host(config))
 
 
 def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:

@@ -18,14 +18,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 import pd_cache
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.http import NOBODY, Access, fetch
-from launch.masters import Segment, places_at
+from launch.masters import Segment, copies_at
 from launch.reachability import PeerAddress, PeerReport, Reach, reach
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
@@ -237,7 +236,9 @@ def peer_findings(
             beyond = f", {report.left_out} were not tried" if report.left_out else ""
             yield ok(check, f"reaches {count} addresses of the others{beyond}", row.name)
             continue
-        shown = "; ".join(f"{_named(one.target)}: {one.error}" for one in failed[:_SHOWN])
+        shown = "; ".join(
+            f"{one.target.what} of {one.target.peer} at {one.target.address}: {one.error}" for one in failed[:_SHOWN]
+        )
         more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
         yield broken(
             check, f"does not reach what this machine does: {shown}{more}", row.name, why=_WHY_THERE,
@@ -269,14 +270,6 @@ def _only_here(host: str) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
-
-
-def _named(target: PeerAddress) -> str:
-    return (
-        f"{target.what} of {target.peer} at {target.address}"
-        if target.what != "segment"
-        else f"segment {target.peer} at {target.address}"
-    )
 
 
 def _open_port(target: PeerAddress) -> str:
@@ -381,17 +374,12 @@ _SEGMENT = "transfer.segment"
 _WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"
 
 
-class _Probed(NamedTuple):
-    finding: Finding
-    hung: bool
-
-
 def probe_findings(
-    config: ClusterConfig, segments: Sequence[Segment], master_metrics: str, host: str
+    config: ClusterConfig, segments: Sequence[Segment], master: str, master_metrics: str, host: str
 ) -> Iterator[Finding]:
     """Probe one segment after the other, so that each has the network for itself.
 
-    `host`: the address at which this machine is reached. Objects are removed also if the caller is interrupted.
+    `master`: its address for Mooncake's clients. `host`: the address at which this machine is reached. Objects are removed also if the caller is interrupted.
     """
     hung = 0
     store: MooncakeStore | None = None
@@ -410,16 +398,16 @@ def probe_findings(
                 continue
             try:
                 if store is None:
-                    store, pool = _open_store(config, host)
+                    store, pool = _open_store(config, master, host)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
                     "transfer.pool", f"a client of the pool cannot be opened: {error}", why="no engine could either",
                     repair="the findings about the master and the libraries, first",
                 )  # fmt: skip
                 return
-            outcome = _probe(store, pool, segment, objects, master_metrics)
-            yield outcome.finding
-            if outcome.hung:  # its thread and memory are held until Mooncake gives up
+            finding, hangs = _probe(store, pool, segment, objects, master_metrics)
+            yield finding
+            if hangs:  # its thread and memory are held until Mooncake gives up
                 hung += 1
                 store.close()
                 store = None
@@ -449,7 +437,7 @@ def second_pool_finding(settings: NodeSettings) -> Finding:
     )  # fmt: skip
 
 
-def _open_store(config: ClusterConfig, host: str) -> tuple[MooncakeStore, StagingPool]:
+def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[MooncakeStore, StagingPool]:
     """Returns a client and its staging memory."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
@@ -460,7 +448,7 @@ def _open_store(config: ClusterConfig, host: str) -> tuple[MooncakeStore, Stagin
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
         breaker=BreakerSettings(failures=1_000_000),  # one segment's failure says nothing about the next
     )
-    store = MooncakeStore(settings, master=config.master_address, host=host, segment_size=0)
+    store = MooncakeStore(settings, master=master, host=host, segment_size=0)
     try:
         store.wait_open(_OPEN_S)
         return store, store.staging(_OBJECT)
@@ -469,8 +457,10 @@ def _open_store(config: ClusterConfig, host: str) -> tuple[MooncakeStore, Stagin
         raise
 
 
-def _probe(store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str) -> _Probed:
-    """`pool`: has `_OBJECTS` slots, all of them free."""
+def _probe(
+    store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str
+) -> tuple[Finding, bool]:
+    """Returns how a segment is, and whether it hangs. `pool`: has `_OBJECTS` slots, all of them free."""
     run = f"{PREFIX}/{int(time.time()):x}-{uuid.uuid4().hex[:12]}"
     keys = [f"{run}/{index}" for index in range(objects)]
     slots: list[Slot] = []
@@ -488,7 +478,7 @@ def _probe(store: MooncakeStore, pool: StagingPool, segment: Segment, objects: i
 
 def _transfer(
     store: MooncakeStore, segment: Segment, keys: list[str], slots: list[Slot], master_metrics: str
-) -> _Probed:
+) -> tuple[Finding, bool]:
     name, total = segment.segment_name, len(slots) * _OBJECT
     contents = os.urandom(_OBJECT)
     for index, slot in enumerate(slots):
@@ -501,13 +491,16 @@ def _transfer(
     put_s = time.perf_counter() - started
     if failed := {status for status in put if status is not Status.OK}:
         if failed == {Status.NO_SPACE}:
-            return _Probed(_full(segment, f"{put.count(Status.NO_SPACE)} of {len(put)} objects found no room"), False)
+            return _full(segment, f"{put.count(Status.NO_SPACE)} of {len(put)} objects found no room"), False
         return _failed(segment, "put", failed)
     elsewhere = 0
     with contextlib.suppress(OSError, ValueError):  # the master does not say
-        elsewhere = sum(endpoint != segment.te_endpoint for endpoint in places_at(master_metrics, keys))
+        told = copies_at(master_metrics, keys)
+        elsewhere = sum(
+            copy.transport_endpoint_ != segment.te_endpoint for key in keys for copy in told.get(key, ())[:1]
+        )
     if elsewhere:
-        return _Probed(_full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False)
+        return _full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False
     for slot in slots:
         slot.view[:] = bytes(_OBJECT)
     started = time.perf_counter()
@@ -515,7 +508,7 @@ def _transfer(
     get_s = time.perf_counter() - started
     if missed := [result.status for result in got if result.status is not Status.OK]:
         if set(missed) == {Status.MISSING}:
-            return _Probed(_full(segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False)
+            return _full(segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False
         return _failed(segment, "get", set(missed))
     if any(
         result.size != _OBJECT or slot.view[:8] != index.to_bytes(8, "little") or slot.view[8:] != contents[8:]
@@ -526,18 +519,18 @@ def _transfer(
             why="every chunk from there fails its checksum, and is computed again",
             repair="memtest of that machine, the NIC's counters: ethtool -S DEV | grep -i err",
         )  # fmt: skip
-        return _Probed(damaged, False)
-    return _Probed(_measured(segment, total, total / put_s, total / get_s), False)
+        return damaged, False
+    return _measured(segment, total, total / put_s, total / get_s), False
 
 
-def _failed(segment: Segment, what: str, statuses: Collection[Status]) -> _Probed:
+def _failed(segment: Segment, what: str, statuses: Collection[Status]) -> tuple[Finding, bool]:
     hung = Status.TIMEOUT in statuses or Status.OVERLOADED in statuses
     reasons = ", ".join(sorted(status.value for status in statuses))
     found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
     repair = (
         f"on {segment.host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
     )
-    return _Probed(broken(_SEGMENT, found, segment.segment_name, why=_WHY_SEGMENT, repair=repair), hung)
+    return broken(_SEGMENT, found, segment.segment_name, why=_WHY_SEGMENT, repair=repair), hung
 
 
 def _measured(segment: Segment, total: int, put: float, get: float) -> Finding:

@@ -75,11 +75,6 @@ def broken(check: str, found: str, about: str = "", *, why: str, repair: str) ->
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold red", Verdict.SKIPPED: "dim"}
 
 
-def as_json(report: DoctorReport) -> str:
-    """Returns one JSON object: `DoctorReport`, field by field."""
-    return msgspec.json.encode(report).decode()
-
-
 def report_table(report: DoctorReport) -> Group:
     """Returns the findings in the order of the checks; each problem says why it matters and what to do."""
     table = Table()

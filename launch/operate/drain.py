@@ -184,7 +184,9 @@ class _Follower:
         state.left = len(left)
         state.moved += len(self._asked_for - left)
         if not self._targets and state.outcome != "drained":
-            raise PdCacheError(f"no other node takes objects any more: {state.left} objects are still on {state.node}; {_again(state.node)}")
+            raise PdCacheError(
+                f"no other node takes objects any more: {state.left} objects are still on {state.node}; {_again(state.node)}"
+            )
         return state
 
     def _look(self) -> str:
@@ -203,7 +205,8 @@ class _Follower:
                 time.sleep(_POLL_S)
         if job is None and self._job is not None:
             raise PdCacheError(f"the master no longer knows the job, because it was started anew; {_again(state.node)}")
-        own = next((one for one in segments if one.segment_name == state.segment), None)
+        there = (one for one in segments if one.segment_name == state.segment)
+        own = next((one for one in there if one.status in ("OK", "DRAINING", "DRAINED")), None)
         if own is None or (own.status == "OK" and job is not None and not job.ended):
             # the master goes on waiting for its moves
             raise PdCacheError(f"{state.node} has stopped, or was started anew: what it had not moved yet is lost")

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from launch.discovery import known_master
 from launch.figures import tenant_cells
-from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, keys_at, sizes_at
+from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
 from launch.status import ClusterStatus, cluster_status
 from launch.versions import known_versions
 from pd_cache.chunks import KEY_FORMAT, Namespace
@@ -94,12 +94,13 @@ def _namespace(prefix: bytes) -> str:
 
 
 def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Returns the sizes of keys, of all namespaces alike if the time does not suffice for all."""
+    """Returns how many bytes all copies of each key take in memory, of all namespaces alike if the time does not suffice for all."""
     alike = (key for keys in itertools.zip_longest(*samples) for key in keys if key is not None)
     end, found = time.monotonic() + _SIZES_S, dict[str, int]()
     while (batch := list(itertools.islice(alike, KEYS_IN_A_URL))) and (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError, ValueError):  # keys of other programs may be of any kind
-            found |= sizes_at(metrics, batch, left)
+            told = copies_at(metrics, batch, left)
+            found |= {key: sum(copy.size_ for copy in copies) for key, copies in told.items() if copies}
     return found
 
 
@@ -147,8 +148,7 @@ def survey(config: ClusterConfig) -> PoolReport:
     """Returns what the pool holds. Takes seconds for a million keys. Raises PdCacheError if no master lists its keys."""
     status = cluster_status(config)
     metrics, records = _leading(status), [row.record for row in status.nodes]
-    with _asking():
-        tally = Tally(keys_at(metrics, _LISTING_S))
+    tally = Tally(_keys(metrics))
     sizes = _sizes(metrics, [one.sample for one in tally.spaces.values()])
     known = {space.fingerprint(): space for record in records for space in record.cache_namespaces}
     known |= _manifests(config, status, tally.manifests.difference(known))
@@ -193,10 +193,9 @@ def _leading(status: ClusterStatus) -> str:
     raise PdCacheError("no master leads, or none can be asked: see `pd-cache status`")
 
 
-@contextlib.contextmanager
-def _asking() -> Iterator[None]:
+def _keys(metrics: str) -> Iterator[bytes]:
     try:
-        yield
+        yield from keys_at(metrics, _LISTING_S)
     except (OSError, ValueError) as error:
         raise PdCacheError(f"the master does not list its keys: {error}") from error
 
@@ -263,10 +262,10 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
     status, removed, busy = cluster_status(config), 0, 0
     metrics = _leading(status)
     try:
-        with _opened(config, status) as store, _asking():
+        with _opened(config, status) as store:
             keys = (
                 key.decode(errors="replace")  # another program's may be any bytes
-                for key in keys_at(metrics, _LISTING_S)
+                for key in _keys(metrics)
                 if _namespace(key[: key.rfind(b"/")]) in names or key in manifests
             )
             while batch := list(itertools.islice(keys, _REMOVALS)):
@@ -286,11 +285,8 @@ def space_table(spaces: Sequence[Space]) -> Group:
     """Returns namespaces as text for people, to be read in 80 columns."""
     table = _table("namespace", "state", ">chunks", ">bytes", "model")
     for one in spaces:
-        state, chunks, about = (
-            "",
-            "",
-            f"{one.objects:,} objects of {'other programs' if one.kind == 'other' else 'ObjectCache'}",
-        )
+        state = chunks = ""
+        about = f"{one.objects:,} objects of {'other programs' if one.kind == 'other' else 'ObjectCache'}"
         if one.kind == "chunks":
             group = (one.namespace or {}).get("group")
             state = "old" if one.current is False else "in use" if one.nodes else "no node"
@@ -313,6 +309,13 @@ def usage_table(report: PoolReport) -> Group:
         tenants.add_row(escape(name), *tenant_cells(counts))
     shown = Group(models, *_estimate(report.namespaces), Text(), segments)
     return Group(shown, Text(), tenants) if report.tenants else shown
+
+
+def usage(report: PoolReport) -> dict[str, object]:
+    """Returns the same for scripts."""
+    models = by_model(report).items()
+    named = [{"model": model, "objects": objects, "bytes": size} for model, (objects, size) in models]
+    return {"models": named, "segments": report.segments, "tenants": report.tenants}
 
 
 def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:

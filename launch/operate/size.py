@@ -132,7 +132,7 @@ def _layer_types(config: Config, model: Path) -> list[str]:
     return types or [_FULL] * layers
 
 
-def size_text(size: Size, *, tokens: int, share: float, prompt: int, ttft_s: float) -> tuple[Table, str]:
+def size_text(size: Size, *, tokens: int, share: float, prompt: int, ttft_s: float, **_: object) -> tuple[Table, str]:
     """Returns the table of layer groups, and what follows from it."""
     columns = ("layers keep", "layers", "bytes a token", "a load needs")
     table = Table(

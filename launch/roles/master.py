@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from launch.discovery import Member
 from launch.masters import LEADER, MasterHealth, master_health
@@ -79,43 +79,35 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     def spawn() -> Process:
         return spawn_child(command, stdout=subprocess.DEVNULL)
 
+    def serving() -> bool:
+        health = _health(node)
+        return health.service_ready or (config.masters.ha and health.role == "standby")
+
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(serving_versions(config, node))
-        anew = stack.enter_context(_lost_election(config, node))
+        lost: Callable[[], bool] | None = None
+        if config.masters.ha and isinstance(config.discovery, EtcdDiscovery):
+            from launch.discovery.etcd import ElectionWatch
+
+            def leads() -> bool | None:
+                role = _health(node).role
+                return role == LEADER if role else None
+
+            watch = ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads)
+            lost = stack.enter_context(watch).lost
         master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s, hint))
         try:
-            if master.wait_serving(stop, lambda: _serving(node, config.masters.ha), settings.ready_timeout_s):
+            if master.wait_serving(stop, serving, settings.ready_timeout_s):
                 ready(f"{node.host}:{node.port}")
-            master.watch(stop, anew)
+            master.watch(stop, lost)
         finally:
             member.leave()  # first, so that no process that starts now looks for it there
 
 
-@contextlib.contextmanager
-def _lost_election(config: ClusterConfig, node: MasterNode) -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether a master has to be restarted; it is called again and again."""
-    if not config.masters.ha or not isinstance(config.discovery, EtcdDiscovery):
-        yield lambda: False
-        return
-    from launch.discovery.etcd import ElectionWatch
-
-    def leads() -> bool | None:
-        health = _master_health(node)
-        return None if health is None else health.role == LEADER
-
-    with ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads) as watch:
-        yield watch.lost
-
-
-def _serving(node: MasterNode, elected: bool) -> bool:
-    health = _master_health(node)
-    return health is not None and (health.service_ready or (elected and health.role == "standby"))
-
-
-def _master_health(node: MasterNode) -> MasterHealth | None:
-    """Returns what a master says about itself; None if it does not answer."""
+def _health(node: MasterNode) -> MasterHealth:
+    """Returns what a master says about itself: nothing if it does not answer."""
     try:
         return master_health(f"http://{node.host}:{node.metrics_port}", timeout=1)
     except (OSError, ValueError):
-        return None
+        return MasterHealth()

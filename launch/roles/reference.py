@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
@@ -59,12 +60,16 @@ def run_reference_engine(
         cache.register_kv_caches(kv_caches)
         if (known := cache.version) is not None:  # before that, it would store nothing of the first requests
             known.wait_known(_VERSION_S)
-        member.namespaces, member.streams = (metadata.namespace(config.cache),), True
+        space = metadata.namespace(config.cache).described()
+        member.about = msgspec.structs.replace(member.about, streams=True, **space)
         return cache
 
     def open_server() -> ReferenceServer:
         engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
-        return ReferenceServer(engine, registry, member.about, PeerChecks(config, node.name).answer, tracing)
+        return ReferenceServer(engine, registry, about, PeerChecks(config, node.name).answer, tracing)
+
+    def about() -> dict[str, Any]:
+        return dict(msgspec.to_builtins(member.about))
 
     def announce(address: str) -> None:
         ready(f"http://{address}")

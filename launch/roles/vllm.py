@@ -43,9 +43,7 @@ def run_vllm(
         with vllm:
             try:
                 if vllm.wait_serving(stop, lambda: healthy(node.host, node.port), settings.ready_timeout_s):
-                    told = read_about(about(namespace))
-                    member.namespaces, member.kv_tokens = told.cache_namespaces, told.kv_tokens
-                    member.streams, member.mooncake = told.streams, told.mooncake
+                    member.about = read_about(about(namespace))
                     ready(f"http://{node.host}:{node.port}")
                 vllm.watch(stop)
             finally:

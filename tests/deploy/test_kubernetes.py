@@ -146,7 +146,9 @@ def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shard
 @needs_tool("helm")
 def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may_connect_to_it(tmp_path: Path) -> None:
     documents = rendered(tmp_path, VARIANTS["gpu"])
-    ports = {role: yaml.safe_load(files(documents)[role])["nodes"][0].get("events_port") for role in ("prefill", "decode")}
+    ports = {
+        role: yaml.safe_load(files(documents)[role])["nodes"][0].get("events_port") for role in ("prefill", "decode")
+    }
     assert ports == {"prefill": 5570, "decode": None}
     (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == "try-pd-cache"]
     assert {5570, 5571} <= {one["port"] for one in policy["spec"]["ingress"][0]["ports"]}

@@ -22,7 +22,7 @@ from launch.discovery.etcd import _read
 from launch.doctor.probe import advertised_findings, peer_findings
 from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
-from launch.masters import read_master_health, read_places, read_segments
+from launch.masters import MasterHealth, read_copies, read_segments
 from launch.openai import ApiError
 from launch.operate.top import Screen, draw
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
@@ -30,7 +30,7 @@ from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
 from launch.reachability import PeerReport, targets_of
-from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
+from launch.status import ClusterStatus, NodeStatus, as_dict, read_metrics, status_table
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
@@ -265,9 +265,9 @@ _CONSOLE = Console(file=io.StringIO(), width=200)
 
 def _show(row: NodeStatus) -> None:
     status = ClusterStatus("etcd", True, [row], {"x": "why"})
-    table, shown = status_table(status), as_json(status)
+    table, shown = status_table(status), msgspec.json.encode(as_dict(status))
     json.loads(shown)
-    if zlib.crc32(shown.encode()) % 32 == 0:  # to draw it takes a hundred times as long as to read
+    if zlib.crc32(shown) % 32 == 0:  # to draw it takes a hundred times as long as to read
         _CONSOLE.print(table)
 
 
@@ -512,11 +512,11 @@ TARGETS: dict[str, Target] = {
         Target("peers", _peers, (ValueError,), (_json(_PEERS),), _JSON),
         Target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
         Target(
-            "master-health", lambda data: bool(read_master_health(data)) and None, (ValueError,),
+            "master-health", lambda data: bool(decode_json(data, MasterHealth)) and None, (ValueError,),
             (_json({"role": "leader", "service_ready": True}),), _JSON,
         ),
         Target(
-            "master-keys", lambda data: bool(read_places(data, ["k"])) and None, (ValueError,),
+            "master-keys", lambda data: bool(read_copies(data)) and None, (ValueError,),
             (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
         ),
         Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),

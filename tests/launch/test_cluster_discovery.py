@@ -139,7 +139,9 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
                 assert told["unreadable"].keys() == planted.keys()
                 assert "not valid UTF-8" in told["unreadable"]["text"]
                 assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
-                report = msgspec.json.decode(elsewhere(own_etcd, tmp_path, "doctor", "--json").stdout, type=DoctorReport)
+                report = msgspec.json.decode(
+                    elsewhere(own_etcd, tmp_path, "doctor", "--json").stdout, type=DoctorReport
+                )
                 broken = [(one.check, one.about) for one in report.findings if one.verdict is Verdict.BROKEN]
                 assert broken == [("cluster.node", name) for name in sorted(planted)]
         finally:

@@ -12,6 +12,7 @@ from launch.discovery.directory import describe_node
 from launch.discovery.membership import Membership
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
+    About,
     CacheServerNode,
     ClusterConfig,
     MasterNode,
@@ -43,7 +44,9 @@ def node(name: str, namespace: Namespace | None = None, instance: str = "") -> N
 
 def engine_record(name: str, *namespaces: Namespace) -> NodeRecord:
     config = ClusterConfig(nodes=(PrefillNode(name=name),))
-    return describe_node(config, config.nodes[0], "http://h:1", namespaces)
+    return describe_node(config, config.nodes[0], "http://h:1").telling(
+        About(**namespaces[0].described(namespaces[1:]))
+    )
 
 
 WINDOW, WIDER = (

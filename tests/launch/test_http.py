@@ -114,7 +114,9 @@ def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list() -> No
     with answering(whole(head + b"a\nbc\n\nd\r\n")) as (url, _):
         assert list(fetch_lines(url, 60)) == [b"a", b"bc", b"", b"d\r"]
     with answering(whole(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 17) + b"\na")) as (url, _):
-        assert [len(line) for line in fetch_lines(url, 60)] == [1 << 17, 1], "another program's key may be of any length"
+        assert [len(line) for line in fetch_lines(url, 60)] == [1 << 17, 1], (
+            "another program's key may be of any length"
+        )
     with answering(whole(head + b"a\nbc\n")) as (url, _):
         lines = fetch_lines(url, 60)
         assert [next(lines), next(lines)] == [b"a", b"bc"]

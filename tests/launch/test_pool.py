@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from launch.cli import main
-from launch.masters import Segment, keys_at, sizes_at
+from launch.masters import Segment, copies_at, keys_at
 from launch.operate import pool as pooled
 from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
@@ -134,7 +134,7 @@ def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(mo
         pooled, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now))
     )  # a request takes two seconds
     with master(lambda: iter(()), asked) as url:
-        monkeypatch.setattr(pooled, "sizes_at", lambda metrics, keys, _: sizes_at(metrics, keys, 60.0))
+        monkeypatch.setattr(pooled, "copies_at", lambda metrics, keys, _: copies_at(metrics, keys, 60.0))
         assert len(pooled._sizes(url, [[f"k{number}0" for number in range(1000)]])) == 128
     assert len(asked) == 2
 

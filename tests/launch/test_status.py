@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from launch.masters import Segment, mooncake_of
-from launch.status import ClusterStatus, NodeStatus, as_json, read_metrics, status_table
+from launch.status import ClusterStatus, NodeStatus, as_dict, read_metrics, status_table
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.launch.conftest import serving
 
@@ -47,7 +46,7 @@ def test_one_master_leads_and_has_the_memory_that_nodes_give(
 ) -> None:
     status = ClusterStatus("etcd", True, nodes, segments=segments, elected=True)
     assert status.well is (problem is None)
-    shown = json.loads(as_json(status))
+    shown = as_dict(status)
     assert shown["well"] is status.well
     assert [text[: len(problem or "")] for text in shown["problems"]] == ([problem] if problem else [])
 
