@@ -11,10 +11,9 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.supervise import spawn_child
+from tests.support.cli import cli, program
 from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -53,7 +52,7 @@ class Machine:
 
     def __init__(self, host: Host, file: Path) -> None:
         self._process = spawn_child(
-            host.inside(sys.executable, "-m", "launch", "up", "-c", str(file)),
+            host.inside(*program("up", "-c", file)),
             death_signal=signal.SIGTERM,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,7 +93,7 @@ class Machine:
 @contextmanager
 def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
     """Two machines, each with the same file."""
-    text = CliRunner().invoke(main, ["config", "example", "two-machines"]).output
+    text = cli("config", "example", "two-machines").output
     hosts = [network.host(name) for name in ("one", "two")]
     addresses = zip(ADDRESSES, (host.address for host in hosts), strict=True)
     for written, wanted in (*addresses, (STAGING, STAGING + PATIENT)):

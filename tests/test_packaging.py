@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import pd_cache
-from tests.support.cluster import cluster_file
+from tests.support.cluster import cluster_file, free_node
 from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.slow
@@ -169,8 +169,7 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('not the package')")
     (tmp_path / "files").mkdir()
-    store = {"name": "store-0", "role": "store", "segment_size": "16MiB"}
-    nodes = [{"name": "master", "role": "master", "port": 0, "metrics_port": 0}, store]
+    nodes = [free_node("master"), free_node("store-0")]
     file = str(cluster_file(tmp_path / "files", nodes=nodes))
     command = ("-P", "-m", "launch")  # as the installed script, which does not look into the working directory
     up = subprocess.Popen(

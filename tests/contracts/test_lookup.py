@@ -75,7 +75,7 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
                 node.store(tokens, random_slots(rng, len(tokens), True))
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
-                node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)  # type: ignore[attr-defined]
+                node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)
             for at_hand in (0, 5, 8, 17, 1000):
                 expected = node.lookup(tokens, at_hand=at_hand)
                 assert client.lookup(tokens, uuid.uuid4().hex, at_hand=at_hand) == expected

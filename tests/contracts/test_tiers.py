@@ -7,6 +7,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from pd_cache.tiers.memory import SELF_SIZED, TRAILER_BYTES, seal
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.backends import (
     KINDS,
-    TIMEOUTS,
     SharedPoolBackend,
     Subject,
     make_subject,
     making,
     plant,
-    settings_with,
 )
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
@@ -40,8 +39,7 @@ MISSES = {"missing", "busy", "lease_expired", "transfer_failed"}
 
 @pytest.fixture(scope="module")
 def client(pool: Pool) -> Iterator[SharedPoolBackend]:
-    config = settings_with(pool.settings(transfer={"staging_size": "256MiB"}), timeouts=TIMEOUTS)
-    one = SharedPoolBackend(config, PAYLOAD, slots=80)
+    one = SharedPoolBackend(pool.settings(transfer={"staging_size": "256MiB"}), PAYLOAD, slots=80)
     try:
         yield one
     finally:
@@ -308,7 +306,7 @@ def make_own(make: Callable[..., Subject], pool: Pool, tmp_path: Path) -> Iterat
     def make_one(kind: str) -> Subject:
         if "mooncake" not in kind:
             return make(kind)
-        config = settings_with(pool.settings(transfer={"staging_size": "2MiB"}), timeouts=TIMEOUTS)
+        config = pool.settings(transfer={"staging_size": "2MiB"})
         opened.append(MooncakeBackend(config, PAYLOAD, reserve=1 << 20))
         return make_subject(kind, PAYLOAD, tmp_path / f"own-{len(opened)}", opened[-1])
 
@@ -358,7 +356,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
     stop = threading.Event()
     working = threading.Barrier(5)
 
-    def write(worker: int) -> None:
+    def write() -> None:
         working.wait(60)
         for n in range(100_000):
             staged = subject.backend.stage(timeout=0.2)
@@ -374,18 +372,14 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
         while not stop.is_set():
             read.extend(enumerate(subject.get([key(n) for n in range(8)])))
 
-    threads = [threading.Thread(target=write, args=(n,)) for n in range(2)] + [
-        threading.Thread(target=reader) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    working.wait(60)
-    wait_for(lambda: len(statuses) > 20 and len(read) > 20)
-    stop.set()
-    subject.backend.close()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(4) as threads:
+        working_on = [threads.submit(work) for work in (write, write, reader, reader)]
+        working.wait(60)
+        wait_for(lambda: len(statuses) > 20 and len(read) > 20)
+        stop.set()
+        subject.backend.close()
+        for one in working_on:
+            one.result(60)
     assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
     for n, outcome in read:
         assert outcome == value(n) or outcome in MISSES | {"closed", "no_staging"}
@@ -402,20 +396,14 @@ def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subj
         "get": (lambda: subject.get([name]), MISSES | {content}),
         "remove": (lambda: subject.backend.batched_remove([name]), {Status.OK, Status.MISSING, Status.BUSY}),
     }
-    wrong: list[object] = []
 
     def repeat(what: str) -> None:
         call, expected = allowed[what]
         for _ in range(60):
-            wrong.extend(found for found in call() if found not in expected)
+            assert set(call()) <= expected
 
-    threads = [threading.Thread(target=repeat, args=(what,)) for what in ("put", "put", "get", "get", "remove")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not wrong
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(repeat, ("put", "put", "get", "get", "remove")))
     subject.check_integrity()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
 
+from launch import health_server
+from launch.health_server import Response
 from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import ENGINE
 
@@ -20,28 +20,12 @@ from tests.support.cluster import ENGINE
 def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
     """The port of a server that answers each path with a page, or with 404 where there is none."""
 
-    class Pages(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = page(self.path)
-            self.send_response(404 if body is None else 200)
-            self.end_headers()
-            self.wfile.write(body or b"")
+    def respond(path: str, body: bytes | None) -> Response:
+        found = page(path)
+        return Response(404 if found is None else 200, found or b"")
 
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    with health_server.serving("127.0.0.1", 0, respond, 64) as (_, port):
+        yield port
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,30 +11,27 @@ from typing import Any
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.up import running_config
-from tests.support.cluster import cluster_file, complete
+from tests.support.cli import cli, cli_json, program, run_program
+from tests.support.cluster import cluster_file, complete, free_node
+from tests.support.leaks import alive
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments: object) -> str:
     """Run a command that must exit with 2 and one line on stderr; returns that line."""
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
+    result = cli(*arguments, code=2)
     assert result.stdout == ""
     return result.stderr
 
 
 def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) -> None:
-    printed = CliRunner().invoke(main, ["config", "example", "two-machines"]).output
-    (tmp_path / "cluster.yaml").write_text(printed)
-    result = CliRunner().invoke(main, ["config", "check", "--file-only", str(tmp_path / "cluster.yaml")])
-    assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in result.output
+    (tmp_path / "cluster.yaml").write_text(cli("config", "example", "two-machines").output)
+    checked = cli("config", "check", "--file-only", tmp_path / "cluster.yaml").output
+    assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in checked
     assert "'nothing' is not one of 'cluster', 'local', 'pool'" in refused("config", "example", "nothing")
 
 
@@ -44,13 +40,13 @@ def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) ->
 )
 def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], tmp_path: Path) -> None:
     file = cluster_file(tmp_path, cashe={})
-    message = refused(*command, str(file))
+    message = refused(*command, file)
     assert message.startswith(f"pd-cache: {file}:3: cashe: unknown key; did you mean cache?")
     assert len(message.splitlines()) == 1
 
 
 def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tmp_path: Path) -> None:
-    file = str(cluster_file(tmp_path))
+    file = cluster_file(tmp_path)
     assert "nodes[0].port: 0: a decode node has to know this port" in refused("launch", "decode", "-c", file)
     assert "Missing option '-c'" in refused("launch", "decode")
     for command in (["up"], ["launch", "decode"], ["doctor"], ["pool", "ls"]):
@@ -61,7 +57,7 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
 
 def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "host": "192.0.2.1"}]
-    assert "its hosts are 192.0.2.1" in refused("up", "-c", str(cluster_file(tmp_path, nodes=nodes)))
+    assert "its hosts are 192.0.2.1" in refused("up", "-c", cluster_file(tmp_path, nodes=nodes))
 
 
 def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -73,27 +69,23 @@ def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(t
         ),
         ({"model": "m", "executable": "no-such-vllm"}, "engine.executable: 'no-such-vllm': is not installed"),
     ):
-        file = str(cluster_file(tmp_path, engine={"kind": "vllm", **engine}, nodes=nodes))
+        file = cluster_file(tmp_path, engine={"kind": "vllm", **engine}, nodes=nodes)
         for command in (["launch", "decode", "-c"], ["config", "check"], ["up", "-c"]):
             assert told in refused(*command, file)
-        assert CliRunner().invoke(main, ["config", "check", "--file-only", file]).exit_code == 0
+        cli("config", "check", "--file-only", file)
 
 
 def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode", "port": 0}]
     file = cluster_file(tmp_path, nodes=nodes, transfer={"staging_size": "4KiB"})
-    command = [sys.executable, "-m", "launch", "launch", "decode", "-c", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    done = run_program("launch", "decode", "-c", file, code=2)
     assert "transfer.staging_size: 4KiB: the staging memory holds no slot of" in done.stderr
 
 
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
     file = cluster_file(tmp_path, nodes=nodes)
-    command = [sys.executable, "-m", "launch", "launch", "store", "-c", str(file)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(program("launch", "store", "-c", file), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
         while "trying again" not in process.stderr.readline():
@@ -103,24 +95,14 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path)
     assert process.wait(60) == 0
 
 
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives_it_and_its_note_is_not_believed(
     tmp_path: Path,
 ) -> None:
-    nodes = [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-        {"name": "decode-0", "role": "decode", "port": 0, "segment_size": "32MiB"},
-        {"name": "proxy", "role": "proxy", "port": 0},
-    ]
+    nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
-    command = [sys.executable, "-m", "launch", "up", "-c", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as up:
+    with subprocess.Popen(
+        program("up", "-c", file), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as up:
         try:
             assert up.stdout is not None
             urls = dict(up.stdout.readline().split()[1:3] for _ in nodes)
@@ -135,23 +117,20 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
             family += psutil.Process(up.pid).children(recursive=True)
             config = running_config(file)
             assert config is not None
-            assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == urls["proxy"]  # type: ignore[union-attr]
+            assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == urls["proxy"]
         finally:
             up.kill()
             up.wait()
     assert running_config(file) is None
-    shown = json.loads(CliRunner().invoke(main, ["status", "--json", "-c", str(file)]).stdout)
+    shown = cli_json("status", "-c", file, code=1)
     said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
     assert {said} == {node["state"] for node in shown["nodes"]}
-    wait_for(lambda: not any(lives(one) for one in family), 30, "every process being gone")
+    wait_for(lambda: not any(alive(one.pid) for one in family), 30, "every process being gone")
 
 
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
-    nodes = [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0},
-        {"name": "store-0", "role": "store", "segment_size": "16MiB", "metrics_port": 0},
-    ]
-    command = [sys.executable, "-m", "launch", "up", "--drain", "30", "-c", str(cluster_file(tmp_path, nodes=nodes))]
+    nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
+    command = program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
         try:
             assert up.stdout is not None
@@ -165,15 +144,7 @@ def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_st
 
 
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "demo", "--json", "-c", str(cluster_file(tmp_path))],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    outcome: dict[str, Any] = json.loads(done.stdout)
+    outcome: dict[str, Any] = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
     assert set(outcome) == {"all_equal", "requests"}
     assert outcome["all_equal"] is True
     first, second, third, whole, short = outcome["requests"]
@@ -192,25 +163,16 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
 
 
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "bench", "lookup", "--help"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
+    done = run_program("bench", "lookup", "--help")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
     assert "--clients" in done.stdout
     assert refused("bench", "nothing")
-    shown = CliRunner().invoke(main, ["bench", "--help"]).output
+    shown = cli("bench", "--help").output
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
 def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "status", "-c", str(cluster_file(tmp_path))],
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "60"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program("status", "-c", cluster_file(tmp_path), code=1, PYTHONIOENCODING="ascii", COLUMNS="60")
     assert done.stderr == ""
     assert "prefill-0" in done.stdout
 
@@ -218,9 +180,7 @@ def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["--help"], ["config", "example", "cluster"]])
 def test_output_that_does_not_fit_on_its_disk_is_one_line(command: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(program(*command), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
 
 
@@ -237,11 +197,10 @@ def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_
         {"name": "d", "role": "decode", "host": "198.51.100.2", "port": 8200},
     ]
     elsewhere = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes)
-    result = CliRunner().invoke(main, ["config", "check", str(elsewhere)])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.endswith("on this machine: no node; the hosts are 198.51.100.1, 198.51.100.2\n")
-    here = cluster_file(tmp_path, nodes=[{"name": "m", "role": "master", "port": 0, "metrics_port": 0}])
-    assert CliRunner().invoke(main, ["config", "check", str(here)]).stdout.endswith("on this machine: m\n")
+    shown = cli("config", "check", elsewhere).stdout
+    assert shown.endswith("on this machine: no node; the hosts are 198.51.100.1, 198.51.100.2\n")
+    here = cluster_file(tmp_path, nodes=[free_node("master")])
+    assert cli("config", "check", here).stdout.endswith("on this machine: master\n")
 
 
 def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +213,10 @@ def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = {"kind": "vllm", "model": "m", "executable": str(script)}
     mistyped = cluster_file(tmp_path, engine=engine | {"args": {"max-model-lne": 5}})
-    message = refused("config", "check", str(mistyped))
+    message = refused("config", "check", mistyped)
     assert "engine.args: vLLM refuses the flags of prefill-0: unrecognized arguments: --max-model-lne=5" in message
     good = cluster_file(tmp_path, engine=engine | {"args": {"max-model-len": 5, "api-key": "secret"}})
-    assert CliRunner().invoke(main, ["config", "check", str(good)]).exit_code == 0
+    cli("config", "check", good)
 
 
 VLLM_SERVE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,21 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.status import cluster_status
 from launch.up import LocalCluster
-from pd_cache.cluster import dump_config
-from tests.support.cluster import (
-    CHUNK,
-    OUTAGES,
-    Answer,
-    complete,
-    kill,
-    nodes_of_every_role,
-    started,
-)
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_of_every_role, started
 from tests.support.waiting import PATIENCE_S, wait_for
 from transfer.settings import mooncake_version
 
@@ -37,10 +26,15 @@ Tokens = list[int]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+
+
+@pytest.fixture(scope="module")
+def cluster(file: Path) -> Iterator[LocalCluster]:
     """A healthy cluster that no test of this module breaks: the prefill node has a cache of its own, the decode node a cache server."""
     streams = {"wait_ms": 60_000, "stream": "always"}
-    with started(tmp_path_factory.mktemp("cluster"), nodes=nodes_of_every_role(), handoff=streams) as running:
+    with started(file.parent, nodes=nodes_of_every_role(), handoff=streams) as running:
         yield running
 
 
@@ -57,12 +51,6 @@ def prompt() -> Callable[..., Tokens]:
 
 def url_of(cluster: LocalCluster) -> str:
     return cluster.urls["proxy"]
-
-
-@pytest.fixture
-def file(cluster: LocalCluster, tmp_path: Path) -> str:
-    (tmp_path / "running.yaml").write_text(dump_config(cluster.config))
-    return str(tmp_path / "running.yaml")
 
 
 def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(cluster, alone, prompt):
@@ -105,30 +93,24 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
         return bool(answer.body["pd_cache"]["report"]["streamed"])
 
     wait_for(streamed, what="a prompt that was streamed")
-    done = CliRunner().invoke(main, ["explain", answers[-1].headers["X-Request-Id"], "-c", file])
-    assert "came while the prefill node computed others" in done.output
+    told = cli("explain", answers[-1].headers["X-Request-Id"], "-c", file).stdout
+    assert "came while the prefill node computed others" in told
 
 
 def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(2 * CHUNK + 3)
-    body = json.dumps({"model": "tiny", "prompt": tokens, "max_tokens": 8, "stream": True, "ignore_eos": True})
-    request = urllib.request.Request(
-        f"{url_of(cluster)}/v1/completions", body.encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as stream:
-        lines = [line[6:].strip() for line in stream if line.startswith(b"data: ")]
-    assert lines[-1] == b"[DONE]"
+    text = complete(url_of(cluster), tokens, stream=True).body
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
     events = [json.loads(line) for line in lines[:-1]]
     assert [token for event in events for choice in event["choices"] for token in choice["token_ids"]] == alone(tokens)
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
 
 
 @pytest.mark.usefixtures("patient")
-def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: str) -> None:
+def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: Path) -> None:
     complete(url_of(cluster), prompt(2 * CHUNK))
-    done = CliRunner().invoke(main, ["status", "-c", file, "--json"])
-    assert done.exit_code == 0, done.output
-    rows = {row["name"]: row for row in json.loads(done.stdout)["nodes"]}
+    rows = {row["name"]: row for row in cli_json("status", "-c", file)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
     assert {row["state"] for row in rows.values()} == {"up"}
     assert {row["mooncake"] for row in rows.values()} == {mooncake_version()}
@@ -140,13 +122,12 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: st
         assert 0 < time.time() - rows[name]["up_since"] < 3600
         assert rows[name]["in_flight"] == 0
     assert rows["prefill-0"]["fingerprint"] == rows["decode-0"]["fingerprint"] is not None
-    table = CliRunner().invoke(main, ["status", "-c", file])
-    assert table.exit_code == 0
-    assert "discovery: static" in table.stdout
-    assert "decode-0" in table.stdout
+    table = cli("status", "-c", file).stdout
+    assert "discovery: static" in table
+    assert "decode-0" in table
 
 
-def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, file: str) -> None:
+def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, file: Path) -> None:
     tokens = prompt(4 * CHUNK + 1)
 
     def well(event: Any) -> bool:
@@ -165,9 +146,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
                 complete(url_of(cluster), tokens)  # something to be counted between any two answers of the nodes
     assert event["slow"][0]["hops"][0]["asked"]
 
-    done = CliRunner().invoke(main, ["top", "-c", file, "--interval", "0.5"])
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
+    lines = cli("top", "-c", file, "--interval", "0.5").stdout.splitlines()
     states = {line.split()[0]: line.split()[2] for line in lines[2:]}
     assert states == {node.name: "up" for node in cluster.config.nodes}
 
@@ -177,39 +156,31 @@ def test_after_a_reset_a_prompt_is_computed_and_stored_again(cluster, alone, pro
     tokens = prompt(3 * CHUNK + 2)
     complete(url_of(cluster), tokens)
     assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
-    done = CliRunner().invoke(main, ["reset", "-c", file, "--model", "tiny"])
-    assert done.exit_code == 0, done.output
-    assert "tiny: version " in done.stdout
-    assert "decode-0" in done.stdout
-    unknown = CliRunner().invoke(main, ["reset", "-c", file, "--model", "none"])
-    assert (unknown.exit_code, unknown.stdout) == (1, "")
+    done = cli("reset", "-c", file, "--model", "tiny").stdout
+    assert "tiny: version " in done
+    assert "decode-0" in done
+    unknown = cli("reset", "-c", file, "--model", "none", code=1)
+    assert unknown.stdout == ""
     assert "no node serves none: they serve tiny" in unknown.stderr
     answers = [complete(url_of(cluster), tokens) for _ in range(2)]
     assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
     assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
-    listed = json.loads(CliRunner().invoke(main, ["pool", "ls", "-c", file, "--json"]).stdout)["namespaces"]
+    listed = cli_json("pool", "ls", "-c", file)["namespaces"]
     assert {(one["model"], one["current"]) for one in listed} == {("tiny", True), ("tiny", False)}
     assert all("decode-0" in one["nodes"] for one in listed)
-    old = CliRunner().invoke(main, ["pool", "rm", "-c", file, "tiny", "--old", "--yes"])
-    assert int(old.stdout.split()[0]) >= 3
+    assert int(cli("pool", "rm", "-c", file, "tiny", "--old", "--yes").stdout.split()[0]) >= 3
     assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK), "what is current stays"
-    (left,) = json.loads(CliRunner().invoke(main, ["pool", "ls", "-c", file, "--json"]).stdout)["namespaces"]
+    (left,) = cli_json("pool", "ls", "-c", file)["namespaces"]
     assert left["current"] is True
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
-def explained(file: str, *arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(main, ["explain", *arguments, "-c", file, "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
-
-
-def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: str, prompt: Any) -> None:
+def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: Path, prompt: Any) -> None:
     answer = complete(url_of(cluster), prompt(3 * CHUNK + 8))
     request = answer.headers["X-Request-Id"]
-    prefill, decode = explained(file, request)["hops"]
+    prefill, decode = cli_json("explain", request, "-c", file)["hops"]
     assert (prefill["hop"], prefill["node"]) == ("prefill", "prefill-0")
     assert (prefill["report"]["computed"], prefill["report"]["reason"]) == (200, "never_stored")
     assert answer.body["pd_cache"]["prefill"]["reason"] == "never_stored"
@@ -218,18 +189,18 @@ def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: str, pro
     assert {**decode["report"], "streamed": 0} == {
         "streamed": 0, "asked": 200, "at_hand": 0, "found": 192, "loaded": 192, "memory": 0, "disk": 0, "pool": 192, "computed": 8, "reason": "none",
     }  # fmt: skip
-    text = CliRunner().invoke(main, ["explain", request, "-c", file]).stdout
+    text = cli("explain", request, "-c", file).stdout
     assert "prefill at prefill-0: 200 tokens" in text
     assert "never_stored: the node that looked has neither stored this chunk nor found it before" in text
     direct = complete(cluster.urls["decode-0"], prompt(CHUNK - 1))  # past the proxy
-    (hop,) = explained(file, direct.body["id"])["hops"]
+    (hop,) = cli_json("explain", direct.body["id"], "-c", file)["hops"]
     assert (hop["hop"], hop["node"], hop["report"]["reason"]) == ("decode", "decode-0", "too_short")
-    assert explained(file, "never-heard-of", code=1)["hops"] == []
+    assert cli_json("explain", "never-heard-of", "-c", file, code=1)["hops"] == []
 
 
 def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, prompt, tmp_path):
     def found(*more: str) -> set[tuple[Any, ...]]:
-        nodes = explained(file, "--prompt", str(tmp_path / "prompt"), *more)["nodes"]
+        nodes = cli_json("explain", "--prompt", tmp_path / "prompt", "-c", file, *more)["nodes"]
         assert [one["node"] for one in nodes] == ["prefill-0", "decode-0"]
         return {(one["tokens"], one["found"], one["reason"]) for one in nodes}
 
@@ -270,25 +241,13 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
             shared = prompt(6 * CHUNK)
             prompts = [shared + prompt(30) for _ in range(24)]
             complete(url, prompts[0])
-            answers: list[Answer | None] = [None] * len(prompts)
-
-            def ask(index: int, prompts: list[Tokens] = prompts, answers: list[Answer | None] = answers) -> None:
-                answers[index] = complete(url, prompts[index])
-
-            threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-            for thread in threads[:8]:
-                thread.start()
-            wait_for(lambda answers=answers: any(answers), 60, "the first answer")
-            kill(cluster, victim)
-            for thread in threads[8:]:
-                thread.start()
-            for thread in threads:
-                thread.join(180)
-            assert not any(thread.is_alive() for thread in threads), f"{victim}: a request was left unanswered"
-            for tokens, answer in zip(prompts, answers, strict=True):
-                assert answer is not None
-                assert answer.status == 200, victim
-                assert answer.tokens == alone(tokens), victim
+            with ThreadPoolExecutor(len(prompts)) as threads:
+                asked = [threads.submit(complete, url, tokens) for tokens in prompts[:8]]
+                wait_for(lambda asked=asked: any(one.done() for one in asked), 60, "the first answer")
+                kill(cluster, victim)
+                asked += [threads.submit(complete, url, tokens) for tokens in prompts[8:]]
+                answers = [one.result() for one in asked]
+            assert [(one.status, one.tokens) for one in answers] == [(200, alone(tokens)) for tokens in prompts], victim
             if victim == "cache-0":
                 status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
                 assert status["cache-0"].startswith("no answer")

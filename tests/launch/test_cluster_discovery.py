@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,9 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import DoctorReport, Verdict
@@ -26,7 +21,8 @@ from launch.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError
-from tests.support.cluster import CHUNK, Answer, cluster_file, complete, health_at, started
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import CHUNK, Answer, cluster_file, complete, fetched, free_node, metric_at, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
@@ -63,7 +59,7 @@ def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @contextmanager
 def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node]:
     """One more prefill node, of a file that knows nobody else."""
-    options = {"discovery": discovery(etcd), "nodes": [{"name": name, "role": "prefill", "port": 0}], **changes}
+    options = {"discovery": discovery(etcd), "nodes": [free_node(name)], **changes}
     node = Node("prefill", name, cluster_file(folder, **options))
     try:
         yield node
@@ -72,21 +68,25 @@ def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node
 
 
 def health(cluster: LocalCluster) -> dict[str, Any]:
-    return health_at(cluster.urls["proxy"])
+    return dict(fetched(f"{cluster.urls['proxy']}/health").body)
 
 
-def elsewhere(etcd: Etcd, folder: Path, *command: str) -> Any:
-    """What a command says on a machine whose file names nobody of the cluster."""
+def elsewhere(etcd: Etcd, folder: Path) -> Path:
+    """The file of a machine that names nobody of the cluster."""
     (folder / "elsewhere").mkdir(exist_ok=True)
     nodes = [{"name": "here", "role": "store", "segment_size": "16MiB"}]
-    file = cluster_file(folder / "elsewhere", discovery=discovery(etcd), nodes=nodes)
-    return CliRunner().invoke(main, [*command, "-c", str(file)])
+    return cluster_file(folder / "elsewhere", discovery=discovery(etcd), nodes=nodes)
 
 
-def metric(cluster: LocalCluster, line: str) -> float:
-    with urllib.request.urlopen(f"{cluster.urls['proxy']}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    return next((float(found.split()[-1]) for found in lines if found.startswith(line)), 0.0)
+def diagnosed(etcd: Etcd, folder: Path) -> tuple[DoctorReport, list[tuple[str, str, str]]]:
+    """What `pd-cache doctor` says there, and what of it is broken."""
+    report = msgspec.convert(cli_json("doctor", "-c", elsewhere(etcd, folder), code=1), DoctorReport)
+    broken = [finding for finding in report.findings if finding.verdict is Verdict.BROKEN]
+    return report, [(one.check, one.about, one.found) for one in broken]
+
+
+def handoffs(cluster: LocalCluster, result: str) -> float:
+    return metric_at(cluster.urls["proxy"], "pd_cache_proxy_handoffs_total", result=result)
 
 
 def ask(cluster: LocalCluster, length: int = 3 * CHUNK + 5, seed: int | None = None) -> Answer:
@@ -97,12 +97,11 @@ def ask(cluster: LocalCluster, length: int = 3 * CHUNK + 5, seed: int | None = N
 def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, tmp_path):
     with joined(own_etcd, tmp_path, "prefill-1") as node:  # it found the master in etcd
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
-        handed_over = metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}')
+        handed_over = handoffs(cluster, "handed_over")
         for _ in range(4):
             assert ask(cluster).status == 200
-        assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="handed_over"}') == handed_over + 4
-        with urllib.request.urlopen(f"{node.address}/metrics", timeout=60) as page:
-            assert 'pd_cache_tokens_total{op="store",outcome="stored"}' in page.read().decode()
+        assert handoffs(cluster, "handed_over") == handed_over + 4
+        assert metric_at(node.address, "pd_cache_tokens_total", op="store", outcome="stored") > 0
         assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
         node.send(signal.SIGTERM)
         answers = [ask(cluster)]
@@ -112,8 +111,7 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, t
 
 def test_chunks_are_removed_on_a_machine_whose_file_names_no_master(cluster, own_etcd, tmp_path):
     assert ask(cluster).status == 200
-    done = elsewhere(own_etcd, tmp_path, "pool", "rm", "tiny", "--yes")
-    assert done.exit_code == 0, done.output
+    done = cli("pool", "rm", "tiny", "--yes", "-c", elsewhere(own_etcd, tmp_path))
     assert int(done.stdout.removesuffix(" objects removed\n")) > 0
 
 
@@ -133,23 +131,16 @@ def test_unreadable_records_stop_neither_routing_nor_joining_and_status_and_doct
             with joined(own_etcd, tmp_path, "prefill-3") as node:  # it found the real master
                 wait_for(lambda: health(cluster)["prefill"].get(node.address), 5, "the node is routed to")
                 assert [ask(cluster).status for _ in range(4)] == [200] * 4
-                shown = elsewhere(own_etcd, tmp_path, "status", "--json")
-                assert shown.exit_code == 1
-                told = json.loads(shown.stdout)
+                told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)
                 assert told["unreadable"].keys() == planted.keys()
                 assert "not valid UTF-8" in told["unreadable"]["text"]
                 assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
-                report = msgspec.json.decode(
-                    elsewhere(own_etcd, tmp_path, "doctor", "--json").stdout, type=DoctorReport
-                )
-                broken = [(one.check, one.about) for one in report.findings if one.verdict is Verdict.BROKEN]
-                assert broken == [("cluster.node", name) for name in sorted(planted)]
+                _, broken = diagnosed(own_etcd, tmp_path)
+                assert [one[:2] for one in broken] == [("cluster.node", name) for name in sorted(planted)]
         finally:
             for name in planted:
                 client.delete(prefix + name)
-    told = elsewhere(own_etcd, tmp_path, "status", "--json")
-    assert told.exit_code == 0, told.output
-    nodes = {one["name"]: one for one in json.loads(told.stdout)["nodes"]}
+    nodes = {one["name"]: one for one in cli_json("status", "-c", elsewhere(own_etcd, tmp_path))["nodes"]}
     assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
     assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
     assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20
@@ -163,17 +154,10 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
         wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is reported")
-        told = elsewhere(own_etcd, tmp_path, "status", "--json")
-        assert told.exit_code == 1
-        assert {one["name"]: one["difference"] for one in json.loads(told.stdout)["nodes"] if one["difference"]} == {
-            "prefill-2": expected
-        }
-        examined = elsewhere(own_etcd, tmp_path, "doctor", "--json")
-        assert examined.exit_code == 1
-        report = msgspec.json.decode(examined.stdout, type=DoctorReport)
-        assert [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN] == [
-            ("cluster.fingerprint", "prefill-2", expected)
-        ]
+        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]
+        assert {one["name"]: one["difference"] for one in told if one["difference"]} == {"prefill-2": expected}
+        report, broken = diagnosed(own_etcd, tmp_path)
+        assert broken == [("cluster.fingerprint", "prefill-2", expected)]
         transfer = next(one for one in report.findings if one.check == "transfer.segment")
         assert transfer.verdict is Verdict.OK, "the master was found in etcd"
         node.kill()
@@ -221,9 +205,8 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
-        told = elsewhere(own_etcd, tmp_path, "status", "--json")
-        assert told.exit_code == 1, "it shares no hit with the others"
-        found = next(one for one in json.loads(told.stdout)["nodes"] if one["name"] == "prefill-3")
+        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]  # it shares no hit with the others
+        found = next(one for one in told if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
         assert found["mooncake"] == mooncake_version(), "what the connector has written"
         assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
@@ -239,22 +222,18 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
 def test_a_reset_finds_model_and_master_from_a_file_that_names_neither(cluster, own_etcd, tmp_path):
     answers = [ask(cluster, seed=7) for _ in range(2)]
     file = cluster_file(tmp_path, discovery=discovery(own_etcd), nodes=[{"name": "here", "role": "proxy"}])
-    done = CliRunner().invoke(main, ["reset", "-c", str(file)])
-    assert done.exit_code == 0, done.output
-    assert "decode-0" in done.stdout
-    before = metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
+    assert "decode-0" in cli("reset", "-c", file).stdout
+    before = handoffs(cluster, "in_pool")
     answers.append(ask(cluster, seed=7))
     assert answers[-1].cached[0] == 0
-    assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}') == before, "the proxy knows it, too"
+    assert handoffs(cluster, "in_pool") == before, "the proxy knows it, too"
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.status._SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
-    told = CliRunner().invoke(main, ["status", "-c", str(file), "--json"])
-    assert told.exit_code == 1
-    found = json.loads(told.stdout)
+    found = cli_json("status", "-c", file, code=1)
     assert found["discovery"] == "etcd, which does not answer: these are the nodes of the file"
     assert (found["well"], found["nodes"]) == (False, []), "every port of the file is one that `up` chooses"
 
@@ -263,14 +242,8 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
     tokens = [number % 500 for number in range(3 * CHUNK + 10)]
 
     def there() -> int:
-        body = json.dumps({"token_ids": tokens}).encode()
-        request = urllib.request.Request(f"{cluster.urls['proxy']}/query", body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                hits = json.load(answer)["default"]
-        except urllib.error.HTTPError as error:  # 503 until the nodes have said how they name their chunks
-            error.close()
-            return -1
+        answer = fetched(f"{cluster.urls['proxy']}/query", {"token_ids": tokens})
+        hits = answer.body.get("default", {})  # 503 until the nodes have said how they name their chunks
         return int(hits["prefill-0"]["CPU"]) if "prefill-0" in hits else -1
 
     wait_for(lambda: there() == 0, what="nothing is stored")
@@ -279,22 +252,23 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
 
 
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluster) -> None:
-    def in_pool() -> float:
-        return metric(cluster, 'pd_cache_proxy_handoffs_total{result="in_pool"}')
-
     first = ask(cluster, seed=1)
-    before = in_pool()
+    before = handoffs(cluster, "in_pool")
     again: list[Answer] = []
     # the proxy's own client may have to find the pool first
-    wait_for(lambda: again.append(ask(cluster, seed=1)) or in_pool() > before, 20, "a prompt served directly")
+    wait_for(
+        lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before,
+        20,
+        "a prompt served directly",
+    )
     assert again[-1].tokens == first.tokens
     assert again[-1].cached == (0, 3 * CHUNK), "the decode node took it from the pool by itself"
     assert ask(cluster, length=CHUNK - 1).status == 200
-    assert metric(cluster, 'pd_cache_proxy_handoffs_total{result="short"}') == 1
+    assert handoffs(cluster, "short") == 1
     text = "The pool holds this text, too. " * 20
-    before = in_pool()
+    before = handoffs(cluster, "in_pool")
     answers = [complete(cluster.urls["proxy"], text) for _ in range(2)]
-    assert in_pool() == before + 1, "the second time; a node told its tokens"
+    assert handoffs(cluster, "in_pool") == before + 1, "the second time; a node told its tokens"
     assert answers[0].tokens == answers[1].tokens
 
 

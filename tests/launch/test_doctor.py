@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.doctor import DoctorReport, Finding, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
 from launch.reachability import PeerChecks, PeerReport
 from launch.supervise import StoppedError
 from launch.up import LocalCluster
-from pd_cache.cluster import dump_config, load_config
-from tests.support.cluster import broken, examined, nodes_of_every_role, started
+from pd_cache.cluster import load_config
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import broken, examined, fetched, nodes_of_every_role, started
 from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
@@ -31,11 +29,8 @@ from transfer.store import Pending, load_mooncake
 pytestmark = pytest.mark.slow(seconds=70)
 
 
-def doctor(*arguments: str) -> tuple[int, DoctorReport]:
-    """Exit code and report."""
-    result = CliRunner().invoke(main, ["doctor", "--json", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, msgspec.json.decode(result.stdout, type=DoctorReport)
+def doctor(*arguments: object, code: int | None = 1) -> DoctorReport:
+    return msgspec.convert(cli_json("doctor", *arguments, code=code), DoctorReport)
 
 
 def of(report: DoctorReport, check: str) -> dict[str, Finding]:
@@ -48,27 +43,22 @@ def keys_of_doctors(pool: Pool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A healthy cluster that no test of this module breaks."""
-    with started(tmp_path_factory.mktemp("cluster"), nodes=nodes_of_every_role()) as running:
-        yield running
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LocalCluster]]:
+    """A healthy cluster that no test of this module breaks, and its file."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with started(folder, nodes=nodes_of_every_role()) as running:
+        yield folder / "cluster.yaml", running
 
 
 @pytest.fixture
-def file(cluster: LocalCluster, tmp_path: Path) -> str:
-    """Its file, with every port."""
-    path = tmp_path / "running.yaml"
-    path.write_text(dump_config(cluster.config))
-    return str(path)
+def file(cluster: tuple[Path, LocalCluster]) -> Path:
+    return cluster[0]
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits_its_terminal(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, report = doctor("-c", file)
-    assert (status, report.broken, broken(report)) == (0, 0, set())
-    assert report.file == file
+def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits_its_terminal(file, monkeypatch):
+    report = doctor("-c", file, code=0)
+    assert (report.broken, broken(report), report.file) == (0, set(), str(file))
     assert {"decode-0", "prefill-0", "proxy", "master", "store-0", "cache-0"} == set(of(report, "cluster.node"))
     assert set(of(report, "network.from_nodes")) == {"decode-0", "prefill-0", "proxy"}
     (transfer,) = of(report, "transfer.segment").values()
@@ -76,7 +66,7 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits
     assert transfer.found.startswith("56.0 MiB: put "), "what fits below the watermark"
     assert "every byte right" in transfer.found
     monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(main, ["doctor", "-c", file]).stdout
+    shown = cli("doctor", "-c", file).stdout
     assert max(len(line) for line in shown.splitlines()) <= 80
     assert "transfer.segment" in shown
     assert shown.splitlines()[-1].startswith("nothing is broken: ")
@@ -84,8 +74,7 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits
 
 @pytest.mark.usefixtures("patient")
 def test_without_a_file_only_this_machine_is_looked_at() -> None:
-    status, report = doctor()
-    assert (status == 0) is (report.broken == 0)
+    report = doctor(code=None)
     subjects = {finding.check.split(".")[0] for finding in report.findings}
     assert subjects == {"libraries", "rdma", "memory", "cluster", "peers"}
     assert of(report, "cluster")[""].verdict is Verdict.SKIPPED
@@ -97,8 +86,8 @@ def test_of_a_cluster_that_does_not_run_one_finding_says_so_and_nothing_else_is_
 ) -> None:
     pool = make_pool().start()
     pool.kill("master")
-    status, report = doctor("-c", str(pool.file))
-    assert (status, broken(report)) == (1, {("cluster.node", "")})
+    report = doctor("-c", pool.file)
+    assert broken(report) == {("cluster.node", "")}
     found = of(report, "cluster.node")[""]
     assert (found.found.partition(":")[0], found.repair.partition(";")[0]) == (
         "nothing of this cluster runs",
@@ -107,9 +96,7 @@ def test_of_a_cluster_that_does_not_run_one_finding_says_so_and_nothing_else_is_
     assert not {"cluster.master", "network.from_here", "transfer.segment"} & {one.check for one in report.findings}
 
 
-def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_process_ends(
-    make_pool: Callable[..., Pool],
-) -> None:
+def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_process_ends(make_pool):
     pool = make_pool(client_ttl_s=60, segment="64MiB").start("master", "store-0", "store-1")
     pool.nodes["store-0"].send(signal.SIGSTOP)
     report = examined(pool.file)
@@ -118,44 +105,37 @@ def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_pro
 
 
 @pytest.mark.usefixtures("patient")
-def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file: str, tmp_path: Path) -> None:
+def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file: Path, tmp_path: Path) -> None:
     if Path("/sys/class/infiniband").is_dir():
         pytest.skip("this machine has RDMA devices")
-    tree = yaml.safe_load(Path(file).read_text())
+    tree = yaml.safe_load(file.read_text())
     tree["transfer"]["protocol"] = "rdma"
     path = tmp_path / "rdma.yaml"
     path.write_text(yaml.safe_dump(tree))
-    status, report = doctor("-c", str(path))
-    assert (status, ("rdma.devices", "") in broken(report)) == (1, True)
+    report = doctor("-c", path)
+    assert ("rdma.devices", "") in broken(report)
     assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
 
 
-def test_a_second_pool_that_does_not_answer_is_a_warning(
-    file: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_pool_that_does_not_answer_is_a_warning(file, pool, tmp_path, monkeypatch):
     monkeypatch.setattr("launch.doctor.probe._OPEN_S", 1.0)
-    tree = yaml.safe_load(Path(file).read_text())
+    tree = yaml.safe_load(file.read_text())
     for master, verdict in ((pool.address, Verdict.OK), (f"127.0.0.1:{free_port()}", Verdict.WARNING)):
         tree["cache"]["tiers"] = [{"kind": "mooncake"}, {"kind": "mooncake", "master": master}]
         path = tmp_path / "two.yaml"
         path.write_text(yaml.safe_dump(tree))
-        assert of(doctor("-c", str(path))[1], "transfer.second_pool")[master].verdict is verdict
+        assert of(doctor("-c", path, code=None), "transfer.second_pool")[master].verdict is verdict
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="32MiB").start()
-    module = load_mooncake()
-    client = module.MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
-    try:
-        pinned = module.ReplicateConfig()
-        pinned.with_hard_pin = True
+    pinned = load_mooncake().ReplicateConfig()
+    pinned.with_hard_pin = True
+    with pool.bare_client() as client:
         stored = [key for key in (f"k{index}" for index in range(8)) if client.put(key, bytes(4 << 20), pinned) == 0]
-    finally:
-        client.close()
     assert len(stored) > 6
-    _, report = doctor("-c", str(pool.file))
+    report = doctor("-c", pool.file, code=None)
     finding = of(report, "transfer.segment")[pool.segment(0)]
     assert (finding.verdict, "not measured: it has no room" in finding.found) == (Verdict.WARNING, True)
     assert set(pool.ask("/get_all_keys").split()) == set(stored)
@@ -208,16 +188,15 @@ def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Po
 # --- what nodes tell -------------------------------------------------------------------------------------------------
 
 
-def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: LocalCluster) -> None:
+def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: tuple[Path, LocalCluster]) -> None:
     with socket.socket() as bait:
         bait.bind(("127.0.0.1", 0))
         bait.listen()
         bait.settimeout(0)
         address = f"127.0.0.1:{bait.getsockname()[1]}"
         for name in ("proxy", "prefill-0"):
-            asked = f"{cluster.urls[name]}/peers?address={address}&target={address}"
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                report = msgspec.json.decode(answer.read(), type=PeerReport)
+            asked = f"{cluster[1].urls[name]}/peers?address={address}&target={address}"
+            report = msgspec.convert(fetched(asked).body, PeerReport)
             assert report.node == name
             assert all(one.ok for one in report.reached)
             assert {one.target.what for one in report.reached} == {"service", "metrics", "segment"}
@@ -226,9 +205,9 @@ def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: Lo
             bait.accept()
 
 
-def test_however_many_ask_one_round_is_under_way(cluster: LocalCluster) -> None:
+def test_however_many_ask_one_round_is_under_way(cluster: tuple[Path, LocalCluster]) -> None:
     async def ask() -> int:
-        checks = PeerChecks(cluster.config, "observer")
+        checks = PeerChecks(cluster[1].config, "observer")
         reports = await asyncio.gather(*(checks.answer() for _ in range(50)))
         reports.append(await checks.answer())
         return len({id(report) for report in reports})

@@ -22,9 +22,7 @@ TCP6 = """\
 """
 
 
-def test_where_no_client_runs_or_no_address_is_known_nothing_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_client_runs_or_no_address_is_known_nothing_is_judged(tmp_path, monkeypatch):
     assert listening_finding((), tmp_path).found == "no Mooncake client runs here"
     (tmp_path / "proc" / "net").mkdir(parents=True)
     (tmp_path / "proc" / "net" / "tcp6").write_text(TCP6)

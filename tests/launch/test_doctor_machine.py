@@ -94,9 +94,7 @@ def test_the_wheel_of_this_environment_is_found_whole() -> None:
 
 
 @pytest.mark.parametrize("module", ["store.so", "_store.cpython-311-x86_64-linux-gnu.so"])
-def test_the_module_is_looked_at_under_its_name_in_each_version(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_module_is_looked_at_under_its_name_in_each_version(module, tmp_path, monkeypatch):
     (tmp_path / module).touch()
     monkeypatch.setattr(checks, "_package_folder", lambda: tmp_path)
     monkeypatch.setattr(checks, "unresolved", lambda file: ["libmlx5.so.1"])
@@ -143,9 +141,7 @@ def test_a_wheel_that_lacks_its_cuda_is_told_with_what_fits(library: str, other:
         ("lmcache", "lmcache", "0.5.60", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/adapters.md, and try"),
     ],
 )  # fmt: skip
-def test_the_version_of_a_peer_is_judged(
-    name: str, distribution: str, version: str, verdict: Verdict, repair: str
-) -> None:
+def test_the_version_of_a_peer_is_judged(name, distribution, version, verdict, repair):
     findings = {one.check: one for one in installed_findings({distribution: version}.get)}
     found = findings.pop(f"peers.{name}")
     assert (found.verdict, found.repair) == (verdict, repair)
@@ -187,9 +183,7 @@ def test_a_roce_port_that_is_active_and_routable_is_well_if_a_container_has_the_
         (TransferSettings(protocol="rdma", devices=("mlx5_7",)), {}, "rdma.devices", Verdict.BROKEN),
     ],
 )
-def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(
-    tmp_path: Path, settings: TransferSettings | None, port: dict[str, Any], check: str, verdict: Verdict
-) -> None:
+def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(tmp_path, settings, port, check, verdict):
     device(tmp_path, **{"gids": {ROCE: "RoCE v2"}, **port})
     assert by_check(rdma_findings(settings, tmp_path))[check].verdict is verdict
 
@@ -326,9 +320,7 @@ def test_nodes_of_another_version_are_a_warning() -> None:
         (("0.3.13", "unknown"), Verdict.OK, "0.3.13, unknown"),
     ],
 )  # fmt: skip
-def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(
-    versions: tuple[str, ...], verdict: Verdict, found: str
-) -> None:
+def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(versions, verdict, found):
     rows = [node("abcdefgh"[index], mooncake=version) for index, version in enumerate(versions)]
     status = ClusterStatus("static", True, rows)
     finding = mooncake_finding(status)

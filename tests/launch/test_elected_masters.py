@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ from typing import Any
 import pytest
 
 from launch.up import LocalCluster
-from pd_cache.cluster import dump_config
-from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, kill, started
+from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, fetched, free_node, kill, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.waiting import wait_for
@@ -27,24 +24,15 @@ pytestmark = [
 def role(cluster: LocalCluster, name: str) -> str:
     port = getattr(cluster.config.node(name), "metrics_port", 0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-            health = json.load(answer)
+        health = fetched(f"http://127.0.0.1:{port}/health", timeout=2).body
     except OSError:
         return "gone"
     return "leader" if health.get("service_ready") else str(health.get("role"))
 
 
 def sections(etcd: Etcd) -> dict[str, Any]:
-    nodes = [
-        *(
-            {"name": f"master-{n}", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 20}
-            for n in range(2)
-        ),
-        {"name": "store-0", "role": "store", "segment_size": "64MiB"},
-        {"name": "decode-0", "role": "decode", "port": 0},
-        {"name": "prefill-0", "role": "prefill", "port": 0},
-        {"name": "proxy", "role": "proxy", "port": 0},
-    ]
+    masters = [free_node(f"master-{n}", client_ttl_s=20) for n in range(2)]
+    nodes = [*masters, *(free_node(name) for name in ("store-0", "decode-0", "prefill-0", "proxy"))]
     discovery = {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": 2}
     return {"transfer": OUTAGES["transfer"], "master": {"ha": True}, "discovery": discovery, "nodes": nodes}
 
@@ -63,10 +51,8 @@ def test_clients_follow_the_leader_and_no_key_is_lost_with_it(make_etcd: Callabl
         roles = {name: role(cluster, name) for name in ("master-0", "master-1")}
         assert sorted(roles.values()) == ["leader", "standby"]
         leader, standby = sorted(roles, key=lambda name: roles[name])
-        file = tmp_path / "running.yaml"
-        file.write_text(dump_config(cluster.config))
         # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
-        assert broken(examined(file)) == set()
+        assert broken(examined(tmp_path / "cluster.yaml")) == set()
         first = ask()
         wait_for(lambda: ask().cached[0] == 5 * CHUNK, 10, "a hit on the prefill node, too")
         # what the leader wrote to its log reaches the standby within its polling interval of a second

@@ -6,34 +6,21 @@ import json
 import uuid
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
-from launch.cli import example_file, main
-from pd_cache.cluster.machine import port_of
+from launch.cli import example_file
 from pd_cache.reasons import RequestReport
 from tests.launch.conftest import serving
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import free_node
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.slow
-
-
-def explain(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, ["explain", *arguments])
-    assert "Traceback" not in result.output
-    return result
-
-
-def as_json(*arguments: str, code: int = 0) -> Any:
-    result = explain(*arguments, "--json")
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
 
 
 # --- nodes that do not say themselves what they would find -----------------------------------------------------------
@@ -54,15 +41,16 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
             {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
         ]
         proxy = stack.enter_context(telling({"/requests/abc": {"client": "", "hops": hops}}))
-        nodes = [
-            {"name": "master", "role": "master", "port": 1},
-            {"name": "prefill-0", "role": "prefill", "port": ports[0]},
-            {"name": "decode-0", "role": "decode", "port": ports[1]},
-            {"name": "proxy", "role": "proxy", "port": proxy},
-        ]
+        master, engines = (
+            free_node("master", port=1),
+            [free_node("prefill-0", port=ports[0]), free_node("decode-0", port=ports[1])],
+        )
+        nodes = [master, *engines, free_node("proxy", port=proxy)]
         tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
-        explained, of_answer = (as_json(name, "-c", str(tmp_path / "cluster.yaml")) for name in ("abc", "chatcmpl-abc"))
+        explained, of_answer = (
+            cli_json("explain", name, "-c", tmp_path / "cluster.yaml") for name in ("abc", "chatcmpl-abc")
+        )
     assert of_answer == {**explained, "request_id": "chatcmpl-abc"}, "the id of the answer leads to the same request"
     assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
         ("prefill-0", "evicted"),
@@ -83,34 +71,22 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
             )
             for one in namespaces
         ]
-        nodes: list[dict[str, Any]] = [
-            {"name": f"decode-{place}", "role": "decode", "port": port} for place, port in enumerate(ports)
-        ]
-        master = {
-            "name": "master",
-            "role": "master",
-            "port": port_of(pool.address),
-            "versions_port": port_of(pool.versions),
-        }
-        tree = {
-            "name": "test",
-            "cache": {"chunk_size": SMALL},
-            "engine": {"kind": "vllm", "model": "m"},
-            "nodes": [master, *nodes],
-        }
+        nodes = [free_node(f"decode-{place}", port=port) for place, port in enumerate(ports)]
+        engine = {"kind": "vllm", "model": "m"}
+        tree = {"name": "test", "cache": {"chunk_size": SMALL}, "engine": engine, "nodes": [pool.master, *nodes]}
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
         (tmp_path / "prompt.txt").write_text("whatever")
-        file, prompt_file = str(tmp_path / "cluster.yaml"), str(tmp_path / "prompt.txt")
-        found, other, unknown = as_json("--prompt", prompt_file, "-c", file)["nodes"]
+        asked = ("explain", "--prompt", tmp_path / "prompt.txt", "-c", tmp_path / "cluster.yaml")
+        found, other, unknown = cli_json(*asked)["nodes"]
         assert (found["found"], found["reason"]) == (24, "none")
         assert (other["found"], other["reason"]) == (0, "other_namespace")
         assert other["detail"].startswith("decode-0, which would find 24 tokens, has another namespace: ")
         assert unknown["found"] is None
         assert unknown["detail"] == "it does not say in which namespace its chunks are"
         (tmp_path / "prompt.txt").write_text(json.dumps([5] * 3 * SMALL))
-        assert [one["reason"] for one in as_json("--prompt", prompt_file, "-c", file)["nodes"][:2]] == ["missing"] * 2
+        assert [one["reason"] for one in cli_json(*asked)["nodes"][:2]] == ["missing"] * 2
         (tmp_path / "prompt.txt").write_text(json.dumps([5] * (SMALL - 1)))
-        assert [one["reason"] for one in as_json("--prompt", prompt_file, "-c", file)["nodes"][:2]] == ["too_short"] * 2
+        assert [one["reason"] for one in cli_json(*asked)["nodes"][:2]] == ["too_short"] * 2
 
 
 # --- wrong input -----------------------------------------------------------------------------------------------------
@@ -126,8 +102,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
     ],
 )
 def test_a_command_that_cannot_be_meant_is_refused(arguments: tuple[str, ...], told: str) -> None:
-    result = explain(*arguments, "-c", str(example_file("local")))
-    assert result.exit_code == 2, result.output
+    result = cli("explain", *arguments, "-c", example_file("local"), code=2)
     assert told in result.stderr
     assert result.stdout == ""
 
@@ -144,15 +119,15 @@ def test_a_command_that_cannot_be_meant_is_refused(arguments: tuple[str, ...], t
 )
 def test_a_file_that_is_no_prompt_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(content)
-    result = explain("--prompt", str(tmp_path / "prompt"), "-c", str(example_file("local")))
-    assert result.exit_code == 2, result.output
+    result = cli("explain", "--prompt", tmp_path / "prompt", "-c", example_file("local"), code=2)
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("[1, 2, 3]")
-    nodes = as_json("--prompt", str(tmp_path / "prompt"), "-c", str(example_file("local")), code=1)["nodes"]
+    asked = ("-c", example_file("local"))
+    nodes = cli_json("explain", "--prompt", tmp_path / "prompt", *asked, code=1)["nodes"]
     assert all(one["detail"].startswith("no answer: ") for one in nodes)
-    unanswered = as_json("abc", "-c", str(example_file("local")), code=1)["unanswered"]
+    unanswered = cli_json("explain", "abc", *asked, code=1)["unanswered"]
     assert {"proxy"} < set(unanswered)

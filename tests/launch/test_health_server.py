@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from launch.health_server import exposed
 from launch.supervise import RoleError
+from tests.support.cluster import fetched
 from tests.support.waiting import PATIENCE_S, wait_for
 
 
@@ -27,19 +25,10 @@ def server(*told: bool | None) -> Iterator[str]:
         yield f"http://{host}:{port}"
 
 
-def get(url: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
 def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is() -> None:
     with server(None, False, True) as url:
-        told = [get(f"{url}/health") for _ in range(3)]
-    assert [(code, json.loads(body)["status"]) for code, body in told] == [
+        told = [fetched(f"{url}/health") for _ in range(3)]
+    assert [(answer.status, answer.body["status"]) for answer in told] == [
         (503, "starting"),
         (200, "degraded"),
         (200, "ok"),
@@ -48,8 +37,8 @@ def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is() -> None:
 
 def test_metrics_and_nothing_else_are_there() -> None:
     with server() as url:
-        assert get(f"{url}/metrics?x=1")[1].endswith(b"answer 42.0\n")
-        assert get(f"{url}/")[0] == get(f"{url}/metrics/x")[0] == 404
+        assert fetched(f"{url}/metrics?x=1").body.endswith("answer 42.0\n")
+        assert fetched(f"{url}/").status == fetched(f"{url}/metrics/x").status == 404
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -73,7 +62,7 @@ def test_silent_connections_take_all_places_but_no_thread_more() -> None:
 
         def let_in() -> bool:
             try:
-                return get(f"{url}/health")[0] == 200
+                return fetched(f"{url}/health").status == 200
             except OSError:
                 return False
 

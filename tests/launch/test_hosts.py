@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from launch.doctor import DoctorReport
-from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, cluster_file, complete, examined, health_at
+from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, cluster_file, complete, examined, fetched, metric_at
 from tests.support.etcd import Etcd
 from tests.support.hosts import Host, Network, why_not
 from tests.support.leaks import no_leaks
@@ -83,15 +82,13 @@ class Hosts:
 
     def well(self) -> bool:
         """Whether the proxy knows all prefill and decode nodes, and would send requests to each."""
-        told = health_at(self.url)
+        told = fetched(f"{self.url}/health").body
         nodes = {**told["prefill"], **told["decode"]}
         return nodes == {f"http://{self.hosts[name].address}:8100": True for name in EVERYBODY}
 
     def stored(self, name: str) -> float:
         """Tokens that a node has put into the pool so far."""
-        with urllib.request.urlopen(f"{self.nodes[name].address}/metrics", timeout=60) as page:
-            lines = page.read().decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith('pd_cache_tokens_total{op="store",outcome="stored"}'))  # fmt: skip
+        return metric_at(self.nodes[name].address, "pd_cache_tokens_total", op="store", outcome="stored")
 
     def stop(self) -> None:
         # the master last, also where it was started again: the others say goodbye to it

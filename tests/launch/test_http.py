@@ -61,18 +61,20 @@ def whole(data: bytes) -> Serve:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("serve", "error", "why"),
     [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000,
-        b"HTTP/1.1 200 OK\r\n" + b"".join(b"X-%d: 1\r\n" % index for index in range(90)) + b"X: " + b"y" * 60_000,
+        (drop_by_drop(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000), TimeoutError, "no whole answer"),
+        (drop_by_drop(b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 90 + b"X: " + b"y" * 60_000), TimeoutError, "no whole answer"),
+        (whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
+        (whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)), ValueError, "more than"),
     ],
-    ids=["its body", "its headers"],
-)
-def test_a_node_that_answers_drop_by_drop_is_given_up_at_the_deadline(answer: bytes) -> None:
-    with answering(drop_by_drop(answer)) as (url, _):
+    ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much"],
+)  # fmt: skip
+def test_an_answer_has_a_deadline_a_bound_and_must_be_http(serve: Serve, error: type[Exception], why: str) -> None:
+    with answering(serve) as (url, _):
         begun = time.monotonic()
-        with pytest.raises(TimeoutError, match="no whole answer"):
-            fetch(f"{url}/peers", 0.3)
+        with pytest.raises(error, match=why):
+            fetch(f"{url}/peers", 0.3 if error is TimeoutError else 60)
         assert time.monotonic() - begun < 60, "the whole of it would take half an hour"
 
 
@@ -94,19 +96,6 @@ def test_a_redirect_is_not_followed() -> None:
             fetch(node, 60, Access("secret"))
     assert raised.value.code == 302
     assert not of_elsewhere
-
-
-def test_what_does_not_speak_http_is_a_value_error() -> None:
-    with answering(whole(b"SSH-2.0-x\r\n")) as (url, _), pytest.raises(ValueError, match="does not speak HTTP"):
-        fetch(url, 60)
-
-
-def test_an_answer_that_is_too_large_is_a_value_error() -> None:
-    with (
-        answering(whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20))) as (url, _),
-        pytest.raises(ValueError, match="more than"),
-    ):
-        fetch(url, 60)
 
 
 def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list() -> None:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
-from prometheus_client.parser import text_string_to_metric_families
 
-from launch.cli import main
 from launch.discovery import View
 from launch.discovery.directory import file_records
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
-from launch.status import cluster_status
-from launch.up import LocalCluster
 from pd_cache.chunks import ChunkedTokenDatabase
-from pd_cache.cluster import ClusterConfig, NodeRecord, dump_config, load_config
+from pd_cache.cluster import ClusterConfig, NodeRecord, load_config
 from tests.launch.conftest import serving
 from tests.launch.proxy.test_hints import message
+from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
-from tests.support.cluster import cluster_file, complete, started
-from tests.support.pool import Pool
+from tests.support.cluster import cluster_file, complete, metric_at, started
 from tests.support.proxy import NAMESPACE, cluster, scenario
 from tests.support.waiting import wait_for
 
@@ -37,9 +30,7 @@ LARGE = msgspec.structs.replace(NAMESPACE, page_bytes=8192)
 
 
 @scenario
-async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
-    make_pool: Callable[..., Pool],
-) -> None:
+async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(make_pool):
     pool = make_pool(segment="64MiB", lease_ttl_ms=2000).start()
     config = load_config(pool.file)
     database, payload = ChunkedTokenDatabase(LARGE), bytes(LARGE.chunk_bytes)
@@ -101,57 +92,41 @@ def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -
         assert pool_bytes(ClusterConfig(nodes=()), View((master,))) == 100
 
 
-def pinned(*arguments: str, code: int = 0, stdin: str | None = None) -> Any:
-    done = CliRunner().invoke(main, [*arguments, "--json"], input=stdin)
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
-
-
-def _reference(running: LocalCluster, name: str, **labels: str) -> float | None:
-    record = next(row.record for row in cluster_status(running.config).nodes if row.name == "decode-0")
-    with urllib.request.urlopen(f"{record.address}/metrics", timeout=60) as answer:
-        samples = [one for family in text_string_to_metric_families(answer.read().decode()) for one in family.samples]
-    return next(
-        (one.value for one in samples if one.name == f"pd_cache_reference_{name}" and one.labels == labels), None
-    )
-
-
 def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
     prompt = list(range(5 * SMALL + 1))
     with started(tmp_path, proxy={"direct_tokens": 16}) as running:
-        file = tmp_path / "running.yaml"
-        file.write_text(dump_config(running.config))
+        file, decode = tmp_path / "cluster.yaml", running.urls["decode-0"]
         (tmp_path / "tokens.json").write_text(json.dumps(prompt))
-        tokens = ["-c", str(file), "--tokens", str(tmp_path / "tokens.json")]
+        tokens = ("-c", file, "--tokens", tmp_path / "tokens.json")
         told: dict[str, Any] = {}
         while told.get("status") != "accepted":  # the proxy learns what it needs from the nodes
-            told = json.loads(CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "p", "--json"]).stdout)
+            told = cli_json("pin", *tokens, "--ttl", "60", "--id", "p", code=None)
         assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 0, 60)
         answer = complete(running.urls["proxy"], prompt)
         assert answer.status == 200
         while told["in_pool"] < 5 * SMALL:  # the last chunks are stored after the answer
-            told = pinned(
-                "pin", "-c", str(file), "--tokens", "-", "--ttl", "9e9", "--id", "p", stdin=json.dumps(prompt)
-            )
+            given = json.dumps(prompt)
+            told = cli_json("pin", "-c", file, "--tokens", "-", "--ttl", "9e9", "--id", "p", input=given)
         assert (told["status"], told["ttl_s"], told["reason"]) == ("clipped", 3600, "max_ttl_s is 3600")
-        assert pinned("pin", "-c", str(file), "--text", "x" * 999, "--ttl", "9")["tokens"] == 15 * SMALL
-        assert pinned("unpin", "-c", str(file), "--request", answer.headers["X-Request-Id"])["released"] == 1
-        assert pinned("unpin", "-c", str(file), "--id", "p", code=1)["status"] == "refused"
-        shown = CliRunner().invoke(main, ["pin", *tokens, "--ttl", "60", "--id", "q"]).stdout
+        assert cli_json("pin", "-c", file, "--text", "x" * 999, "--ttl", "9")["tokens"] == 15 * SMALL
+        assert cli_json("unpin", "-c", file, "--request", answer.headers["X-Request-Id"])["released"] == 1
+        assert cli_json("unpin", "-c", file, "--id", "p", code=1)["status"] == "refused"
+        shown = cli("pin", *tokens, "--ttl", "60", "--id", "q").stdout
         assert shown == f"q: keeps {5 * SMALL} tokens for 60 s; the pool has {5 * SMALL} of them now\n"
-        assert CliRunner().invoke(main, ["unpin", *tokens]).stdout == "1 released\n"
-        loads = _reference(running, "loads_total", outcome="hit") or 0
-        told = pinned("prefetch", *tokens)
-        assert (told["status"], told["node"]) == ("accepted", running.urls["decode-0"])
+        assert cli("unpin", *tokens).stdout == "1 released\n"
+        loads = metric_at(decode, "pd_cache_reference_loads_total", outcome="hit")
+        told = cli_json("prefetch", *tokens)
+        assert (told["status"], told["node"]) == ("accepted", decode)
         assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 5 * SMALL, 60)
-        wait_for(lambda: _reference(running, "loads_total", outcome="hit") == loads + 1, what="the node has loaded it")
+        loaded = "pd_cache_reference_loads_total"
+        wait_for(lambda: metric_at(decode, loaded, outcome="hit") == loads + 1, what="the node has loaded it")
         after = complete(running.urls["proxy"], prompt)
         assert after.tokens == answer.tokens
         assert after.body["pd_cache"]["prefill"] is None, "it goes to the decode node alone"
         assert after.body["pd_cache"]["report"]["streamed"] == 5 * SMALL, "and has nothing to load"
-        shown = CliRunner().invoke(main, ["prefetch", *tokens, "--ttl", "1"]).stdout
-        assert shown == f"{running.urls['decode-0']} loads 320 of 320 tokens, and holds them for 1 s\n"
-        wait_for(lambda: _reference(running, "free_blocks") == 512, what="nobody has come for it")
+        shown = cli("prefetch", *tokens, "--ttl", "1").stdout
+        assert shown == f"{decode} loads 320 of 320 tokens, and holds them for 1 s\n"
+        wait_for(lambda: metric_at(decode, "pd_cache_reference_free_blocks") == 512, what="nobody has come for it")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +143,4 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_pins_end_with_one_line(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
-    done = CliRunner().invoke(main, ["pin", "-c", str(cluster_file(tmp_path)), *arguments], input="no list")
-    assert done.exit_code == code
-    assert says in done.output
-    assert "Traceback" not in done.output
+    assert says in cli("pin", "-c", cluster_file(tmp_path), *arguments, code=code, input="no list").output

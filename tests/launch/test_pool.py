@@ -18,15 +18,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from rich.console import Console
 
-from launch.cli import main
 from launch.masters import Segment, copies_at, keys_at
 from launch.operate import pool as pooled
 from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.errors import PdCacheError
+from tests.support.cli import cli
 from tests.support.pool import Pool
 
 SPACE = Namespace(
@@ -221,10 +221,7 @@ def filled(make_pool: Callable[..., Pool]) -> Pool:
 
 
 def run(pool: Pool, *arguments: str, code: int = 0, typed: str = "") -> Result:
-    command, *others = arguments
-    result = CliRunner().invoke(main, ["pool", command, "-c", str(pool.file), *others], input=typed)
-    assert result.exit_code == code, result.output
-    return result
+    return cli("pool", *arguments, "-c", pool.file, code=code, input=typed)
 
 
 def test_ls_and_du_say_what_is_there_and_lease_nothing(filled: Pool) -> None:

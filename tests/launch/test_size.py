@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from launch.operate.size import Size
+from tests.support.cli import cli
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -24,16 +23,14 @@ GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}
 DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def run(config: dict[str, Any], folder: Path, *more: str) -> Any:
+def run(config: dict[str, Any], folder: Path, *more: str, code: int = 0) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps(config))
-    return CliRunner().invoke(main, ["size", "--model", str(file), "--tokens", "1000000", *more])
+    return cli("size", "--model", file, "--tokens", "1000000", *more, code=code).output
 
 
 def sized(config: dict[str, Any], folder: Path, *more: str) -> Size:
-    result = run(config, folder, "--json", *more)
-    assert result.exit_code == 0, result.output
-    return msgspec.json.decode(result.output, type=Size)
+    return msgspec.json.decode(run(config, folder, "--json", *more), type=Size)
 
 
 def test_a_token_takes_what_each_kind_of_layers_keeps(tmp_path: Path) -> None:
@@ -69,12 +66,10 @@ def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_pa
     ],
 )
 def test_a_model_that_cannot_be_counted_is_refused(config: dict[str, Any], why: str, tmp_path: Path) -> None:
-    result = run(config, tmp_path)
-    assert result.exit_code == 2
-    assert why in result.output
+    assert why in run(config, tmp_path, code=2)
 
 
 def test_people_read_a_table_and_three_lines(tmp_path: Path) -> None:
-    output = run(LLAMA, tmp_path).output
+    output = run(LLAMA, tmp_path)
     assert "131,072" in output
     assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == ["pool", "network", "transfer.staging_size"]

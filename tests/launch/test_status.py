@@ -41,9 +41,7 @@ def store(size: int, state: str = "not asked") -> NodeStatus:
     ],
     ids=["well", "memory unknown", "no master registered", "none leads", "warming up", "two lead", "memory elsewhere"],
 )  # fmt: skip
-def test_one_master_leads_and_has_the_memory_that_nodes_give(
-    nodes: list[NodeStatus], segments: list[Segment] | None, problem: str | None
-) -> None:
+def test_one_master_leads_and_has_the_memory_that_nodes_give(nodes, segments, problem):
     status = ClusterStatus("etcd", True, nodes, segments=segments, elected=True)
     assert status.well is (problem is None)
     shown = as_dict(status)
@@ -82,9 +80,7 @@ pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
     ],
     ids=["from 0.3.14 on", "older", "neither says it", "control sequences", "nothing"],
 )
-def test_a_masters_version_is_its_own_word_or_that_of_the_process_that_started_it(
-    pages: dict[str, bytes], version: str
-) -> None:
+def test_a_masters_version_is_its_own_word_or_that_of_the_process_that_started_it(pages, version):
     with serving(pages.get) as port:
         url = f"http://127.0.0.1:{port}"
         assert mooncake_of(NodeRecord(name="m", role="master", address="a:1", metrics=url, versions=url)) == version

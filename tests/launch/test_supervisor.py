@@ -16,27 +16,16 @@ import pytest
 
 from launch.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
+from tests.support.leaks import alive
+from tests.support.pool import ROOT
 from tests.support.waiting import PATIENCE_S, wait_for
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    wait_for(condition, what=what)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(autouse=True)
 def no_file_left_open() -> Iterator[None]:
     files = psutil.Process().num_fds()
     yield
-    until(lambda: psutil.Process().num_fds() <= files, "file descriptors closed")
+    wait_for(lambda: psutil.Process().num_fds() <= files, what="file descriptors closed")
 
 
 # --- replayed histories ----------------------------------------------------------------------------------------------
@@ -227,7 +216,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
     lines: list[str] = []
     with supervising(lines.append) as supervisor:
         supervisor.start([program("a", code, PDC_TEST="from env")])
-        until(lambda: "a | from env True" in lines, "output")
+        wait_for(lambda: "a | from env True" in lines, what="output")
         assert supervisor.ready_urls == {"a": ""}
     similar = ("ready b", "ready", "ready a http://x extra", "not ready a", "readya", "READY a")
     expected = ("to out", "to err", "not utf-8 \N{REPLACEMENT CHARACTER}", "ready a http://stderr", *similar)
@@ -281,11 +270,11 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
         def noticed() -> bool:
             return supervisor.pids.get("a", first) != first and "a" in supervisor.ready_urls
 
-        watching = threading.Thread(target=lambda: (until(noticed, "ready again"), stop.set()))
+        watching = threading.Thread(target=lambda: (wait_for(noticed, what="ready again"), stop.set()))
         watching.start()
         supervisor.wait(stop)
         watching.join()
-        until(lambda: not alive(grandchild), "grandchild gone")
+        wait_for(lambda: not alive(grandchild), what="grandchild gone")
 
 
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
@@ -295,7 +284,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> No
         supervisor.start([program("a", code + "print('ready a', flush=True); signal.pause()")])
     escaped = psutil.Process(int(lines[0].split()[-1]))
     escaped.kill()
-    until(lambda: not alive(escaped.pid), "escaped process gone")
+    wait_for(lambda: not alive(escaped.pid), what="escaped process gone")
 
 
 # --- a supervisor in a process of its own ----------------------------------------------------------------------------
@@ -348,7 +337,9 @@ class Up:
             self.lines.append(line.rstrip("\n"))
 
     def __enter__(self) -> Up:
-        until(lambda: any(line.startswith("up ") for line in self.lines) or self.process.poll() is not None, "up")
+        wait_for(
+            lambda: any(line.startswith("up ") for line in self.lines) or self.process.poll() is not None, what="up"
+        )
         assert self.process.poll() is None, self.lines
         return self
 
@@ -356,7 +347,7 @@ class Up:
         self.process.kill()
         self.process.wait()
         for pid in self.pids():
-            until(lambda pid=pid: not alive(pid), f"{pid} gone")
+            wait_for(lambda pid=pid: not alive(pid), what=f"{pid} gone")
         self._reader.join(PATIENCE_S)
         assert not self._reader.is_alive()
         self.process.stdout.close()
@@ -382,10 +373,10 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
         else:
             up.process.send_signal(signal.Signals[end])
         status = up.process.wait(PATIENCE_S)
-        until(lambda: not any(alive(one.pid) for one in everyone), "everyone gone")
+        wait_for(lambda: not any(alive(one.pid) for one in everyone), what="everyone gone")
         if end != "SIGKILL":  # then the kernel asks the programs to stop
             assert status == 0
-            until(lambda: "down" in up.lines, "its last line")
+            wait_for(lambda: "down" in up.lines, what="its last line")
             assert [line for line in up.lines if "orderly" in line] == ["b | orderly", "a | orderly"]
             assert not any("KeyboardInterrupt" in line for line in up.lines)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-
-from launch.cli import main
 from launch.http import client_key
 from launch.masters import keys_at
 from launch.status import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
-from pd_cache.cluster import dump_config
 from tests.launch.proxy.test_tenants import OF_A, OF_B, PLAIN, bearer, files
-from tests.support.cluster import CHUNK, Answer, started
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import CHUNK, Answer, complete, started
 from tests.support.waiting import wait_for
 
 CHUNK_BYTES = CHUNK * 2 * 2 * 2 * 16 * 4
@@ -25,14 +19,7 @@ CHUNK_BYTES = CHUNK * 2 * 2 * 2 * 16 * 4
 
 
 def ask(url: str, key: str, prompt: list[int], **fields: Any) -> Answer:
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1, "ignore_eos": True, **fields}).encode()
-    headers = {"content-type": "application/json", **bearer(key)}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=120) as got:
-            return Answer(got.status, json.load(got), dict(got.headers))
-    except urllib.error.HTTPError as error:
-        with error:
-            return Answer(error.code, json.loads(error.read()), dict(error.headers))
+    return complete(url, prompt, headers=bearer(key), max_tokens=1, **fields)
 
 
 def prompt(number: int) -> list[int]:
@@ -44,8 +31,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
     limits = "tenants: {{a: {{quota: {}}}, b: {{quota: 1GiB}}}}"
     proxy = {**files(tmp_path, limits.format(20 * CHUNK_BYTES)), "direct_tokens": 1}
     with started(tmp_path, proxy=proxy) as running:
-        url, file = running.urls["proxy"], tmp_path / "running.yaml"
-        file.write_text(dump_config(running.config))
+        url, file = running.urls["proxy"], tmp_path / "cluster.yaml"
         rows = {row.name: row.record for row in cluster_status(running.config).nodes}
         (space,) = rows["prefill-0"].cache_namespaces
         database = ChunkedTokenDatabase(space)
@@ -58,8 +44,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
             return [len(there.intersection(database.all_shard_keys(some))) for some in names]
 
         def counted() -> dict[str, Any]:
-            done = CliRunner().invoke(main, ["pool", "du", "-c", str(file), "--json"])
-            return dict(json.loads(done.stdout)["tenants"])
+            return dict(cli_json("pool", "du", "-c", file)["tenants"])
 
         def known() -> bool:
             """Whether the proxy names prompts: it learns from the nodes how."""
@@ -86,5 +71,5 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
         assert held("b", range(3)) == [5, 5, 5]
         refused = ask(url, PLAIN, prompt(1), cache_salt="pd-cache-tenant/b/")
         assert (refused.status, refused.body["error"]["param"]) == (400, "cache_salt")
-        assert "chunks evicted" in CliRunner().invoke(main, ["pool", "du", "-c", str(file)]).stdout
-        assert "tenant" in CliRunner().invoke(main, ["status", "-c", str(file), "--json"]).stdout
+        assert "chunks evicted" in cli("pool", "du", "-c", file).stdout
+        assert "tenant" in cli("status", "-c", file, "--json", code=None).stdout

@@ -8,8 +8,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
@@ -17,20 +15,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from rich.console import Console
 
-from launch.cli import main
 from launch.figures import NodeReading
 from launch.masters import Segment
 from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
 from launch.supervise import end, spawn_child
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache.cluster import NodeRecord
-from tests.support.pool import free_port
+from tests.support.cli import cli, program, run_program
+from tests.support.pool import ROOT, free_port
 from tests.support.waiting import PATIENCE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
@@ -94,7 +90,7 @@ def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
     screen.press("up", 5.0)
     assert screen.selected == "n0"
     for key in ("down", "sort", "follow"):
-        screen.press(key, 5.0)  # type: ignore[arg-type]
+        screen.press(key, 5.0)
     assert (screen.selected, screen.following) == ("n1", True)
     screen.nodes.update([NodeRecord(name="other", role="decode", address="http://h:1")])
     names(screen)
@@ -111,7 +107,7 @@ def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
 def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble() -> None:
     screen = Screen(WatchedNodes())
     for key in ("up", "down", "sort", "follow", "help", "back"):
-        assert screen.press(key, 0.0)  # type: ignore[arg-type]
+        assert screen.press(key, 0.0)
     assert not screen.helping
     assert shown(screen, 80, 24)[0].startswith("0 nodes")
     assert not screen.press("quit", 0.0)
@@ -124,7 +120,7 @@ def test_the_screen_fits_any_terminal(size: tuple[int, int]) -> None:
         lines = shown(screen, *size)
         assert len(lines) <= size[1]
         assert all(len(line) <= size[0] for line in lines)
-        screen.press(key, 5.0)  # type: ignore[arg-type]
+        screen.press(key, 5.0)
 
 
 def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> None:
@@ -196,12 +192,8 @@ def file(tmp_path: Path, well: int, mute: int) -> Path:
     return path
 
 
-def command(file: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "launch", "top", "-c", str(file), "--interval", "0.5", *options]
-
-
 def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:
-    done = subprocess.run(command(file), capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, check=True)
+    done = run_program("top", "-c", file, "--interval", "0.5")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("4 nodes, 3 silent")
     rows = {line.split()[0]: line for line in lines[2:]}
@@ -215,9 +207,7 @@ def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) 
 
 @pytest.mark.parametrize("seconds", ["0.1", "60"])
 def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file: Path, seconds: str) -> None:
-    done = CliRunner().invoke(main, ["top", "-c", str(file), "--once", "--interval", seconds])
-    assert done.exit_code == 2
-    assert "--interval" in done.output
+    assert "--interval" in cli("top", "-c", file, "--once", "--interval", seconds, code=2).output
 
 
 class Terminal:
@@ -227,7 +217,7 @@ class Terminal:
         self.ours, theirs = pty.openpty()
         self.mode = termios.tcgetattr(theirs)
         self.process = spawn_child(
-            command(file), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
+            program("top", "-c", file, "--interval", "0.5"), death_signal=signal.SIGKILL, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
             env={**os.environ, "COLUMNS": "100", "LINES": "30", **environment},
         )  # fmt: skip
         self.theirs = theirs
@@ -260,9 +250,7 @@ def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(fi
 
 
 @pytest.mark.parametrize("ending", ["q", signal.SIGINT, signal.SIGTERM])
-def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(
-    file: Path, ending: str | signal.Signals
-) -> None:
+def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(file, ending):
     with Terminal(file, TERM="xterm-256color") as terminal:
         terminal.until(lambda: b"decode-0" in terminal.shown and b"MB/s" in terminal.shown)
         if isinstance(ending, str):

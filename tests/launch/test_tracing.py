@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.request
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +11,7 @@ import pytest
 from launch.up import LocalCluster
 from tests.support.cluster import CHUNK, complete, kill, started
 from tests.support.collector import Collector, ReceivedSpan, collecting
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import wait_for
 
 pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
 
@@ -22,17 +20,11 @@ class Traced(NamedTuple):
     cluster: LocalCluster
     collector: Collector
 
-    def ask(self, prompt: list[int], *, sampled: bool = True, state: str = "") -> tuple[str, str]:
+    def ask(self, prompt: list[int], *, sampled: bool = True) -> tuple[str, str]:
         """Sends a prompt under a new trace context. Returns its trace and the client's span."""
         trace, span = os.urandom(16).hex(), os.urandom(8).hex()
-        headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{span}-{'01' if sampled else '00'}"}
-        if state:
-            headers["tracestate"] = state
-        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}).encode()
-        request = urllib.request.Request(f"{self.cluster.urls['proxy']}/v1/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            assert answer.status == 200
-            answer.read()
+        headers = {"traceparent": f"00-{trace}-{span}-{'01' if sampled else '00'}"}
+        assert complete(self.cluster.urls["proxy"], prompt, headers=headers).status == 200
         return trace, span
 
     def received(self, trace: str, *names: str) -> dict[str, list[ReceivedSpan]]:

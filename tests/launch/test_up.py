@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import up
+from launch.roles import master
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -30,7 +31,7 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this 
 
 
 def cluster(*nodes: object, **sections: object) -> ClusterConfig:
-    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
+    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> None:
@@ -38,16 +39,16 @@ def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> 
     whole = cluster(*here, DecodeNode(name="d", host=ELSEWHERE))
     assert local_nodes(whole) == list(whole.nodes[:4])
     config = up.choose_ports(whole, local_nodes(whole))
-    chosen = [config.master.port, config.master.metrics_port, *(node.port for node in config.nodes[1:3])]  # type: ignore[union-attr]
+    chosen = [config.master.port, config.master.metrics_port, *(node.port for node in config.nodes[1:3])]
     assert all(chosen)
     assert len(set(chosen)) == 4
-    assert [node.port for node in config.nodes[3:]] == [7, 0]  # type: ignore[union-attr]
+    assert [node.port for node in config.nodes[3:]] == [7, 0]
 
 
 def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> None:
     config = cluster(DecodeNode(name="d"), ProxyNode(name="p"), DecodeNode(name="e", host=ELSEWHERE))
     supervisor = SimpleNamespace(ready_urls={"master": "", "d": "http://h:1", "p": "http://h:2"})
-    lines = up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")).splitlines()  # type: ignore[arg-type]
+    lines = up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")).splitlines()
     assert lines[0] == "all 3 nodes of this machine are ready"
     assert lines[1] == "watch http://h:2/ui in a browser, or: pd-cache top -c c.yaml"
     body = subprocess.run(
@@ -55,7 +56,7 @@ def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> Non
     ).stdout.splitlines()[-1]
     assert json.loads(body) == {"model": "m", "max_tokens": 4, "prompt": list(range(1, 1001))}
     supervisor.ready_urls = {"d": "http://h:1"}
-    assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"  # type: ignore[arg-type]
+    assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"
 
 
 def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
@@ -82,3 +83,14 @@ def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["777", "777"]
+
+
+@pytest.mark.parametrize(
+    ("version", "flag"),
+    [("0.3.13.post1", "--client_ttl=5"), ("0.3.14", "--client_active_ttl_sec=5"), ("", "--client_ttl=5")],
+)
+def test_the_masters_flag_for_silent_clients_is_that_of_the_installed_version(version, flag, monkeypatch):
+    monkeypatch.setattr(master, "mooncake_version", lambda: version)
+    monkeypatch.setattr(master, "find_program", lambda name: f"/bin/{name}")
+    given = master.master_command(cluster(), cluster().master)
+    assert [one for one in given if one.startswith("--client")] == [flag]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,19 +41,13 @@ from tests.support.cluster import cluster_file
 from tests.support.etcd import Etcd
 from tests.support.kv import make_cache
 from tests.support.pool import Node, free_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import Clock, wait_for
 
 MODEL = "llama"
 
 
-class Clock:
+class SleepingClock(Clock):
     """Time that passes only when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -90,7 +84,7 @@ class Wire(Channel):
 class Engine:
     """An engine with weights, over a wire."""
 
-    def __init__(self, clock: Clock, wire: Wire) -> None:
+    def __init__(self, clock: SleepingClock, wire: Wire) -> None:
         self.wire = wire
         self.weights = 0
         self.version = WeightsVersion("http://a:1", MODEL, channel=lambda _: wire, clock=clock, sleep=clock.sleep)
@@ -106,7 +100,7 @@ class World:
     """An authority that has learned what there is to learn, and its engines."""
 
     def __init__(self, values: FileValues | EtcdValues | None = None, prefix: str = "") -> None:
-        self.clock = Clock()
+        self.clock = SleepingClock(1000.0)
         self.values = values or FileValues()
         self.prefix = prefix
         self.authority = self.another()
@@ -552,7 +546,7 @@ def test_a_master_that_has_missed_a_version_answers_nothing_when_the_stored_one_
     world.command("w2")
     assert polled(a) == ["w2"]
     world.clock.now += OVER_S
-    world.values._values.clear()  # type: ignore[union-attr]
+    world.values._values.clear()
     far.wire.question = True
     assert polled(far) == [None], "a command has said that it has w2"
     polled(a)
@@ -636,12 +630,8 @@ def test_over_http_all_engines_follow(service: str, opened: Callable[..., Weight
     a, b = opened(service), opened(f"http://127.0.0.1:1,{service}")
     assert a.current() == FIRST
     wait_for(lambda: b.current() == FIRST, what="the second authority's answer")
-    labels: list[str | None] = []
-    threads = [threading.Thread(target=lambda one=one: labels.append(one.reset())) for one in (a, b)]  # type: ignore[misc]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        labels = list(threads.map(WeightsVersion.reset, (a, b)))
     assert len(set(labels)) == 1
     assert labels[0]
     wait_for(lambda: {a.current(), b.current()} == set(labels), what="both engines with the new version")

@@ -23,7 +23,7 @@ MASTER = NodeRecord(name="master", role="master", address="10.0.0.1:50051", metr
 
 
 def answer(name: str, at: float, load: float = 0.0, **fields: object) -> NodeAnswer:
-    return NodeAnswer(name, at, NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))  # type: ignore[arg-type]
+    return NodeAnswer(name, at, NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))
 
 
 @pytest.fixture

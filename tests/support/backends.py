@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pd_cache.config import DiskTier, EvictionName, LocalTier, NodeSettings, PromotionName
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.base import StorageBackend
@@ -240,7 +238,3 @@ def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_
     view = held.resource.slot.view
     view[:size] = damage(bytes(view[:size]))[:size].ljust(size, b"\0")
     base.index.unpin(held)
-
-
-def settings_with(settings: NodeSettings, **transfer: Any) -> NodeSettings:
-    return msgspec.structs.replace(settings, transfer=msgspec.structs.replace(settings.transfer, **transfer))

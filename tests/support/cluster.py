@@ -1,4 +1,4 @@
-"""A small disaggregated cluster for tests, and a client for its proxy."""
+"""A small disaggregated cluster for tests, and a client for what its nodes serve."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor import DoctorReport, Verdict
 from launch.status import cluster_status
 from launch.up import LocalCluster, running
-from pd_cache.cluster import ClusterConfig, read_config
+from pd_cache.cluster import ClusterConfig, dump_config, load_config, read_config
+from tests.support.cli import program
 from tests.support.pool import ROOT, free_port
 from tests.support.waiting import wait_for
 
@@ -64,6 +65,35 @@ class Answer(NamedTuple):
         return ((usage["prefill"] or {}).get("cached_tokens", 0), usage["self"]["cached_tokens"])
 
 
+_NODES: dict[str, dict[str, Any]] = {
+    "master": {"port": 0, "metrics_port": 0, "client_ttl_s": 2},
+    "store": {"segment_size": "64MiB"},
+    "cache-server": {"metrics_port": 0, "segment_size": 0},
+    "prefill": {"port": 0},
+    "decode": {"port": 0},
+    "proxy": {"port": 0},
+}
+
+
+def free_node(name: str, **changes: Any) -> dict[str, Any]:
+    """A node of the role that its name begins with, every port free."""
+    role = next(role for role in _NODES if role.split("-")[0] == name.split("-")[0])
+    return {"name": name, "role": role, **_NODES[role], **changes}
+
+
+def nodes_of_every_role() -> list[dict[str, Any]]:
+    """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
+    store, decode = free_node("store-0", metrics_port=0), free_node("decode-0", cache_server="cache-0")
+    return [
+        free_node("master"),
+        store,
+        free_node("cache-0"),
+        free_node("prefill-0", segment_size=0),
+        decode,
+        free_node("proxy"),
+    ]
+
+
 def cluster_file(folder: Path, **changes: Any) -> Path:
     """A master, a store, a prefill and a decode node and a proxy, every port free.
 
@@ -81,30 +111,12 @@ def cluster_file(folder: Path, **changes: Any) -> Path:
         "handoff": {"wait_ms": 60_000},
         "proxy": {"direct_tokens": 0},  # every prompt takes the whole way, unless a test says otherwise
         "supervisor": {"ready_timeout_s": 180, "stop_grace_s": 30},
-        "nodes": [
-            {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-            {"name": "store-0", "role": "store", "segment_size": "64MiB"},
-            {"name": "prefill-0", "role": "prefill", "port": 0},
-            {"name": "decode-0", "role": "decode", "port": 0},
-            {"name": "proxy", "role": "proxy", "port": 0},
-        ],
+        "nodes": [free_node(name) for name in ("master", "store-0", "prefill-0", "decode-0", "proxy")],
         **changes,
     }
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
-
-
-def nodes_of_every_role() -> list[dict[str, Any]]:
-    """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
-    return [
-        {"name": "master", "role": "master", "port": 0, "metrics_port": 0, "client_ttl_s": 2},
-        {"name": "store-0", "role": "store", "segment_size": "64MiB", "metrics_port": 0},
-        {"name": "cache-0", "role": "cache-server", "metrics_port": 0, "segment_size": 0},
-        {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0},
-        {"name": "decode-0", "role": "decode", "port": 0, "cache_server": "cache-0"},
-        {"name": "proxy", "role": "proxy", "port": 0},
-    ]
 
 
 def _with_ports(config: ClusterConfig) -> ClusterConfig:
@@ -118,38 +130,48 @@ def _with_ports(config: ClusterConfig) -> ClusterConfig:
 
 @contextmanager
 def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
-    """The cluster of `cluster_file`, running, every node with its pool."""
-    config, source = read_config(cluster_file(folder, **changes))
-    with running(_with_ports(config), source) as cluster:
+    """The cluster of `cluster_file`, running, every node with its pool. The file has the ports of the nodes, so that commands find them."""
+    file = cluster_file(folder, **changes)
+    file.write_text(dump_config(_with_ports(load_config(file))))
+    config, source = read_config(file)
+    with running(config, source) as cluster:
         wait_for(lambda: all(row.state == "up" or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
         yield cluster
 
 
-def complete(url: str, prompt: Any, timeout: float = 120.0, raw: bytes | None = None, **fields: Any) -> Answer:
+def fetched(
+    url: str, body: object = None, *, headers: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> Answer:
+    """What a GET is answered with, or a POST of `body` as JSON, whatever its status: JSON decoded, all else as text."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
+    try:
+        answer = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        text = answer.read().decode()
+        return Answer(answer.status, json.loads(text) if text[:1] in ("{", "[") else text, dict(answer.headers))
+
+
+def complete(
+    url: str, prompt: Any, timeout: float = 120.0, headers: Mapping[str, str] | None = None, **fields: Any
+) -> Answer:
     """Post a completion and read the whole answer, whatever its status."""
-    body = raw if raw is not None else json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}).encode()  # fmt: skip
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return Answer(answer.status, json.load(answer), dict(answer.headers))
-    except urllib.error.HTTPError as error:
-        with error:
-            return Answer(error.code, json.loads(error.read()), dict(error.headers))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}
+    return fetched(f"{url}/v1/completions", body, headers=headers, timeout=timeout)
 
 
-def health_at(url: str) -> dict[str, Any]:
-    """What a proxy says of its nodes, whether or not it can serve."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            return dict(json.load(answer))
-    except urllib.error.HTTPError as error:
-        with error:
-            return dict(json.load(error))
+def metric_at(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric of a node over all label sets that have `labels`."""
+    lines = [line for line in str(fetched(f"{url}/metrics").body).splitlines() if line.startswith(name)]
+    samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 def examined(file: Path, *inside: str) -> DoctorReport:
     """What `pd-cache doctor` says in a process of its own. `inside`: the command that runs it on a host of `tests.support.hosts`."""
-    command = [*inside, sys.executable, "-m", "launch", "doctor", "--json", "-c", str(file)]
+    command = [*inside, *program("doctor", "--json", "-c", file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)
     assert done.stdout, done.stderr.decode()[-2000:]
     report = msgspec.json.decode(done.stdout, type=DoctorReport)

@@ -16,28 +16,9 @@ from tests.support.waiting import PATIENCE_S
 from tests.support.warm_nodes import nursery
 
 
-class _Processes:
-    """The processes below this one. To find them, psutil reads a file of each process of the machine, which takes longer than most tests:
-    it is asked only if there can be something new."""
-
-    def __init__(self) -> None:
-        self._children: set[int] = set()
-        self._found: dict[int, psutil.Process] = {}
-
-    def below(self) -> dict[int, psutil.Process]:
-        """Returns all of them, by their numbers."""
-        self._children = _children()
-        found = psutil.Process().children(recursive=True) if self._children else []
-        self._found = {process.pid: process for process in found if process.pid != nursery.pid}
-        return self._found
-
-    def known(self) -> dict[int, psutil.Process]:
-        """The same, as they were found last if this process has had the same children since."""
-        return self._found if _children() == self._children else self.below()
-
-
 def _children() -> set[int]:
-    """Returns the numbers of this process's own children."""
+    """Returns the numbers of this process's own children. psutil reads a file of each process of the machine, which takes longer than most
+    tests."""
     tasks = Path("/proc/self/task")
     while (tasks / str(os.getpid()) / "children").exists():
         try:
@@ -47,30 +28,31 @@ def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}  # a kernel without these files
 
 
-_processes = _Processes()
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
 def no_leaks(shared: Callable[[], list[Pool]] = list) -> Iterator[None]:
-    """AssertionError if a thread or child process of the block is still there a minute after it.
+    """AssertionError if a thread or a child of this process that the block started is still there a minute after it.
 
     `shared` pools may have nodes that were started anew in the block.
     """
     threads = set(threading.enumerate())
-    children = set(_processes.known())
+    children = _children()
     yield
     end = time.monotonic() + PATIENCE_S
     while True:
         nodes = [node for pool in shared() for node in pool.nodes.values()]
-        theirs = {node.process.pid for node in nodes}
         known = threads.union(*(node.readers for node in nodes))
         new_threads = [thread for thread in threading.enumerate() if thread not in known]
-        new_children = [
-            child
-            for pid, child in _processes.below().items()
-            if pid not in children | theirs and child.ppid() not in theirs
-        ]
+        new_children = _children() - children - {nursery.pid, *(node.process.pid for node in nodes)}
         if not new_threads and not new_children:
             return
-        assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {new_children}"
+        processes = [psutil.Process(pid) for pid in new_children if psutil.pid_exists(pid)]
+        assert time.monotonic() < end, f"left behind: threads {new_threads}, processes {processes}"
         time.sleep(0.02)

@@ -148,31 +148,22 @@ class Pool:
         **master: Any,
     ) -> None:
         """Nothing is started yet. Further options are keys of the master."""
-        self.lease_ttl_ms = lease_ttl_ms
         self.port = free_port()
         self.metrics_port = free_port()
         self.versions = f"http://127.0.0.1:{free_port()}"
         self.file = folder / f"pool-{self.port}.yaml"
-        nodes: list[dict[str, Any]] = [
-            {
-                "name": "master",
-                "role": "master",
-                "port": self.port,
-                "metrics_port": self.metrics_port,
-                "versions_port": port_of(self.versions),
-                "client_ttl_s": client_ttl_s,
-                "lease_ttl_ms": lease_ttl_ms,
-                **master,
-            }
-        ]
+        self.master = {
+            "name": "master", "role": "master", "port": self.port, "metrics_port": self.metrics_port, "versions_port": port_of(self.versions),
+            "client_ttl_s": client_ttl_s, "lease_ttl_ms": lease_ttl_ms, **master,
+        }  # fmt: skip
+        """As the files of other nodes have it."""
         self.store_ports = [free_port(), free_port()]
-        nodes += [
+        stores = [
             {"name": f"store-{index}", "role": "store", "segment_size": segment, "port": port}
             for index, port in enumerate(self.store_ports)
         ]
-        timeouts = {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}
-        transfer = {"metadata": metadata, "timeouts": timeouts}
-        self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": nodes}))
+        transfer = {"metadata": metadata, "timeouts": {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}}
+        self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": [self.master, *stores]}))
         self.nodes: dict[str, Node] = {}
 
     @property

@@ -7,7 +7,6 @@ import functools
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
@@ -26,6 +25,7 @@ from launch.proxy.direct import DirectRule
 from launch.supervise import end, spawn_child
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
+from tests.support.cli import program
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
 
@@ -284,9 +284,8 @@ def proxy_process(
     engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": written}))
-    command = [sys.executable, "-m", "launch", "launch", "proxy", "-c", str(file)]
     with (folder / "log").open("wb") as sink:
-        process = spawn_child(command, stdout=subprocess.PIPE, stderr=sink)
+        process = spawn_child(program("launch", "proxy", "-c", file), stdout=subprocess.PIPE, stderr=sink)
     assert process.stdout is not None
     with closing(process.stdout):
         try:

@@ -15,7 +15,6 @@ import yaml
 import zmq
 
 from pd_cache.cluster import CacheServerNode
-from pd_cache.cluster.machine import port_of
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
@@ -72,14 +71,7 @@ class ServerProcess(Node):
             "transfer": {**SMALL, "prefault": False},
             "cache": {"chunk_size": CHUNK},
             "nodes": [
-                {
-                    "name": "master",
-                    "role": "master",
-                    "port": pool.port,
-                    "metrics_port": pool.metrics_port,
-                    "versions_port": port_of(pool.versions),
-                    "lease_ttl_ms": pool.lease_ttl_ms,
-                },
+                pool.master,
                 {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock", **options},
             ],
         }

@@ -1,0 +1,41 @@
+"""`pd-cache` as tests run it: within their own process, or in another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from launch.cli import main
+from tests.support.pool import ROOT
+
+
+def cli(*arguments: object, code: int | None = 0, **options: Any) -> Result:
+    """Runs a command in this process. AssertionError if it ends otherwise than with the exit status `code`; None means any."""
+    result = CliRunner().invoke(main, [str(one) for one in arguments], **options)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert code in (None, result.exit_code), result.output
+    return result
+
+
+def cli_json(*arguments: object, code: int | None = 0, **options: Any) -> Any:
+    """The same, and decodes what it prints."""
+    return json.loads(cli(*arguments, "--json", code=code, **options).stdout)
+
+
+def program(*arguments: object) -> list[str]:
+    """The command line that runs a command in a process of its own, in the folder `ROOT`."""
+    return [sys.executable, "-m", "launch", *(str(one) for one in arguments)]
+
+
+def run_program(*arguments: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process of its own. AssertionError as of `cli`."""
+    given = {**os.environ, **env}
+    done = subprocess.run(program(*arguments), cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == code, done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+    return done
