@@ -40,7 +40,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest tests/contracts/test_adapters.py -k vllm-tier  # apart: tests/vllm changes Mooncake's patience
-	$(VLLM_VENV)/bin/python -m pytest -o faulthandler_timeout=0 $(VLLM_TESTS)
+	$(VLLM_VENV)/bin/python -m pytest -o timeout=1800 -o faulthandler_timeout=0 $(VLLM_TESTS)  # a server has 15 minutes to start
 
 install-lmcache: $(LMCACHE_VENV)/.installed
 

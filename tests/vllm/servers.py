@@ -7,19 +7,18 @@ import http.client
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import CacheServerNode, load_config
+from tests.support.cluster import fetched, metric_at
 from tests.support.pool import Node, Pool, free_port
+from tests.support.waiting import wait_for
 
 CHUNK, BLOCK = 64, 32
 SHARDS = 2
@@ -53,6 +52,12 @@ ARGS: dict[str, Any] = {
 PROGRAM = ["vllm"]
 """vLLM's command. The session's fixture `warm_vllm` puts one in its place that starts sooner."""
 
+NewPrompt = Callable[[int], list[int]]
+"""The fixture `new_prompt`: returns a prompt of so many tokens that no other test has used."""
+LENGTH = 1000
+WHOLE = LENGTH // CHUNK * CHUNK
+"""A prompt's tokens, and those of its whole chunks."""
+
 TRANSFER: dict[str, Any] = {"staging_size": "32MiB", "prefault": False}
 HANDOFF_MS = 8000
 _READY_S = 900.0
@@ -83,7 +88,7 @@ class Server:
     ) -> Answer:
         """Greedy, and always `max_tokens` long."""
         start = time.monotonic()
-        answer = self.json("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
+        answer = self.ask("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
         details = answer["usage"]["prompt_tokens_details"] or {}
         logprobs = answer["choices"][0]["logprobs"] or {}
         return Answer(
@@ -94,6 +99,16 @@ class Server:
             logprobs.get("token_logprobs", []),
             [sorted(best.values())[-2] for best in logprobs.get("top_logprobs") or [] if len(best) > 1],
         )
+
+    def store(self, prompt: Sequence[int], max_tokens: int = 6, **options: Any) -> Answer:
+        """The same, and waits until everything is stored and every block given back."""
+        answer = self.complete(prompt, max_tokens, **options)
+        self.settle()
+        return answer
+
+    def settle(self) -> None:
+        """Waits until nobody holds a block of the KV cache."""
+        wait_for(lambda: not self.blocks_in_use, what="all blocks given back")
 
     def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
         """All at once."""
@@ -124,47 +139,41 @@ class Server:
 
     def forget_prefixes(self) -> None:
         """Empties vLLM's own prefix cache."""
-        self.open("/reset_prefix_cache", {}).close()
+        self.ask("/reset_prefix_cache", {})
 
     def reset_external(self) -> None:
         """Does the same, and says that the server has other weights now."""
-        self.open("/reset_prefix_cache?reset_external=true", {}).close()
+        self.ask("/reset_prefix_cache?reset_external=true", {})
 
     def reload_weights(self, folder: Path) -> None:
         """Replaces the model's weights while it runs."""
-        self.json("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all label sets that have `labels`."""
         return metric_at(self.url, name, **labels)
 
     @property
+    def loaded(self) -> float:
+        """How many tokens it has loaded so far."""
+        return self.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+
+    @property
     def blocks_in_use(self) -> float:
         """Share of the KV cache's blocks that somebody holds."""
         return self.metric("vllm:kv_cache_usage_perc")
 
-    def json(
-        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """The object that it answers."""
-        with self.open(path, body, headers) as answer:
-            return dict(json.load(answer))
-
-    def open(self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-        """The answer to a GET; to a POST if there is a body. AssertionError, with what the server says, if it is an error."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
-        try:
-            return urllib.request.urlopen(request, timeout=600)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{error.code}: {error.read().decode()[:2000]}") from None
+    def ask(self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
+        """What it answers to a GET; to a POST if there is a body. AssertionError, with what the server says, if it is an error."""
+        answer = fetched(self.url + path, body, headers=headers, timeout=600)
+        assert answer.status == 200, answer
+        return answer.body
 
     def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Those of each event of a stream."""
-        with self.open(path, body) as answer:
-            for line in answer:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    yield from json.loads(line[6:])["choices"]
+        for line in self.ask(path, body).splitlines():
+            if line.startswith("data: {"):
+                yield from json.loads(line[6:])["choices"]
 
 
 def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -259,7 +268,6 @@ def cluster_file(
         described.append(
             {"name": CACHE, "role": "cache-server", "metrics_port": free_port(), "segment_size": 0, "session_s": 15}
         )
-    master = yaml.safe_load(pool.file.read_text())["nodes"][0]
     tree = {
         "transfer": {**TRANSFER, "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 20_000}},
         "cache": {"chunk_size": CHUNK, "shards": SHARDS},
@@ -274,7 +282,7 @@ def cluster_file(
         "connector": {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000, **(connector or {})},
         "handoff": {"wait_ms": HANDOFF_MS},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
-        "nodes": [master, *described],
+        "nodes": [pool.master, *described],
         **sections,
     }
     tree["name"] = f"vllm-{free_port()}"  # a cache server's socket is named after it
@@ -336,11 +344,3 @@ def cache_server(file: Path) -> Iterator[Node]:
 def role_of(name: str) -> str:
     """The role of a node of `cluster_file`."""
     return "cache-server" if name == CACHE else name.split("-")[0]
-
-
-def metric_at(url: str, name: str, **labels: str) -> float:
-    """The sum of a metric of a server over all label sets that have `labels`."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
-    samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
-    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,13 +10,8 @@ import pytest
 from bench.lib.model import write_model
 from tests.support.pool import Pool
 from tests.vllm.draft_models import add_mtp, write_eagle
-from tests.vllm.servers import CHUNK, SHARDS, Answer, PdCacheServer, cluster_file, running_all
-from tests.vllm.test_failures import all_free
+from tests.vllm.servers import CHUNK, SHARDS, Answer, NewPrompt, PdCacheServer, cluster_file, running_all
 from tests.vllm.test_groups import by_group, same
-
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = ("eagle", "mtp")
 each = pytest.mark.parametrize("kind", KINDS)
@@ -46,8 +41,7 @@ class Drafted(NamedTuple):
 
 def drafted(server: PdCacheServer, prompt: list[int], **options: Any) -> Drafted:
     before = server.metric("vllm:spec_decode_num_accepted_tokens_total")
-    answer = server.complete(prompt, GENERATED, logprobs=1, **options)
-    all_free(server)
+    answer = server.store(prompt, GENERATED, logprobs=1, **options)
     return Drafted(answer, server.metric("vllm:spec_decode_num_accepted_tokens_total") - before)
 
 

@@ -75,13 +75,13 @@ def observed(pair: Pair) -> Iterator[Observed]:
 
 def spaces(server: PdCacheServer) -> list[Namespace]:
     return [
-        msgspec.convert({k: v for k, v in server.json("/health")["namespace"].items() if k != "token_hash"}, Namespace)
+        msgspec.convert({k: v for k, v in server.ask("/health")["namespace"].items() if k != "token_hash"}, Namespace)
     ]
 
 
 def test_a_real_node_says_how_large_its_own_cache_is(observed: Observed) -> None:
     (block,) = {space.block_size for space in spaces(observed.node)}
-    told = read_about(json.dumps(observed.node.json("/health")))
+    told = read_about(json.dumps(observed.node.ask("/health")))
     record = next(one for one in file_records(observed.config) if one.name == "prefill-0")
     assert record.telling(told).capacity.kv_tokens == (1024 - 1) * block, (
         "as `num-gpu-blocks-override` says, without the null block"
@@ -104,7 +104,7 @@ def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(obser
     observed.node.complete(tokens, cache_salt="tenant")
     wait_for(lambda: observed.cache.tokens(salted) == whole, what="another tenant's are other blocks")
     # vLLM forgets nothing while blocks are being stored, and publishes what it forgot with its next step
-    wait_for(lambda: not observed.node.blocks_in_use, what="everything is stored")
+    observed.node.settle()
     observed.node.forget_prefixes()
     observed.node.complete(tokens[:3], 1)
     wait_for(lambda: len(observed.cache) == 0, what="it forgot all")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,18 @@ import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, SHARDS, PdCacheServer, Reference, Server, cluster_file, running
-
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-LENGTH = 1000
-WHOLE = LENGTH // CHUNK * CHUNK
-
-
-def all_free(server: Server) -> None:
-    wait_for(lambda: not server.blocks_in_use, 30)
+from tests.vllm.servers import (
+    CHUNK,
+    LENGTH,
+    SHARDS,
+    WHOLE,
+    NewPrompt,
+    PdCacheServer,
+    Reference,
+    Server,
+    cluster_file,
+    running,
+)
 
 
 def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
@@ -31,8 +30,7 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
     before = pool.keys()
 
     def stored() -> bool:
-        server.complete(prompt, 1)
-        all_free(server)
+        server.store(prompt, 1)
         if len(pool.keys() - before) >= (len(prompt) - held) // CHUNK * SHARDS:
             return True
         server.forget_prefixes()
@@ -73,7 +71,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prom
     answer = pair.b.complete(prompt)
     assert answer.tokens == plain.tokens(prompt)
     assert pair.b.troubles("retrieve", "corrupt") == counted + 1, "the first of them ends the load"
-    all_free(pair.b)
+    pair.b.settle()
 
 
 def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_prompt, vllm_pool):
@@ -83,7 +81,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_pro
         with pair.b.abandoned(prompt):
             wait_for(lambda: pair.b.blocks_in_use)
         assert pair.b.blocks_in_use, "a transfer may still write to staging: its end is waited for"
-    all_free(pair.b)
+    pair.b.settle()
     answer = pair.b.complete(prompt)
     assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
 
@@ -97,7 +95,7 @@ def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, 
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
         wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
-    all_free(pair.b)
+    pair.b.settle()
 
 
 def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_prompt, vllm_pool):
@@ -106,14 +104,11 @@ def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_pro
         with pair.a.abandoned(prompt):
             wait_for(lambda: pair.a.blocks_in_use)
         assert pair.a.complete(other := new_prompt(100)).tokens == plain.tokens(other), "the engine serves on meanwhile"
-    all_free(pair.a)
-    assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
-    all_free(pair.a)
+    pair.a.settle()
+    assert pair.a.store(prompt).tokens == plain.tokens(prompt)
 
 
-def test_the_memory_node_is_killed_between_lookup_and_load(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+def test_the_memory_node_is_killed_between_lookup_and_load(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     hits = pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit")
@@ -125,7 +120,7 @@ def test_the_memory_node_is_killed_between_lookup_and_load(
         assert answer.tokens == plain.tokens(prompt)
         wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
         assert pair.b.metric("vllm:pd_cache_tokens_total", op="lookup", outcome="hit") == hits + WHOLE
-        all_free(pair.b)
+        pair.b.settle()
     finally:
         vllm_pool.start("store-0")
 
@@ -139,7 +134,7 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
                 other = new_prompt(LENGTH)
                 answer = server.complete(other)
                 assert answer.tokens == plain.tokens(other)
-            all_free(server)
+            server.settle()
         reasons = ("pool_down", "timeout", "epoch_unknown")
         assert all(sum(one.troubles("lookup", reason) for reason in reasons) > 0 for one in pair)
     finally:
@@ -183,7 +178,7 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
     answers = server.complete_all(longer)
     assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
     assert server.troubles("retrieve", "corrupt") >= 1
-    all_free(server)
+    server.settle()
 
     # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
     with vllm_pool.bare_client() as client:
@@ -200,6 +195,6 @@ def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Referen
     for _ in range(2):
         answers = cramped.complete_all(prompts, 120)
         assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
-        all_free(cramped)
+        cramped.settle()
     assert cramped.metric("vllm:num_preemptions_total") > 0
-    assert cramped.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") > 0
+    assert cramped.loaded > 0

@@ -15,12 +15,19 @@ import pytest
 from bench.lib.model import ModelKind, write_model
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from tests.vllm.servers import CHUNK, SHARDS, TRANSFER, Answer, PdCacheServer, cluster_file, running, running_all
-from tests.vllm.test_failures import all_free, corrupt
-
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+from tests.vllm.servers import (
+    CHUNK,
+    LENGTH,
+    SHARDS,
+    TRANSFER,
+    Answer,
+    NewPrompt,
+    PdCacheServer,
+    cluster_file,
+    running,
+    running_all,
+)
+from tests.vllm.test_failures import corrupt
 
 
 class Kind(NamedTuple):
@@ -52,7 +59,6 @@ KINDS: dict[ModelKind, Kind] = {
     "qwen3next": Kind(8, 60, {**STATES, "block-size": 128}, (1, 1, 1), "server", divisible=False, chunk=128),
 }
 each = pytest.mark.parametrize("kind", KINDS)
-LENGTH = 1000
 _ROUNDED = 2e-3
 """How far two logprobs of the same token may be apart."""
 
@@ -82,18 +88,15 @@ _tenants = itertools.count()
 def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> Answer:
     """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the salt."""
     salt = f"a tenant for whom nothing is stored, {next(_tenants)}"
-    answer = server.complete(prompt, max_tokens, logprobs=2, cache_salt=salt)
+    answer = server.store(prompt, max_tokens, logprobs=2, cache_salt=salt)
     assert answer.cached == 0
-    all_free(server)
     return answer
 
 
 def afresh(server: PdCacheServer, prompt: list[int]) -> Answer:
     """Returns the answer to a prompt when the server's own prefix cache is empty."""
     server.forget_prefixes()
-    answer = server.complete(prompt, logprobs=2)
-    all_free(server)
-    return answer
+    return server.store(prompt, logprobs=2)
 
 
 def same(answer: Answer, expected: Answer) -> bool:
@@ -120,8 +123,7 @@ def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
 def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[str]]:
     """Returns the keys under which the server stores a prompt: a list for each layer group."""
     before = pool.keys()
-    server.complete(prompt)
-    all_free(server)
+    server.store(prompt)
     return by_group(pool, before)
 
 
@@ -141,17 +143,16 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_p
     for length in (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 320, 330, 449, LENGTH):
         prompt = new_prompt(length)
         before = vllm_pool.keys()
-        expected = server.complete(prompt, logprobs=2)
-        all_free(server)
+        expected = server.store(prompt, logprobs=2)
         assert expected.cached == 0
         chunks = (length if KINDS[kind].divisible else length - 1) // chunk
         parts = SHARDS if KINDS[kind].divisible else 1
         counts = sorted(len(keys) for keys in by_group(vllm_pool, before))
-        moved = server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+        moved = server.loaded
         answer = afresh(server, prompt)
         assert same(answer, expected), length
         assert answer.cached == wholes(kind, length), length
-        loaded = server.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") - moved
+        loaded = server.loaded - moved
         counted = [server.metric(f"vllm:pd_cache_{name}_total", op="retrieve") for name in ("bytes", "group_bytes")]
         assert counted[0] == counted[1], "each byte is that of a group"
         whole = -(-wholes(kind, length) // chunk)
@@ -168,8 +169,7 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_p
 def test_a_longer_prompt_continues_where_the_stored_one_ended(nodes, kind, new_prompt):
     server = nodes[kind]
     prompt = new_prompt(LENGTH)
-    server.complete(prompt)
-    all_free(server)
+    server.store(prompt)
     longer = prompt + new_prompt(200)
     answer = afresh(server, longer)
     assert same(answer, computed(server, longer))
@@ -232,7 +232,7 @@ def test_preempted_requests_have_the_tokens_of_those_that_were_alone(nodes, kind
     for _ in range(2):  # the prompts are computed, and then loaded
         server.forget_prefixes()
         answers = server.complete_all(prompts, answered)
-        all_free(server)
+        server.settle()
         assert [answer.tokens for answer in answers] == expected
     if kind == "gemma3":  # vLLM may also let the others wait instead of preempting them
         assert server.metric("vllm:num_preemptions_total") > before, "there is not room for all of them"

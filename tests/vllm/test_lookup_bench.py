@@ -6,12 +6,9 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.pool import ROOT
 
 
-@pytest.mark.slow(seconds=90)
 def test_lookups_in_deepseeks_layer_groups_are_measured_beside_mooncake_store_connectors() -> None:
     command = [sys.executable, "-m", "launch", "bench", "lookup", "--groups", "--clients", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)

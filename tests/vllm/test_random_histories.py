@@ -235,13 +235,13 @@ class History:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.vllm = Scheduler(config, groups, StructuredOutputManager(config), block_size=BLOCK)
-        side = self.vllm.connector._scheduler  # type: ignore[union-attr]
+        side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
-        cache = self.vllm.connector._settings.node.cache  # type: ignore[union-attr]
+        cache = self.vllm.connector._settings.node.cache
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
         self.worker = WorkerSide(
-            [FailingCache(self)],  # type: ignore[list-item]
+            [FailingCache(self)],
             stores=[True],
             load_timeout_s=60,
         )
@@ -264,7 +264,7 @@ class History:
                 for name in [name for name in self.pool if rng.random() < 0.03]:
                     del self.pool[name]
             if rng.random() < self.setting.resets:
-                self.vllm.connector.reset_cache()  # type: ignore[union-attr]
+                self.vllm.connector.reset_cache()
             self._step()
             assert not self.wrong
             steps += 1
@@ -384,7 +384,7 @@ class History:
             finished_recving=ended.finished,
             failed_recving=ended.failed,
             invalid_block_ids=ended.bad_blocks,
-            kv_connector_worker_meta=self.worker.take_report(),  # type: ignore[arg-type]
+            kv_connector_worker_meta=self.worker.take_report(),
         )
         if self.vllm.requests and not self.setting.patient and self.rng.random() < 0.05:
             self._abort()

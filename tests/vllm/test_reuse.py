@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, HANDOFF_MS, SHARDS, Answer, PdCacheServer, Reference
-
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+from tests.vllm.servers import CHUNK, HANDOFF_MS, LENGTH, SHARDS, WHOLE, Answer, NewPrompt, PdCacheServer, Reference
 
 
 def whole_chunks(tokens: int) -> int:
@@ -30,22 +23,19 @@ def reason_of(answer: Answer) -> str:
 def stored(pair: Pair, prompt: list[int]) -> None:
     """Have A compute a prompt, and wait until its chunks are in the pool."""
     before = pair.a.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
-    pair.a.complete(prompt, 1)
-    wait_for(lambda: not pair.a.blocks_in_use)
+    pair.a.store(prompt, 1)
     after = pair.a.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
     assert after - before == whole_chunks(len(prompt))
 
 
 def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(1000)
-    first = pair.a.complete(prompt)
+    prompt = new_prompt(LENGTH)
+    first = pair.a.store(prompt)
     assert (first.cached, first.tokens) == (0, plain.tokens(prompt))
-    wait_for(lambda: not pair.a.blocks_in_use)
     pair.b.complete(new_prompt(200), 1)  # so that it knows of resets in earlier tests
     lookups = pair.b.metric("vllm:pd_cache_ops_total", op="lookup")
     second = pair.b.complete(prompt)
-    assert second.cached == whole_chunks(1000)
-    assert second.tokens == plain.tokens(prompt)
+    assert (second.cached, second.tokens) == (WHOLE, plain.tokens(prompt))
     assert pair.b.metric("vllm:pd_cache_ops_total", op="lookup") == lookups + 1, (
         "asked for once, however many steps it took"
     )
@@ -54,18 +44,17 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
 def report(server: PdCacheServer, prompt: list[int], request_id: str) -> dict[str, Any]:
     """The report on a request, in its answer and on the page of the node."""
     told = (server.complete(prompt, 2, {"X-Request-Id": request_id}).kv_transfer_params or {})["pd_cache"]["report"]
-    assert server.json(f"/requests/{request_id}")["reports"] == [told]
+    assert server.ask(f"/requests/{request_id}")["reports"] == [told]
     return dict(told)
 
 
 def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_not_more(pair, new_prompt):
-    prompt = new_prompt(1000)
+    prompt = new_prompt(LENGTH)
     first = report(pair.a, prompt, "first")
     assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
-    wait_for(lambda: not pair.a.blocks_in_use)
-    whole = whole_chunks(1000)
+    pair.a.settle()
     second = report(pair.b, prompt, "second")
-    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (whole, whole, whole, "none")
+    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (WHOLE, WHOLE, WHOLE, "none")
     again = report(pair.a, prompt, "again")
     assert again["at_hand"] > 0, "vLLM's own cache has it"
     assert again["at_hand"] + again["loaded"] + again["computed"] == 1000
@@ -75,32 +64,25 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
 
 
-def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(
-    pair: Pair, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(pair, plain, new_prompt):
     prefix = new_prompt(500)
     stored(pair, prefix)
     pair.a.forget_prefixes()
     prompt = prefix + new_prompt(300)
     answer = pair.a.complete(prompt)
-    assert answer.cached == whole_chunks(500)
-    assert answer.tokens == plain.tokens(prompt)
+    assert (answer.cached, answer.tokens) == (whole_chunks(500), plain.tokens(prompt))
 
 
 def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(1000)
+    prompt = new_prompt(LENGTH)
     stored(pair, prompt)
     pair.a.forget_prefixes()
     # vLLM's own cache has one block more than three chunks: a chunk is loaded in part
-    pair.a.complete(prompt[: 3 * CHUNK + CHUNK // 2 + 1], 1)
-    wait_for(lambda: not pair.a.blocks_in_use)  # what was loaded is counted a step later
-    loaded = pair.a.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
-    answer = pair.a.complete(prompt)
-    assert answer.cached == whole_chunks(1000)
-    assert answer.tokens == plain.tokens(prompt)
-    wait_for(lambda: not pair.a.blocks_in_use)
-    again = pair.a.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded") - loaded
-    assert again == whole_chunks(1000) - 3 * CHUNK
+    pair.a.store(prompt[: 3 * CHUNK + CHUNK // 2 + 1], 1)  # what was loaded is counted a step later
+    loaded = pair.a.loaded
+    answer = pair.a.store(prompt)
+    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert pair.a.loaded - loaded == WHOLE - 3 * CHUNK
 
 
 def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, new_prompt, vllm_pool):
@@ -111,14 +93,12 @@ def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, ne
         while (early := len(vllm_pool.keys()) - before) == 0:  # one listing: all may be there a moment later
             assert time.monotonic() < deadline
     assert 0 < early < 2000 // CHUNK * SHARDS
-    wait_for(lambda: not pair.a.blocks_in_use)
+    pair.a.settle()
     stored_so_far = pair.b.complete(prompt).cached
     assert 0 < stored_so_far <= whole_chunks(2000)
-    assert pair.a.complete(prompt).tokens == plain.tokens(prompt)
-    wait_for(lambda: not pair.a.blocks_in_use)
+    assert pair.a.store(prompt).tokens == plain.tokens(prompt)
     answer = pair.b.complete(prompt)
-    assert answer.cached == whole_chunks(2000)
-    assert answer.tokens == plain.tokens(prompt)
+    assert (answer.cached, answer.tokens) == (whole_chunks(2000), plain.tokens(prompt))
 
 
 def test_eight_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
@@ -127,7 +107,7 @@ def test_eight_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Refer
     for server in (pair.a, pair.b):
         answers = server.complete_all(prompts)
         assert [answer.tokens for answer in answers] == [plain.tokens(prompt) for prompt in prompts]
-        wait_for(lambda server=server: not server.blocks_in_use)
+        server.settle()
     again = pair.b.complete_all(prompts)
     assert [answer.tokens for answer in again] == [plain.tokens(prompt) for prompt in prompts]
     assert [answer.cached for answer in again] == [whole_chunks(len(prompt)) for prompt in prompts]
@@ -135,8 +115,7 @@ def test_eight_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Refer
 
 def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(400)
-    pair.a.complete(prompt, cache_salt="one")
-    wait_for(lambda: not pair.a.blocks_in_use)
+    pair.a.store(prompt, cache_salt="one")
     for salt, cached in (("two", 0), ("one", whole_chunks(400))):
         answer = pair.b.complete(prompt, cache_salt=salt)
         assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
@@ -151,10 +130,9 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     ours = handed["pd_cache"]
     assert ours["prefix_tokens"] == whole_chunks(700)
     assert ours["prefill"] == {"cached_tokens": 0, "computed_tokens": 700, "reason": "never_stored"}
-    before = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
+    before = pair.b.loaded
     assert pair.b.complete(prompt, kv_transfer_params=handed).tokens == plain.tokens(prompt)
-    after = pair.b.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
-    assert after - before == whole_chunks(700)
+    assert pair.b.loaded - before == whole_chunks(700)
 
     # announced, but never stored: the decode node waits until its deadline, and computes
     start = time.monotonic()
@@ -173,11 +151,11 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
 def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(6 * CHUNK + 5)
     stored(pair, prompt)
-    before = {op: pair.b.metric("vllm:pd_cache_bytes_total", op=op) for op in ("retrieve",)}
+    before = pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve")
     pair.b.complete(prompt)
     tokens = 6 * CHUNK
     per_token = 4 * 2 * 4 * 32 * 4  # layers, K and V, KV heads, head dimension, bytes of a float32
-    assert pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve") - before["retrieve"] == tokens * per_token
+    assert pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve") - before == tokens * per_token
     for op in ("lookup", "retrieve"):
         assert pair.b.metric("vllm:pd_cache_ops_total", op=op) > 0
         assert pair.b.metric("vllm:pd_cache_op_seconds_total", op=op) > 0
@@ -191,17 +169,14 @@ def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_a
     node.forget_prefixes()
     whole, first = whole_chunks(1500), whole_chunks(500)
 
-    def loaded() -> float:
-        return node.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
-
-    before = loaded()
+    before = node.loaded
     with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
-        wait_for(lambda: loaded() - before == first, what="what the pool has")
+        wait_for(lambda: node.loaded - before == first, what="what the pool has")
         node.complete(prompt, 1)  # computes and stores the rest, as a prefill node would
-        wait_for(lambda: loaded() - before == whole, what="what was stored meanwhile")
+        wait_for(lambda: node.loaded - before == whole, what="what was stored meanwhile")
         announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": whole}}
         answer = node.complete(prompt, kv_transfer_params=announced)
     assert answer.tokens == plain.tokens(prompt)
     report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
     assert (report["streamed"], report["at_hand"], report["loaded"]) == (whole, 1472, 0), "46 blocks of 32 tokens"
-    wait_for(lambda: not node.blocks_in_use, what="all blocks given back")
+    node.settle()

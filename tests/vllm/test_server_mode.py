@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,9 @@ from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CACHE,
     CHUNK,
+    LENGTH,
+    WHOLE,
+    NewPrompt,
     PdCacheServer,
     Server,
     begun,
@@ -25,12 +27,6 @@ from tests.vllm.servers import (
     metric_at,
 )
 
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-LENGTH = 1000
-WHOLE = LENGTH // CHUNK * CHUNK
 TIERS = {"chunk_size": CHUNK, "tiers": [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]}
 
 
@@ -87,8 +83,7 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     def stored() -> bool:
         """The server's own client of the pool may have to open first."""
         sharing.by_hand.forget_prefixes()
-        sharing.by_hand.complete(prompt, 1)
-        wait_for(lambda: not sharing.by_hand.blocks_in_use)
+        sharing.by_hand.store(prompt, 1)
         return metric_at(metrics, "pd_cache_tokens_total", op="store", outcome="stored") >= WHOLE
 
     wait_for(stored, what="the prompt in the pool")
@@ -103,8 +98,7 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
     """To vLLM it is no producer any more: it would give the blocks of a running load to another request."""
     server, prompts = sharing.by_hand, [new_prompt(LENGTH) for _ in range(4)]
     for prompt in prompts:
-        server.complete(prompt, 1)
-    wait_for(lambda: not server.blocks_in_use)
+        server.store(prompt, 1)
     server.forget_prefixes()
     answers = server.complete_all(prompts)
     assert [(answer.cached, answer.tokens) for answer in answers] == [
@@ -114,12 +108,11 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
 
 def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPrompt) -> None:
     """Waits until the connector knows the adapter's digest. Until then each request with it is counted."""
-    server.open("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)}).close()
+    server.ask("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)})
 
     def uncounted() -> bool:
         before = server.metric("vllm:pd_cache_troubles_total", op="lookup")
-        server.complete(new_prompt(CHUNK), 1, model=adapter)
-        wait_for(lambda: not server.blocks_in_use)
+        server.store(new_prompt(CHUNK), 1, model=adapter)
         return server.metric("vllm:pd_cache_troubles_total", op="lookup") == before
 
     wait_for(uncounted, what=f"the digest of {adapter}")
@@ -133,9 +126,8 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(shari
     for name, other_seed, cached in (("same", 1, WHOLE), ("other", 2, 0)):
         folder = write_adapter(tmp_path / name, model, seed=1)
         serve_adapter(first, name, folder, new_prompt)
-        answer = first.complete(prompt, model=name)
+        answer = first.store(prompt, model=name)
         assert answer.cached == 0, "neither the model's KV nor, in vLLM's own hashes, that of another name"
-        wait_for(lambda: not first.blocks_in_use)
 
         write_adapter(folder, model, seed=other_seed)
         serve_adapter(second, name, folder, new_prompt)
@@ -160,8 +152,7 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(shari
 
 def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing, plain, new_prompt):
     server, prompt = sharing.by_hand, new_prompt(LENGTH)
-    assert server.complete(prompt).tokens == plain.tokens(prompt)
-    wait_for(lambda: not server.blocks_in_use)
+    assert server.store(prompt).tokens == plain.tokens(prompt)
     server.forget_prefixes()
     usual = server.complete(prompt)
     assert (usual.cached, usual.tokens) == (WHOLE, plain.tokens(prompt))
@@ -169,7 +160,7 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
     with server.abandoned(new_prompt(LENGTH)):
         wait_for(lambda: server.blocks_in_use)
         sharing.cache.kill()
-    wait_for(lambda: not server.blocks_in_use)
+    server.settle()
     other = new_prompt(LENGTH)
     answer = server.complete(other)
     assert (answer.cached, answer.tokens) == (0, plain.tokens(other))

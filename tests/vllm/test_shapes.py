@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,20 +17,16 @@ from tests.vllm.servers import (
     BLOCK,
     CHUNK,
     ENV,
+    LENGTH,
     PROGRAM,
+    WHOLE,
+    NewPrompt,
     PdCacheServer,
     Reference,
     Server,
     cluster_file,
     running,
 )
-
-NewPrompt = Callable[[int], list[int]]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-LENGTH = 1000
-WHOLE = LENGTH // CHUNK * CHUNK
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +44,16 @@ def by_tokens(model, vllm_pool, plain, tmp_path_factory):
 
 def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
     server, prompt = by_tokens, new_prompt(LENGTH)
-    assert server.complete(prompt).cached == 0
-    wait_for(lambda: not server.blocks_in_use)
+    assert server.store(prompt).cached == 0
     for salt, cached in ((None, WHOLE), ("tenant", 0), ("tenant", WHOLE)):
         server.forget_prefixes()
-        answer = server.complete(prompt, **({"cache_salt": salt} if salt else {}))
+        answer = server.store(prompt, **({"cache_salt": salt} if salt else {}))
         assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
-        wait_for(lambda: not server.blocks_in_use)
 
 
 def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(by_tokens, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
-    by_tokens.complete(prompt)
-    wait_for(lambda: not by_tokens.blocks_in_use)
+    by_tokens.store(prompt)
     by_tokens.forget_prefixes()
     with vllm_pool.bare_client() as client:
         assert client.remove_by_regex("^pdc1/", True) > 0
@@ -78,8 +70,7 @@ def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(by_token
         (whole, whole, BLOCK),
         (longer, longer[:WHOLE] + new_prompt(LENGTH - WHOLE), LENGTH - WHOLE),
     ):
-        server.complete(prompt, 1)
-        wait_for(lambda: not server.blocks_in_use)
+        server.store(prompt, 1)
         server.forget_prefixes()
         own.complete(before, 1)
         loaded, hit = (one.complete(prompt, logprobs=2) for one in (server, own))
@@ -107,39 +98,36 @@ def test_a_stream_through_the_proxy_of_a_cluster_from_one_file(model, plain, new
             assert len(events) > 6, "tokens come as they are made"
             assert [token for event in events for token in event] == plain.tokens(prompt, 12)
 
-        def loaded() -> float:
-            return decode.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
-
-        assert loaded() == 768
+        assert decode.loaded == 768
         handoffs = "pd_cache_proxy_handoffs_total"
         assert (proxy.metric(handoffs, result="handed_over"), proxy.metric(handoffs, result="short")) == (1, 1)
 
-        assert decode.json("/health")["namespace"]["hash_mode"] == "blocks"
+        assert decode.ask("/health")["namespace"]["hash_mode"] == "blocks"
         # words that do not begin with a special token, t0 to t2, which the tokenizer would cut off
         text = " ".join(f"t{3000 + token % 1000}" for token in new_prompt(1000))
-        wait_for(lambda: proxy.json("/health")["lookups"] == "on", 30, "the proxy looks into the pool")
+        wait_for(lambda: proxy.ask("/health")["lookups"] == "on", 30, "the proxy looks into the pool")
         answers = [proxy.chat(text), decode.chat(text)]
         assert answers[0] == answers[1] != ""
-        assert loaded() == 2 * 768
+        assert decode.loaded == 2 * 768
         before: list[float] = []
 
         def past_prefill() -> bool:
             """A lookup of the proxy's own has 0.6 s, which a busy machine may not give it."""
-            before.append(loaded())
+            before.append(decode.loaded)
             decode.forget_prefixes()
             assert proxy.chat(text) == answers[0]
             return proxy.metric(handoffs, result="in_pool") == 1
 
         wait_for(past_prefill, what="what the pool holds needs no prefill node")
-        assert loaded() == before[-1] + 768
+        assert decode.loaded == before[-1] + 768
 
         decode.forget_prefixes()
         payload = {"messages": [{"role": "user", "content": text}]}
         action = {"action_id": "a", "action_type": "kv.prefetch", "action_version": "1.0", "payload": payload}
         hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
-        (told,) = proxy.json("/hints", hints)["actions"]
+        (told,) = proxy.ask("/hints", hints)["actions"]
         assert (told["status"], told["node"]) == ("accepted", decode.url), told
-        wait_for(lambda: loaded() == before[-1] + 2 * 768, what="it is loaded before its request comes")
+        wait_for(lambda: decode.loaded == before[-1] + 2 * 768, what="it is loaded before its request comes")
         assert proxy.chat(text) == answers[0]
-        assert loaded() == before[-1] + 2 * 768, "the request finds it in vLLM's own cache"
-        wait_for(lambda: not decode.blocks_in_use, what="the prefetch ends with its request")
+        assert decode.loaded == before[-1] + 2 * 768, "the request finds it in vLLM's own cache"
+        decode.settle()

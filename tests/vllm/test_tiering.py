@@ -18,8 +18,6 @@ from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun
 
-pytestmark = [pytest.mark.slow(seconds=120), pytest.mark.timeout(1800)]
-
 PROMPT = 1000
 TIMEOUTS = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000, "close_ms": 10_000}
 

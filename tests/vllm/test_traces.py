@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import pytest
-
 from tests.support.collector import Collector, ReceivedSpan
 from tests.support.waiting import wait_for
 from tests.vllm.servers import CHUNK, PdCacheServer
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def ask(server: PdCacheServer, prompt: Sequence[int]) -> tuple[str, str]:

@@ -87,10 +87,10 @@ def test_hits_are_counted_by_the_tier_that_has_them() -> None:
     from pd_cache.vllm.connector import PdCacheConnector
 
     connector = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(near=lambda request, tokens: (256, 0))  # type: ignore[assignment]
-    split = connector.get_external_cache_hit_sources(SimpleNamespace(), 500)  # type: ignore[arg-type]
+    connector._scheduler = SimpleNamespace(near=lambda request, tokens: (256, 0))
+    split = connector.get_external_cache_hit_sources(SimpleNamespace(), 500)
     assert split == {CacheHitSource.HOST: 256, CacheHitSource.EXTERNAL_UNSPECIFIED: 244}
-    assert connector.get_external_cache_hit_sources(SimpleNamespace(), 256) == {CacheHitSource.HOST: 256}  # type: ignore[arg-type]
+    assert connector.get_external_cache_hit_sources(SimpleNamespace(), 256) == {CacheHitSource.HOST: 256}
     assert PdCacheTierManager.cache_hit_source is CacheHitSource.EXTERNAL_UNSPECIFIED, "the pool is no disk"
 
 
@@ -155,9 +155,7 @@ UNCUT = r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"
         (STATE, 1, 1, 4, UNCUT),
     ],
 )
-def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(
-    kept: KVLayout, ranks: int, replicas: int, shards: int, expected: list[tuple[range, bool]] | str
-) -> None:
+def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(kept, ranks, replicas, shards, expected):
     """One KV head stands for latents, whose tensors may look like it."""
     from pd_cache.vllm.model import place_of
 
@@ -226,9 +224,7 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"stages": 2}, None),
     ],
 )
-def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(
-    changed: dict[str, Any], message: str | None
-) -> None:
+def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, message):
     """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which is without AMX."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
@@ -388,7 +384,7 @@ HITS = (
 
 def kept_of(shape: list[tuple[str, int, int]]) -> Any:
     return [
-        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)  # type: ignore[arg-type]
+        KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)
         for at, (kind, size, window) in enumerate(shape)
     ]
 
@@ -479,9 +475,7 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
         (384, [("full", 192), ("state", 192)], "set it to 192, or to auto"),
     ],
 )
-def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(
-    wanted: Any, blocks: list[tuple[Any, int]], expected: int | str
-) -> None:
+def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(wanted, blocks, expected):
     groups = [KeptLayers(at, size, kind) for at, (kind, size) in enumerate(blocks)]
     if isinstance(expected, int):
         assert fitting_chunk(wanted, groups) == expected
@@ -497,7 +491,7 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
     groups = [
         KVCacheGroupSpec([f"model.layers.{at}.x", f"model.layers.{at + 3}.x"], spec) for at, spec in enumerate(specs)
     ]
-    kept = kept_layers(SimpleNamespace(kv_cache_groups=groups))  # type: ignore[arg-type]
+    kept = kept_layers(SimpleNamespace(kv_cache_groups=groups))
     assert [one.number for one in kept] == [1, 0, 2], "full attention first"
     memory = torch.zeros(1 << 16, dtype=torch.int8)
     pages = torch.as_strided(memory, (8, 1, 1, 100), (128, 100, 100, 1))
