@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from launch.supervise import spawn_child
 from tests.support.cli import cli, program
 from tests.support.hosts import Host, Network, why_not
-from tests.support.pool import Pool
+from tests.support.pool import Pool, Process
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
@@ -47,47 +44,21 @@ def test_bytes_and_tensors_by_name_are_there_the_second_time(pool: Pool) -> None
     assert output_of("object_cache.py", pool.address).startswith("there before: True\nfound: True\n")
 
 
-class Machine:
+class Machine(Process):
     """`pd-cache up` on a host."""
 
     def __init__(self, host: Host, file: Path) -> None:
-        self._process = spawn_child(
-            host.inside(*program("up", "-c", file)),
-            death_signal=signal.SIGTERM,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self.ready: dict[str, str] = {}
-        self._errors: list[str] = []
-        self._readers = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_errors)]
-        for reader in self._readers:
-            reader.start()
+        super().__init__(f"up on {host.name}", host.inside(*program("up", "-c", file)))
 
-    def _read_out(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(b"ready "):
-                _, name, address = line.decode().split()
-                self.ready[name] = address
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors.append(line.decode())
+    @property
+    def ready(self) -> dict[str, str]:
+        """The addresses of its nodes."""
+        return dict(line.split()[1:] for line in self.lines if line.startswith("ready "))
 
     def has(self, *names: str) -> bool:
         """Whether exactly these nodes are ready. Raises AssertionError if the machine has ended instead."""
-        assert self._process.poll() is None, "".join(self._errors)[-4000:]
+        assert self.process.poll() is None, "".join(self.errors)[-4000:]
         return set(names) == set(self.ready)
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(120)
-        for reader in self._readers:
-            reader.join(60)
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def hit_rate(proxy: str) -> float:
     return sum(answer.cached[0] for answer in answers) / (3 * CHUNK * len(PROMPTS))
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.slow(seconds=30)
 def test_hits_go_on_while_the_master_is_changed(make_pool: Callable[..., Pool], tmp_path: Path) -> None:
     blue = make_pool().start()
     with serving(tmp_path, blue) as proxy:

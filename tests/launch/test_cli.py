@@ -16,6 +16,7 @@ from launch.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import cluster_file, complete, free_node
 from tests.support.leaks import alive
+from tests.support.pool import Process
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -100,27 +101,22 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
 ) -> None:
     nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
-    with subprocess.Popen(
-        program("up", "-c", file), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as up:
-        try:
-            assert up.stdout is not None
-            urls = dict(up.stdout.readline().split()[1:3] for _ in nodes)
-            assert set(urls) == {"master", "decode-0", "proxy"}
-            assert complete(urls["proxy"], [1, 2, 3]).status == 200
-            family = psutil.Process(up.pid).children(recursive=True)
-            victim = next(one for one in family if "decode-0" in one.cmdline() and "launch" in one.cmdline())
-            victim.kill()
-            wait_for(
-                lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, 60, "the decode node being started again"
-            )
-            family += psutil.Process(up.pid).children(recursive=True)
-            config = running_config(file)
-            assert config is not None
-            assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == urls["proxy"]
-        finally:
-            up.kill()
-            up.wait()
+    up = Process("up", program("up", "-c", file))
+    try:
+        wait_for(lambda: len(up.lines) >= len(nodes), 180, "all nodes ready")
+        urls = dict(line.split()[1:3] for line in up.lines[: len(nodes)])
+        assert set(urls) == {"master", "decode-0", "proxy"}
+        assert complete(urls["proxy"], [1, 2, 3]).status == 200
+        family = psutil.Process(up.process.pid).children(recursive=True)
+        victim = next(one for one in family if "decode-0" in one.cmdline() and "launch" in one.cmdline())
+        victim.kill()
+        wait_for(lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, 60, "the decode node being started again")
+        family += psutil.Process(up.process.pid).children(recursive=True)
+        config = running_config(file)
+        assert config is not None
+        assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == urls["proxy"]
+    finally:
+        up.kill()
     assert running_config(file) is None
     shown = cli_json("status", "-c", file, code=1)
     said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
@@ -131,16 +127,13 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
     nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
     command = program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
-        try:
-            assert up.stdout is not None
-            assert [up.stdout.readline().split()[1] for _ in nodes] == ["master", "store-0"]
-            up.terminate()
-            _, said = up.communicate(timeout=60)
-        finally:
-            up.kill()
-    assert up.returncode == 0
-    assert "nothing is moved: no node of another machine gives memory to the pool" in said
+    up = Process("up", command)
+    try:
+        wait_for(lambda: len(up.lines) >= len(nodes), 180, "all nodes ready")
+        assert [line.split()[1] for line in up.lines[:2]] == ["master", "store-0"]
+    finally:
+        assert up.stop() == 0
+    assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)
 
 
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:

@@ -142,8 +142,7 @@ def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_
 
 
 def _probe(pool: Pool) -> list[Finding]:
-    metrics = f"http://127.0.0.1:{pool.metrics_port}"
-    return list(probe_findings(load_config(pool.file), segments_at(metrics), pool.address, metrics, "127.0.0.1"))
+    return list(probe_findings(load_config(pool.file), segments_at(pool.metrics), pool.address, pool.metrics, "127.0.0.1"))
 
 
 def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +177,8 @@ def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest
 
 @pytest.mark.usefixtures("patient")
 def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Pool) -> None:
-    metrics = f"http://127.0.0.1:{pool.metrics_port}"
     nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")  # Mooncake ignores a segment that it does not know
-    (finding,) = probe_findings(load_config(pool.file), [nobody], pool.address, metrics, "127.0.0.1")
+    (finding,) = probe_findings(load_config(pool.file), [nobody], pool.address, pool.metrics, "127.0.0.1")
     assert finding.verdict is Verdict.WARNING
     assert "16 of 16 objects were put elsewhere" in finding.found
 

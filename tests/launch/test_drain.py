@@ -35,12 +35,8 @@ PROMPTS = [[100 * number + token for token in SLOTS] for number in range(16)]
 OBJECTS = 5 * len(PROMPTS)
 
 
-def metrics(pool: Pool) -> str:
-    return f"http://127.0.0.1:{pool.metrics_port}"
-
-
 def segment(pool: Pool, store: int) -> Segment:
-    return next(one for one in segments_at(metrics(pool)) if one.segment_name == pool.segment(store))
+    return next(one for one in segments_at(pool.metrics) if one.segment_name == pool.segment(store))
 
 
 def store_all(node: Host) -> None:
@@ -160,7 +156,7 @@ def test_wrong_input_is_refused_and_changes_nothing(arguments, code, said, two_s
     done = cli("drain", *arguments, "-c", two_stores.file, code=code)
     assert done.stdout == ""
     assert said in done.stderr
-    assert {one.status for one in segments_at(metrics(two_stores))} == {"OK"}
+    assert {one.status for one in segments_at(two_stores.metrics)} == {"OK"}
 
 
 def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_second_drain_helps_the_first(two_stores):
@@ -174,11 +170,11 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
     assert "store-0 holds 20.0 MiB, and the others have room for 12.0 MiB: add a node first" in refused()
     with two_stores.bare_client() as client:
         client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end by itself
-        job = begin_drain(metrics(two_stores), [two_stores.segment(0)], 4)
+        job = begin_drain(two_stores.metrics, [two_stores.segment(0)], 4)
         assert job is not None
-        assert begin_drain(metrics(two_stores), [two_stores.segment(0)], 4) is None
+        assert begin_drain(two_stores.metrics, [two_stores.segment(0)], 4) is None
         assert refused("store-1").startswith("pd-cache: store-1 has the only memory that takes objects")
-        state = drain_job(metrics(two_stores), job)
+        state = drain_job(two_stores.metrics, job)
         assert state is not None
         assert (state.ended, state.succeeded_units) == (False, 0)
         client.batch_remove([f"1/{number}" for number in range(16)], True)

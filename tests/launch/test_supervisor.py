@@ -17,7 +17,7 @@ import pytest
 from launch.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from tests.support.leaks import alive
-from tests.support.pool import ROOT
+from tests.support.pool import ROOT, Process
 from tests.support.waiting import PATIENCE_S, wait_for
 
 
@@ -314,47 +314,28 @@ with stop_on_signals() as stop:
 """
 
 
-class Up:
-    """`UP` as a process, with everything that it prints."""
+class Up(Process):
+    """`UP` as a process. What its programs print comes on stderr."""
 
     def __init__(self, programs: dict[str, str]) -> None:
         argv = [part for name, code in programs.items() for part in (name, code.replace("{name}", name))]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", UP, *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
+        super().__init__("up", [sys.executable, "-c", UP, *argv])
 
     def __enter__(self) -> Up:
         wait_for(
             lambda: any(line.startswith("up ") for line in self.lines) or self.process.poll() is not None, what="up"
         )
-        assert self.process.poll() is None, self.lines
+        assert self.process.poll() is None, self.errors
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.kill()
         for pid in self.pids():
             wait_for(lambda pid=pid: not alive(pid), what=f"{pid} gone")
-        self._reader.join(PATIENCE_S)
-        assert not self._reader.is_alive()
-        self.process.stdout.close()
 
     def pids(self) -> list[int]:
         """Children and grandchildren."""
-        told = [line.split("| pid ")[1] for line in self.lines if "| pid " in line]
+        told = [line.split("| pid ")[1] for line in self.errors if "| pid " in line]
         up = [line.split()[1:] for line in self.lines if line.startswith("up ")]
         return [int(pid) for pid in [*told, *(pid for pids in up for pid in pids)]]
 
@@ -377,8 +358,9 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
         if end != "SIGKILL":  # then the kernel asks the programs to stop
             assert status == 0
             wait_for(lambda: "down" in up.lines, what="its last line")
-            assert [line for line in up.lines if "orderly" in line] == ["b | orderly", "a | orderly"]
-            assert not any("KeyboardInterrupt" in line for line in up.lines)
+            up.kill()  # so that all of its output has been read
+            assert [line.strip() for line in up.errors if "orderly" in line] == ["b | orderly", "a | orderly"]
+            assert not any("KeyboardInterrupt" in line for line in up.errors)
 
 
 # --- children and signals ----------------------------------------------------------------------------------------------

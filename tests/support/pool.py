@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import re
 import signal
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,13 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-class Node:
-    """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
+class Process:
+    """A program of ours, whose output is read."""
 
-    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
-        self.role, self.name = role, name
-        command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
         self.process = spawn_child(
-            command if host is None else host.inside(*command),
+            command,
             death_signal=signal.SIGTERM,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,33 +73,21 @@ class Node:
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
         self.errors: list[str] = []
-        self.address = ""
-        self._lines: queue.Queue[str] = queue.Queue()
-        self.readers = [
-            threading.Thread(target=self._read_out, args=(self._lines,), daemon=True),
-            threading.Thread(target=self._read_errors, daemon=True),
-        ]
+        """The last lines of stderr."""
+        self.lines: list[str] = []
+        """All lines of stdout so far, without their ends."""
+        self.said = threading.Event()
+        """Set when there is the first, or will be none."""
+        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read_out, self._read_errors)]
         for reader in self.readers:
             reader.start()
-        if wait:
-            self.wait_ready()
 
-    def wait_ready(self, timeout: float = 180.0) -> None:
-        """AssertionError, with the last lines that it printed, if it does not get ready."""
-        try:
-            line = self._lines.get(timeout=timeout)
-        except queue.Empty:
-            line = ""
-        if not line.startswith("ready "):
-            self.kill()
-            raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
-        self.address = [*line.split(), ""][2]
-
-    def _read_out(self, lines: queue.Queue[str]) -> None:
+    def _read_out(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            lines.put(line.decode())
-        lines.put("")
+            self.lines.append(line.decode().rstrip("\n"))
+            self.said.set()
+        self.said.set()
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -132,6 +118,26 @@ class Node:
 
     def kill(self) -> None:
         self.stop(signal.SIGKILL)
+
+
+class Node(Process):
+    """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
+
+    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
+        self.role, self.address = role, ""
+        command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
+        super().__init__(name, command if host is None else host.inside(*command))
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, timeout: float = 180.0) -> None:
+        """AssertionError, with the last lines that it printed, if it does not get ready."""
+        self.said.wait(timeout)
+        line = self.lines[0] if self.lines else ""
+        if not line.startswith("ready "):
+            self.kill()
+            raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
+        self.address = [*line.split(), ""][2]
 
 
 class Pool:
@@ -170,13 +176,18 @@ class Pool:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def metrics(self) -> str:
+        """Where the master's HTTP service is."""
+        return f"http://127.0.0.1:{self.metrics_port}"
+
     def segment(self, store: int) -> str:
         """The name of a store node's segment."""
         return f"127.0.0.1:{self.store_ports[store]}"
 
     def ask(self, path: str) -> str:
         """What the master's HTTP service answers."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=60) as page:
+        with urllib.request.urlopen(self.metrics + path, timeout=60) as page:
             return str(page.read().decode())
 
     def reset(self, model: str, label: str | None = None) -> Told:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,10 +22,9 @@ from aiohttp.test_utils import TestServer
 from launch.discovery import View
 from launch.proxy import Proxy
 from launch.proxy.direct import DirectRule
-from launch.supervise import end, spawn_child
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
-from tests.support.cli import program
+from tests.support.pool import Node as ProcessNode
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
 
@@ -284,16 +283,11 @@ def proxy_process(
     engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": written}))
-    with (folder / "log").open("wb") as sink:
-        process = spawn_child(program("launch", "proxy", "-c", file), stdout=subprocess.PIPE, stderr=sink)
-    assert process.stdout is not None
-    with closing(process.stdout):
-        try:
-            ready = process.stdout.readline().split()
-            assert ready, (folder / "log").read_text()
-            yield ready[-1].decode(), process
-        finally:
-            assert not end([process], 20)
+    node = ProcessNode("proxy", "proxy", file)
+    try:
+        yield node.address, node.process
+    finally:
+        node.stop()
 
 
 def decode_at(url: str) -> dict[str, object]:

@@ -14,8 +14,13 @@ from bench.lib.model import VOCABULARY, write_model
 from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
+from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running_all
 from tests.vllm.warm import warm_program
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs no server comes first: it computes on one core while the servers that most tests share start on the other."""
+    items.sort(key=lambda item: bool({"pair", "new_prompt", "model"}.intersection(getattr(item, "fixturenames", ()))))
 
 
 class Pair(NamedTuple):
@@ -48,7 +53,7 @@ def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def nothing_left_behind(request: pytest.FixtureRequest, vllm_pool: Pool) -> Iterator[None]:
     """As everywhere, but tests may start the shared pool's nodes anew."""
     if "plain" in request.fixturenames:
-        request.getfixturevalue("plain").wait_ready()
+        request.getfixturevalue("plain").server()
     with no_leaks(lambda: [vllm_pool]):
         yield
 
@@ -72,7 +77,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def pair(model, vllm_pool, plain, collector, tmp_path_factory):
+def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
     """A with a cache in its worker, vLLM's prefix cache, asynchronous scheduling and KV events; B with none of these, and a cache server.
     Requests with a trace context are traced. `plain` starts at the same time."""
     events_port, _ = free_port(), free_port()  # the next one is that of replays
@@ -82,8 +87,22 @@ def pair(model, vllm_pool, plain, collector, tmp_path_factory):
     }
     tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
     file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode="mixed", tracing=tracing)
-    with running(file, *nodes) as (a, b):
+    with running_all((file, tuple(nodes)), wait=False) as (a, b):
         yield Pair(a, b)
+
+
+@pytest.fixture(scope="session")
+def pair(begun_pair: Pair) -> Pair:
+    for server in begun_pair:
+        server.wait_ready()
+    return begun_pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early_servers(request: pytest.FixtureRequest) -> None:
+    """Has the servers that most tests share get ready while tests run that need none."""
+    if any("pair" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("begun_pair")
 
 
 _numbers = itertools.count()

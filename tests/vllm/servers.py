@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +67,6 @@ class Answer(NamedTuple):
     tokens: list[int]
     cached: int
     """Tokens of the prompt that were not computed."""
-    seconds: float
     kv_transfer_params: dict[str, Any] | None
     logprobs: list[float]
     """Of each token; empty unless they were asked for."""
@@ -87,14 +84,12 @@ class Server:
         self, prompt: Sequence[int], max_tokens: int = 6, headers: dict[str, str] | None = None, **options: Any
     ) -> Answer:
         """Greedy, and always `max_tokens` long."""
-        start = time.monotonic()
         answer = self.ask("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
         details = answer["usage"]["prompt_tokens_details"] or {}
         logprobs = answer["choices"][0]["logprobs"] or {}
         return Answer(
             answer["choices"][0]["token_ids"],
             details.get("cached_tokens") or 0,
-            time.monotonic() - start,
             answer.get("kv_transfer_params"),
             logprobs.get("token_logprobs", []),
             [sorted(best.values())[-2] for best in logprobs.get("top_logprobs") or [] if len(best) > 1],
@@ -221,23 +216,14 @@ class Reference:
 
     def __init__(self, server: Callable[[], Server]) -> None:
         """`server` waits until the plain vLLM is ready."""
-        self._server = server
+        self.server = server
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        self._lock = threading.Lock()
-
-    def wait_ready(self) -> None:
-        self._server()
-
-    def server(self) -> Server:
-        """The server itself, once it is ready."""
-        return self._server()
 
     def tokens(self, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
         key = (tuple(prompt), max_tokens)
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = self._server().complete(prompt, max_tokens).tokens
-            return self._known[key]
+        if key not in self._known:
+            self._known[key] = self.server().complete(prompt, max_tokens).tokens
+        return self._known[key]
 
 
 def cluster_file(
@@ -299,8 +285,9 @@ def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
 
 
 @contextlib.contextmanager
-def running_all(*clusters: tuple[Path, Sequence[str]]) -> Iterator[list[PdCacheServer]]:
-    """The named nodes of several files, started at the same time, and their cache servers: most of a start keeps one core busy."""
+def running_all(*clusters: tuple[Path, Sequence[str]], wait: bool = True) -> Iterator[list[PdCacheServer]]:
+    """The named nodes of several files, started at the same time, and their cache servers: most of a start keeps one core busy. They are ready
+    unless `wait` is false."""
     with contextlib.ExitStack() as stack:
         servers: list[PdCacheServer] = []
         try:
@@ -310,7 +297,7 @@ def running_all(*clusters: tuple[Path, Sequence[str]]) -> Iterator[list[PdCacheS
                 if cache_url is not None:
                     stack.enter_context(cache_server(file))
                 servers += [PdCacheServer(name, file, cache_url) for name in names]
-            for server in servers:
+            for server in servers if wait else ():
                 server.wait_ready()
             yield servers
         finally:
