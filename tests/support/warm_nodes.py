@@ -160,25 +160,27 @@ def _next_job(connection: socket.socket) -> dict[str, Any]:
         if (between := os.fork()) == 0:
             if os.fork():
                 os._exit(0)  # so that the node is an orphan, and the tests adopt it
-            _become(job, streams, connection)
+            become(job, streams)
+            connection.sendall(os.getpid().to_bytes(4, "big"))
+            connection.close()
             return job  # type: ignore[no-any-return]
         os.waitpid(between, 0)
         for stream in streams:
             os.close(stream)
 
 
-def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.socket) -> None:
-    """Does what the kernel and `launch/_tethered.py` do for a new program."""
+def become(job: Mapping[str, Any], streams: Sequence[int]) -> None:
+    """Does what the kernel and `launch/_tethered.py` do for a new program, in a fork that is to be a child of `parent`."""
     while os.getppid() != job["parent"]:
         time.sleep(0.0005)  # the process between is not gone yet
     _tethered.set_death_signal(job["death_signal"])
     if os.getppid() != job["parent"]:
         os._exit(1)
-    if job["host"]:
+    if job.get("host"):
         with open(f"/run/netns/{job['host']}") as namespace:
             if _tethered.ctypes.CDLL(None).setns(namespace.fileno(), _NEW_NETWORK):
                 os._exit(1)
-    if job["session"]:
+    if job.get("session"):
         os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -187,14 +189,12 @@ def _become(job: Mapping[str, Any], streams: Sequence[int], connection: socket.s
     os.environ.clear()
     os.environ.update(job["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, job.get("blocked", ()))
     # new ones: those of the nursery remember whether its own streams could seek
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     sys.stdout.reconfigure(write_through=bool(job["env"].get("PYTHONUNBUFFERED")))
     sys.stderr.reconfigure(write_through=True)
     random.seed()
-    connection.sendall(os.getpid().to_bytes(4, "big"))
-    connection.close()
 
 
 _IMPORTED = (

@@ -16,7 +16,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import random
 import runpy
 import select
 import signal
@@ -29,6 +28,7 @@ from typing import Any
 
 from launch._tethered import set_death_signal
 from launch.supervise import end, spawn_child
+from tests.support.warm_nodes import become
 
 _ASKER = """
 import json, os, signal, socket, sys
@@ -102,13 +102,7 @@ def _keep(asker: socket.socket) -> dict[str, Any] | None:
     keeper = os.getpid()
     if (server := os.fork()) == 0:
         asker.close()
-        set_death_signal(signal.SIGKILL)
-        if os.getppid() != keeper:
-            os._exit(1)
-        os.setsid()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        become({**job, "parent": keeper, "death_signal": signal.SIGKILL, "session": True}, streams)
         return job
     for stream in streams:
         os.close(stream)
@@ -164,11 +158,6 @@ def _serve(number: int) -> None:
     job = _next_job(socket.socket(fileno=number))
     for usual in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(usual, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(job["cwd"])
-    os.environ.clear()
-    os.environ.update(job["env"])
-    random.seed()
     if job["argv"][0].endswith(".py"):
         sys.argv = job["argv"]
         runpy.run_path(sys.argv[0], run_name="__main__")
