@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -589,6 +590,21 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
 
 
 @pytest.mark.parametrize("name", ["cluster", "rdma"])
-def test_vllms_own_parser_takes_the_flags_of_a_recipe(name: str) -> None:
+def test_vllms_own_parser_takes_the_flags_of_a_recipe(name, monkeypatch, capsys):
+    """In this process, which has imported vLLM: another one would take a dozen seconds for it."""
+
+    def parse(command: list[str], **_: Any) -> SimpleNamespace:
+        _, _, _, code, *given = command
+        monkeypatch.setattr("sys.argv", ["-c", *given])
+        try:
+            exec(code, {})  # noqa: S102 - our own
+        except SystemExit as ended:
+            return SimpleNamespace(returncode=ended.code, stderr=capsys.readouterr().err)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("launch.engines.vllm_command.subprocess.run", parse)
     config = load_config(example_file(name))
-    assert refused_flags(config, config.by_role("decode")[:1]) == {}
+    node = config.by_role("decode")[0]
+    assert refused_flags(config, [node]) == {}
+    mistyped = msgspec.structs.replace(node, args={**node.args, "max-model-lne": 5})
+    assert refused_flags(config, [mistyped]) == {node.name: "unrecognized arguments: --max-model-lne=5"}
