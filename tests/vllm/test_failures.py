@@ -190,11 +190,11 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
 
 
 def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
-    """28 blocks of 32 tokens for eight requests of 200 and 120 more: most are preempted, some while they are stored."""
-    prompts = [new_prompt(200) for _ in range(8)]
+    """28 blocks of 32 tokens for eight requests of 280 and 48 more, which complete a chunk: three fit until they have grown by eight tokens."""
+    prompts = [new_prompt(280) for _ in range(8)]
     for _ in range(2):
-        answers = cramped.complete_all(prompts, 120)
-        assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 120) for prompt in prompts]
+        answers = cramped.complete_all(prompts, 48)
+        assert [answer.tokens for answer in answers] == [plain.tokens(prompt, 48) for prompt in prompts]
         cramped.settle()
     assert cramped.metric("vllm:num_preemptions_total") > 0
     assert cramped.loaded > 0
