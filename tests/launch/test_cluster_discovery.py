@@ -205,7 +205,9 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
-        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]  # it shares no hit with the others
+        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)[
+            "nodes"
+        ]  # it shares no hit with the others
         found = next(one for one in told if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
         assert found["mooncake"] == mooncake_version(), "what the connector has written"

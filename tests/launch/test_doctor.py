@@ -142,7 +142,9 @@ def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_
 
 
 def _probe(pool: Pool) -> list[Finding]:
-    return list(probe_findings(load_config(pool.file), segments_at(pool.metrics), pool.address, pool.metrics, "127.0.0.1"))
+    return list(
+        probe_findings(load_config(pool.file), segments_at(pool.metrics), pool.address, pool.metrics, "127.0.0.1")
+    )
 
 
 def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
 def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
     put(pool, 0, 40, 4096)
-    assert begin_drain(metrics(pool), [pool.segment(0)], 4) is not None
+    assert begin_drain(pool.metrics, [pool.segment(0)], 4) is not None
 
     def told(state: Drain) -> None:
         raise StoppedError(130)
