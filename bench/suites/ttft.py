@@ -260,7 +260,9 @@ def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures)
             counters = {"loaded": loaded, "found": ("vllm:external_prefix_cache_hits_total", "", "")}
         with start(node) as url:
             server = OpenAIServer(url)
-            if node == "b":  # a page fault of vLLM's blocks, each of which is used for the first time once, is no part of a load
+            if (
+                node == "b"
+            ):  # a page fault of vLLM's blocks, each of which is used for the first time once, is no part of a load
                 for prompt in (prompt[:tokens] for tokens, several in prompts.items() for prompt in several):
                     server.first_token(prompt)
                     server.forget()
