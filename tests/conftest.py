@@ -129,12 +129,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.status.TIMEOUT_S",
         "launch.watched.TIMEOUT_S",
         "launch.doctor.checks._LDD_S",
-        "launch.doctor.probe._PEERS_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",
-        "launch.reachability.CONNECT_S",
-        "launch.reachability._SYNC_S",
+        "launch.doctor.reachability.CONNECT_S",
     ):
         module, _, constant = name.rpartition(".")
         monkeypatch.setattr(

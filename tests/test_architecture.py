@@ -26,7 +26,7 @@ LAUNCH_LAYERS = (
     ("masters", "discovery"),
     ("pool_lookups", "figures", "versions"),
     ("watched",),
-    ("reachability", "status", "up"),
+    ("status", "up"),
     ("engines", "proxy"),
     ("roles", "doctor", "demo", "operate"),
     ("cli", "__main__"),
@@ -37,7 +37,7 @@ STRANGERS = (
     {"paged", "tiers", "lookup"},
     {"cluster", "events"},
     {"vllm", "adapters"},
-    {"reachability", "status", "up"},
+    {"status", "up"},
     {"engines", "proxy"},
     {"roles", "doctor", "demo", "operate"},
 )

@@ -1,7 +1,7 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
-`checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them. docs/troubleshooting.md explains the checks. Nothing
-is changed, and whatever is put into the pool is removed again.
+`checks` looks at the machine, `probe` at the cluster, `reachability` connects; `report` has the findings and shows them.
+docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is put into the pool is removed again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import shlex
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,19 +18,16 @@ import msgspec
 import pd_cache
 from launch.discovery import known_master
 from launch.doctor import checks, probe
+from launch.doctor.reachability import reach, targets_of
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
-from launch.http import proxy_access
 from launch.masters import Segment
-from launch.reachability import reach, targets_of
 from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.machine import is_local, local_nodes
+from pd_cache.cluster.machine import local_nodes
 from pd_cache.config import NodeSettings
 from transfer.settings import rdma_devices
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "examine", "report_table"]
-
-_AT_A_TIME = 16
 
 
 def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
@@ -86,17 +82,12 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
 
 
 def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
-    rows, segments = status.nodes, status.segments or ()
-    hosts = {row.host for row in rows if row.host} | {node.host for node in config.nodes}
+    segments = status.segments or ()
+    hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
     leading = next((row.name for row in status.leading), None)
     reached = asyncio.run(reach(targets_of(config, status.view, segments, leading)))
     yield from probe.reach_findings(reached)
     yield from probe.advertised_findings(hosts, segments)
-    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-doctor") as threads:
-        access = proxy_access(config)
-        told = zip(rows, threads.map(lambda row: probe.peer_report(row, access), rows), strict=True)
-        reports = {row.name: report for row, report in told if report is not None}
-    yield from probe.peer_findings(rows, reports, reached, {host for host in hosts if is_local(host)})
 
 
 def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:

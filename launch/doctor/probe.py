@@ -1,4 +1,4 @@
-"""Checks of the cluster: what its nodes report, who reaches whom, and a real put and get to each segment.
+"""Checks of the cluster: what its nodes report, what is reached from here, and a real put and get to each segment.
 
 The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not
 pinned, so what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is
@@ -16,21 +16,19 @@ import subprocess
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 import pd_cache
+from launch.doctor.reachability import PeerAddress, Reach, reach
 from launch.doctor.report import Finding, broken, ok, skipped, warning
-from launch.http import NOBODY, Access, fetch
 from launch.masters import Segment, copies_at
-from launch.reachability import PeerAddress, PeerReport, Reach, reach
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus, NodeStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
 from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.config import NodeSettings
-from pd_cache.decoding import decode_json
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
@@ -176,14 +174,10 @@ def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment] | N
         )  # fmt: skip
 
 
-# --- who reaches whom --------------------------------------------------------------------------------------------------
+# --- what is reached from here ------------------------------------------------------------------------------------------
 
 
-_SHOWN = 4
-_PEERS_S = 15.0
-"""A node tries the addresses that it knows before it answers: at most eight seconds of connections, after it has asked discovery."""
 _WHY_HERE = "what this machine cannot reach, its engines cannot load from or store to"
-_WHY_THERE = "a node that cannot reach another computes again what that one has, and its stores fail"
 MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
 
 
@@ -198,56 +192,6 @@ def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
         if not one.ok:
             found = f"{one.target.what} at {one.target.address}: {one.error}"
             yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open_port(one.target))
-
-
-def peer_report(row: NodeStatus, access: Access = NOBODY) -> PeerReport | None:
-    """Returns what a node says it reaches; None if it says nothing, like vLLM and masters. `access`: key and certificates for proxies."""
-    if not row.answers or row.record.role not in ("prefill", "decode", "proxy"):
-        return None
-    try:
-        needed = access if row.record.role == "proxy" else NOBODY
-        return decode_json(fetch(f"{row.record.address}/peers", _PEERS_S, needed), PeerReport)
-    except (OSError, ValueError):
-        return None
-
-
-def peer_findings(
-    rows: Iterable[NodeStatus], reports: Mapping[str, PeerReport], reached: Iterable[Reach], here: Collection[str]
-) -> Iterator[Finding]:
-    """Judges which nodes reach each other and this machine.
-
-    `reports`: by the name of the node. `reached`: from here, so that a dead address is reported once. `here`: this machine's hosts.
-    """
-    check = "network.from_nodes"
-    dead = {one.target for one in reached if not one.ok}
-    silent: dict[str, list[str]] = defaultdict(list)
-    spoken = set(here)
-    for row in rows:
-        report = reports.get(row.name)
-        host = row.host
-        if report is None:
-            if host:
-                silent[host].append(row.name)
-            continue
-        spoken.add(host)
-        failed = [one for one in report.reached if not one.ok and one.target not in dead]
-        if not failed:
-            count = sum(one.ok for one in report.reached)
-            beyond = f", {report.left_out} were not tried" if report.left_out else ""
-            yield ok(check, f"reaches {count} addresses of the others{beyond}", row.name)
-            continue
-        shown = "; ".join(
-            f"{one.target.what} of {one.target.peer} at {one.target.address}: {one.error}" for one in failed[:_SHOWN]
-        )
-        more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        yield broken(
-            check, f"does not reach what this machine does: {shown}{more}", row.name, why=_WHY_THERE,
-            repair=f"{_open_port(failed[0].target)}; look for routes and firewalls between it and {host}",
-        )  # fmt: skip
-    mute = [f"{host} ({', '.join(sorted(names))})" for host, names in sorted(silent.items()) if host not in spoken]
-    if mute:
-        shown = ", ".join(mute)
-        yield skipped(check, f"no node says what is reached from {shown}", repair="on each: pd-cache doctor -c FILE")
 
 
 def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:

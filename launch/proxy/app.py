@@ -10,7 +10,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from random import Random
 from typing import Any
@@ -57,15 +57,14 @@ class Proxy:
         master: Callable[[View], str | None] | None = None,
         pool_bytes: PoolBytes | None = None,
         files: WatchedFiles | None = None,
-        peers: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
         tracing: Tracing = UNTRACED,
         rng: Random | None = None,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's
-        size, for hints. `files` watches the key files. `peers` reports which of the cluster's other nodes this proxy reaches, for `/peers`. `rng`
-        orders nodes that were never taken. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        size, for hints. `files` watches the key files. `rng` orders nodes that were never taken. The caller closes
+        `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self._config = config
@@ -84,7 +83,6 @@ class Proxy:
             config.ui_followers, cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips
         )
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies)
-        self._peers = peers
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
@@ -102,8 +100,6 @@ class Proxy:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._samples)
         app.router.add_get("/requests/{id}", self._trip)
-        if self._peers is not None:
-            app.router.add_get("/peers", self._reached)
         app.cleanup_ctx.append(self._beside_requests)
         app.on_shutdown.append(self._drain)
         return app
@@ -180,11 +176,6 @@ class Proxy:
     async def _trip(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(request.headers.get("Authorization"))
         return web.json_response(msgspec.to_builtins(self.requests.trips.get(request.match_info["id"], client)))
-
-    async def _reached(self, request: web.Request) -> web.Response:
-        self._keys.check_watcher(request.headers.get("Authorization"))
-        assert self._peers is not None
-        return web.json_response(await self._peers())
 
 
 @web.middleware

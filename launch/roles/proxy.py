@@ -12,7 +12,6 @@ from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import ServerTls, WatchedFiles
-from launch.reachability import PeerChecks
 from launch.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.tracing import open_tracing
@@ -45,7 +44,7 @@ def run_proxy(
         seeds=hash_seeds(config),
         stream_tokens=_STREAM_TOKENS[config.handoff.stream],
     )
-    settings, files, checks = config.proxy, WatchedFiles(), PeerChecks(config, node.name)
+    settings, files = config.proxy, WatchedFiles()
     tracing = open_tracing(config.tracing, node.role, node.name)
     tls = None if settings.tls is None else ServerTls(settings.tls, files).context
     proxy = Proxy(
@@ -55,7 +54,6 @@ def run_proxy(
         master=lambda view: master_of(config, view),
         pool_bytes=lambda view: pool_bytes(config, view),
         files=files,
-        peers=checks.answer,
         tracing=tracing,
     )
     try:

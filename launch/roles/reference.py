@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
 from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
-from launch.reachability import PeerChecks
 from launch.supervise import stop_on_signals
 from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
@@ -66,7 +65,7 @@ def run_reference_engine(
 
     def open_server() -> ReferenceServer:
         engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
-        return ReferenceServer(engine, registry, about, PeerChecks(config, node.name).answer, tracing)
+        return ReferenceServer(engine, registry, about, tracing)
 
     def about() -> dict[str, Any]:
         return dict(msgspec.to_builtins(member.about))

@@ -431,7 +431,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     tenants_file: Line | None = None
     """A YAML file with `tenants: {NAME: {quota, pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
-    """A file with lines of `NAME KEY`, for `/metrics`, `/peers` and all of `/health`. If it is None, clients' keys open these."""
+    """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. If it is None, clients' keys open these."""
     node_key_file: Line | None = None
     """A file with the key that nodes ask for (vLLM's `--api-key`); the proxy sends it in place of the client's. Read again when it changes."""
     tls: ServerTlsConfig | None = None

@@ -19,7 +19,8 @@ from rich.console import Console
 from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
-from launch.doctor.probe import advertised_findings, peer_findings
+from launch.doctor.probe import advertised_findings
+from launch.doctor.reachability import targets_of
 from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import MasterHealth, read_copies, read_segments
@@ -29,7 +30,6 @@ from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_model
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.reachability import PeerReport, targets_of
 from launch.status import ClusterStatus, NodeStatus, as_dict, read_metrics, status_table
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache import events as kv_events
@@ -271,17 +271,9 @@ def _show(row: NodeStatus) -> None:
         _CONSOLE.print(table)
 
 
-_REACHED = {"target": {"peer": "b", "what": "service", "address": "10.0.0.1:1"}, "error": ""}
-_PEERS = {"node": "a", "reached": [_REACHED, {**_REACHED, "error": "refused"}], "left_out": 1}
 _SEGMENT = {
     "segment_name": "10.0.0.1:1", "size_bytes": 1 << 30, "te_endpoint": "10.0.0.1:2", "allocator_used_bytes": 5, "protocol": "tcp",
 }  # fmt: skip
-
-
-def _peers(data: bytes) -> None:
-    report = decode_json(data, PeerReport)
-    row = NodeStatus(record=_RECORDS[0])
-    list(peer_findings([row], {"a": report}, (), ()))
 
 
 def _segments(data: bytes) -> None:
@@ -509,7 +501,6 @@ TARGETS: dict[str, Target] = {
         Target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
         Target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
         Target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
-        Target("peers", _peers, (ValueError,), (_json(_PEERS),), _JSON),
         Target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
         Target(
             "master-health", lambda data: bool(decode_json(data, MasterHealth)) and None, (ValueError,),

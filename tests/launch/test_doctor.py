@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ import yaml
 from launch.doctor import DoctorReport, Finding, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
-from launch.reachability import PeerChecks, PeerReport
 from launch.supervise import StoppedError
 from launch.up import LocalCluster
 from pd_cache.cluster import load_config
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import broken, examined, fetched, nodes_of_every_role, started
+from tests.support.cluster import broken, examined, nodes_of_every_role, started
 from tests.support.pool import Pool, free_port
 from transfer import GetResult, MooncakeStore
 from transfer.store import Pending, load_mooncake
@@ -60,7 +57,6 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits
     report = doctor("-c", file, code=0)
     assert (report.broken, broken(report), report.file) == (0, set(), str(file))
     assert {"decode-0", "prefill-0", "proxy", "master", "store-0", "cache-0"} == set(of(report, "cluster.node"))
-    assert set(of(report, "network.from_nodes")) == {"decode-0", "prefill-0", "proxy"}
     (transfer,) = of(report, "transfer.segment").values()
     assert transfer.verdict is Verdict.OK
     assert transfer.found.startswith("56.0 MiB: put "), "what fits below the watermark"
@@ -183,33 +179,3 @@ def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Po
     (finding,) = probe_findings(load_config(pool.file), [nobody], pool.address, pool.metrics, "127.0.0.1")
     assert finding.verdict is Verdict.WARNING
     assert "16 of 16 objects were put elsewhere" in finding.found
-
-
-# --- what nodes tell -------------------------------------------------------------------------------------------------
-
-
-def test_a_node_tells_whom_it_reaches_and_cannot_be_told_whom_to_try(cluster: tuple[Path, LocalCluster]) -> None:
-    with socket.socket() as bait:
-        bait.bind(("127.0.0.1", 0))
-        bait.listen()
-        bait.settimeout(0)
-        address = f"127.0.0.1:{bait.getsockname()[1]}"
-        for name in ("proxy", "prefill-0"):
-            asked = f"{cluster[1].urls[name]}/peers?address={address}&target={address}"
-            report = msgspec.convert(fetched(asked).body, PeerReport)
-            assert report.node == name
-            assert all(one.ok for one in report.reached)
-            assert {one.target.what for one in report.reached} == {"service", "metrics", "segment"}
-            assert name not in {one.target.peer for one in report.reached}
-        with pytest.raises(BlockingIOError):
-            bait.accept()
-
-
-def test_however_many_ask_one_round_is_under_way(cluster: tuple[Path, LocalCluster]) -> None:
-    async def ask() -> int:
-        checks = PeerChecks(cluster[1].config, "observer")
-        reports = await asyncio.gather(*(checks.answer() for _ in range(50)))
-        reports.append(await checks.answer())
-        return len({id(report) for report in reports})
-
-    assert asyncio.run(ask()) == 1

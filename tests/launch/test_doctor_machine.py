@@ -26,12 +26,11 @@ from launch.doctor.probe import (
     fingerprint_findings,
     mooncake_finding,
     node_findings,
-    peer_findings,
     segment_findings,
     version_findings,
 )
+from launch.doctor.reachability import targets_of
 from launch.masters import Segment
-from launch.reachability import PeerAddress, PeerReport, Reach, targets_of
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
 from pd_cache.cluster.machine import machine_memory
@@ -240,25 +239,6 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path, 
 
 
 # --- network ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_nodes_report_is_broken_where_it_misses_what_we_reach_and_not_for_what_is_dead() -> None:
-    live, dead = PeerAddress("store", "service", "10.0.0.3:1"), PeerAddress("gone", "service", "10.0.0.4:1")
-    reached = [Reach(live), Reach(dead, "refused")]
-    rows = [node("a"), node("b", address="http://10.0.0.2:8100"), node("v", address="http://10.0.0.9:8100")]
-    reports = {
-        "a": PeerReport("a", [Reach(live, "timed out"), Reach(dead, "refused")]),
-        "b": PeerReport("b", [Reach(live), Reach(dead, "refused")]),
-    }
-    found = {one.about: one for one in peer_findings(rows, reports, reached, {"10.0.0.1"})}
-    assert found["a"].verdict is Verdict.BROKEN
-    assert "service of store at 10.0.0.3:1: timed out" in found["a"].found
-    assert "gone" not in found["a"].found
-    assert found["b"].verdict is Verdict.OK
-    assert (found[""].verdict, found[""].found) == (
-        Verdict.SKIPPED,
-        "no node says what is reached from 10.0.0.9 (v)",
-    )
 
 
 def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts() -> None:

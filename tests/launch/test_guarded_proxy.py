@@ -16,7 +16,6 @@ import pytest
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
 from bench.suites.serve import clusters_proxy
-from launch.doctor.probe import peer_report
 from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
 from launch.status import NodeStatus, cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
@@ -53,17 +52,13 @@ def proxy_row(guarded: Guarded) -> NodeStatus:
     return row
 
 
-def test_status_and_doctor_ask_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
+def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
     assert guarded.url.startswith("https://127.0.0.1:")
     row = proxy_row(guarded)
     assert row.record.address == guarded.url
     assert row.state in NO_DECODE_NODE
     assert row.in_flight == 0
     assert row.up_since is not None
-    report = peer_report(row, proxy_access(guarded.config))
-    assert report is not None
-    assert report.node == "proxy"
-    assert peer_report(row) is None
 
 
 def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,9 +37,6 @@ from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
 _logger = logging.getLogger(__name__)
 
-Peers = Callable[[], Awaitable[Mapping[str, Any]]]
-"""Returns which of the cluster's other nodes this one reaches; called on the event loop's thread."""
-
 _BODY_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 30.0
 _CLEANUP_S = 2.0
@@ -54,15 +51,12 @@ class ReferenceServer:
         engine: ReferenceEngine,
         registry: CollectorRegistry | None = None,
         about: Callable[[], Mapping[str, Any]] = dict,
-        peers: Peers | None = None,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`, and `peers` the
-        content of `/peers`, which does not exist without it."""
+        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`."""
         self.engine = engine
         self._registry = registry
         self._about = about
-        self._peers = peers
         self._tracing = tracing
         self._model = engine.config.model.name
         self._reports: RecentReports[RequestReport] = RecentReports()
@@ -88,8 +82,6 @@ class ReferenceServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/requests/{id}", self._report)
-        if self._peers is not None:
-            app.router.add_get("/peers", self._tell_peers)
         runner = web.AppRunner(
             app,
             handler_cancellation=True,  # a client that goes away ends its request
@@ -119,10 +111,6 @@ class ReferenceServer:
         if self.engine.healthy:
             return web.json_response({"status": "ok", **self._about()})
         return web.json_response({"status": "unavailable"}, status=503)
-
-    async def _tell_peers(self, _: web.Request) -> web.Response:
-        assert self._peers is not None
-        return web.json_response(await self._peers())
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {

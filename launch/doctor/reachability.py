@@ -1,32 +1,20 @@
-"""Which addresses of a cluster this machine can connect to. `pd-cache doctor` checks it here, and asks nodes by their `/peers`.
-
-A node that connected to any address given in a request would be a port scanner for anyone who can reach it. So requests name no
-addresses. A node tries the addresses that its own file or discovery names, and, of the segments in the master's list, those on the same
-hosts. The result is kept for a second, and only one round at a time is under way, however many requests come.
-"""
+"""Which addresses of a cluster this machine can connect to: those that the file and discovery name, and segments on the same hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
-from launch.discovery import View, open_directory
-from launch.masters import Segment, segments_at
+from launch.discovery import View
+from launch.masters import Segment
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, NodeRecord
 from pd_cache.cluster.machine import host_of, port_of
 
 CONNECT_S = 1.0
-MAX_TARGETS = 256
-"""The most addresses that one round tries; further ones are left out, and counted."""
 _AT_A_TIME = 32
-_FRESH_S = 1.0
-"""Short, so that the next request after a repair shows its effect."""
-_SYNC_S = 2.0
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -50,14 +38,6 @@ class Reach(msgspec.Struct, frozen=True):
     @property
     def ok(self) -> bool:
         return not self.error
-
-
-class PeerReport(msgspec.Struct, frozen=True):
-    """A node's answer to `/peers`."""
-
-    node: str
-    reached: list[Reach]
-    left_out: int = 0
 
 
 def targets_of(
@@ -116,41 +96,3 @@ async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
             return Reach(target)
 
     return list(await asyncio.gather(*(one(target) for target in targets)))
-
-
-class PeerChecks:
-    """Answers a node's `/peers`. For one event loop."""
-
-    def __init__(self, config: ClusterConfig, node: str) -> None:
-        """`node`: our own name, which is not tried."""
-        self._config = config
-        self._node = node
-        self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._looked_at = float("-inf")
-
-    async def answer(self) -> dict[str, Any]:
-        """Returns a `PeerReport` of what this node reaches, as plain values. Uses the last second's round, the one under way, or a new one."""
-        if self._task is None or (self._task.done() and time.monotonic() - self._looked_at > _FRESH_S):
-            self._task = asyncio.create_task(self._look())
-        return await asyncio.shield(self._task)
-
-    async def _look(self) -> dict[str, Any]:
-        try:
-            targets = [target for target in await asyncio.to_thread(self._targets) if target.peer != self._node]
-            reached, left_out = await reach(targets[:MAX_TARGETS]), max(0, len(targets) - MAX_TARGETS)
-            return dict(msgspec.to_builtins(PeerReport(self._node, reached, left_out)))
-        finally:
-            self._looked_at = time.monotonic()
-
-    def _targets(self) -> list[PeerAddress]:
-        with open_directory(self._config) as directory:
-            directory.wait_synced(_SYNC_S)
-            view = directory.view()
-        segments: list[Segment] = []
-        for record in view.by_role("master"):
-            if record.metrics is not None and not segments:
-                try:
-                    segments = segments_at(record.metrics)
-                except (OSError, ValueError):
-                    continue  # the connection to it is tried, too, and shows that
-        return targets_of(self._config, view, segments)
