@@ -79,8 +79,6 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
     """The shared pool, and where in it this node's chunks go; or, with a `master`, a second pool, in which nothing is stored."""
 
-    pipelined: bool = True
-    """Whether the next chunks are fetched while the last are scattered and checked; otherwise one batch moves at a time."""
     blocking: bool = True
     """Whether a store waits for the pool."""
     master: MasterAddress | None = None

@@ -1,5 +1,5 @@
-"""Every storage tier against its limit in the same run: memory against memcpy, the disk against plain loops, the pool's read-ahead
-against reading one batch at a time, a hybrid against its first tier alone; how long `contains` and an eviction take.
+"""Every storage tier against its limit in the same run: memory against memcpy, the disk against plain loops, a hybrid against its
+first tier alone; how long `contains` and an eviction take.
 
     pd-cache bench tiers --json
 """
@@ -22,19 +22,14 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.kv import PagedPrompt, Shape
-from bench.lib.pool import local_pool
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, size
 from bench.lib.stats import gbps, in_turn
-from pd_cache.cache import CacheEngineBuilder
-from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.index import EvictingIndex
 from pd_cache.tiers.memory import TRAILER_BYTES
-from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
@@ -232,52 +227,6 @@ def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, Any]:
     return compared(_OBJECTS * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
-# --- pool ------------------------------------------------------------------------------------------------------------
-
-
-def measure_pool(tokens: int, rounds: int) -> dict[str, Any]:
-    """Retrieving a prompt with the pool's read-ahead and without, and how long each waits for the first chunk.
-
-    Both through one client, in turns: clients differ from each other by more than that (docs/performance.md).
-    """
-    prompt = PagedPrompt(Shape(tokens))
-    metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
-    with local_pool(2 * prompt.nbytes + (256 << 20)) as master:
-        settings = NodeSettings(master=master, transfer=TransferSettings(staging_size=ByteSize(512 << 20)))
-        with contextlib.closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine:
-            engine.wait_available(30)
-            pool = engine.backend
-            assert isinstance(pool, MooncakeBackend)
-            prompt.store(engine)
-            keys = engine.database.keys(engine.database.name_chunks(prompt.tokens))
-
-            def first_chunk() -> None:
-                with contextlib.closing(pool.batched_get(keys)) as fetches:
-                    next(fetches).release()
-
-            def prepare(read_ahead: int) -> None:
-                pool.read_ahead = read_ahead
-                prompt.scramble()
-                time.sleep(0.3)  # what was read ahead and given up is still on its way
-
-            steps: dict[str, Callable[[], object]] = {}
-            for name, batches in (("plain", 1), ("pipelined", pool.read_ahead)):
-                steps |= {
-                    f"_{name}": partial(prepare, batches),
-                    f"{name}_first_chunk": first_chunk,
-                    f"_{name}_again": partial(prepare, batches),
-                    f"{name}_retrieve": partial(prompt.retrieve, engine),
-                }
-            seconds = in_turn(rounds, steps)
-            assert prompt.arrived()
-    retrieves = {name: seconds[f"{name}_retrieve"] for name in ("plain", "pipelined")}
-    figures = compared(prompt.nbytes, retrieves, {"pipelined": "plain"})
-    for name in retrieves:
-        figures[f"{name}_retrieve_gbps"] = figures.pop(f"{name}_gbps")
-        figures[f"{name}_first_chunk_ms"] = 1e3 * statistics.median(seconds[f"{name}_first_chunk"])
-    return figures
-
-
 # --- eviction --------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +262,6 @@ def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
         at_least("local_get, copied out / memcpy", figures["local_get_copied_ratio"], 0.8),
         at_least("disk_get / raw read", figures["disk_get_ratio"], 0.8),
         at_least("disk_put / raw write", figures["disk_put_ratio"], 0.8),
-        at_least("pipelined / plain retrieve", figures["pipelined_ratio"], 1.0),
         at_least("hybrid_get / local_get", figures["hybrid_get_ratio"], 0.95),
         at_most("local_contains_us, 512 keys", figures["local_contains_us"], 200.0),
         at_most("disk_contains_us, 512 keys", figures["disk_contains_us"], 1000.0),
@@ -331,14 +279,12 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 @click.command()
 @option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
 @option("--rounds", default=9, type=click.IntRange(3))
-@option("--tokens", default=2048, type=click.IntRange(512), help="Of the prompt in the pool.")
 @option("--path", default=tempfile.gettempdir, show_default="temporary files", type=_FOLDER, help="Of the disk tier.")
 @option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
 @output_options
 def main(
     chunk: ByteSize,
     rounds: int,
-    tokens: int,
     path: Path,
     entries: int,
     **output: Any,
@@ -349,7 +295,6 @@ def main(
         figures |= measure_local(chunk, rounds)
         figures |= measure_contains(rounds, Path(folder) / "contains")
         figures |= measure_disk(chunk, rounds, Path(folder))
-        figures |= measure_pool(tokens, 2 * rounds)
     for policy in POLICIES:
         for held in (1000, entries):
             figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy, min(100_000, entries))

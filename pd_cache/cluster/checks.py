@@ -303,5 +303,5 @@ def _pool_problems(
             "is elected, as the first pool's is: a process can follow only one election; give the address of one master",
         )
     for field in msgspec.structs.fields(MooncakeTier):
-        if field.name not in ("master", "pipelined") and getattr(tier, field.name) != field.default:
+        if field.name != "master" and getattr(tier, field.name) != field.default:
             yield field.name, "is for what is stored, and nothing is stored in a second pool; leave it out"

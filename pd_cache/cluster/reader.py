@@ -41,6 +41,7 @@ REMOVED: dict[str, str] = {
         "went in 0.2.0: a load from there crossed the bus twice, to staging memory and back, and GPU memory is what engines are short of; "
         "leave device out"
     ),
+    "cache.tiers.mooncake.pipelined": "went in 0.2.0: the next chunks are always fetched while the last are checked; leave it out",
     "connector.load": "went in 0.2.0: all loads run while other requests compute, as with `async`; leave it out",
     "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
     "nodes.master.events_chunks": _POOLS_EVENTS,

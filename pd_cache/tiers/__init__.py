@@ -59,7 +59,6 @@ def open_backend(
                 payload_bytes,
                 pin=pin,
                 reserve=reserve,
-                read_ahead=pool.pipelined,
                 batch_bytes=batch_bytes or BATCH_BYTES,
                 metrics=metrics.tier(names[tiers.index(pool)]),
             )
@@ -91,7 +90,6 @@ def open_backend(
                     behind = MooncakeBackend(
                         second,
                         payload_bytes,
-                        read_ahead=tier.pipelined,
                         batch_bytes=batch_bytes or BATCH_BYTES,
                         metrics=counts,
                         shared=mooncake.memory,

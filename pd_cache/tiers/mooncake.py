@@ -23,7 +23,7 @@ BATCH_BYTES = 64 << 20
 """The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
-"""The most batches of one reader that are in flight or being scattered. Without `read_ahead` it is one."""
+"""The most batches of one reader that are in flight or being scattered."""
 _SHARE = 8
 """The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
 batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
@@ -54,7 +54,6 @@ class MooncakeBackend(StorageBackend):
         *,
         pin: Pin | None = None,
         reserve: int = 0,
-        read_ahead: bool = True,
         batch_bytes: int = BATCH_BYTES,
         metrics: TierMetrics | None = None,
         shared: ObjectMemory | None = None,
@@ -62,16 +61,13 @@ class MooncakeBackend(StorageBackend):
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
-        tiers that keep objects in the same memory. With `read_ahead` the next batches are fetched while the caller works on
-        the last; a batch has about `batch_bytes`. `shared`: the memory of the first pool, if this is a second one, which then maps none. Raises
-        ValueError if `transfer.staging_size` is too small for one chunk.
+        tiers that keep objects in the same memory. A batch has about `batch_bytes`. `shared`: the memory of the first pool, if this is a second
+        one, which then maps none. Raises ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
         self._metrics = metrics or CacheMetrics().tier("mooncake")
-        self.read_ahead = _READ_AHEAD if read_ahead else 1
-        """How many batches a reader has in flight or scatters."""
         self._closed = False
         placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
         self.store = MooncakeStore(
@@ -121,7 +117,7 @@ class MooncakeBackend(StorageBackend):
         started = 0
         try:
             while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < self.read_ahead:
+                while started < len(keys) and len(ahead) < _READ_AHEAD:
                     now = time.monotonic()
                     end = now + longest if deadline is None else min(now + longest, deadline)
                     # only a reader that holds no slot waits for one, so two readers never wait for each other

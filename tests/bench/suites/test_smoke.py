@@ -28,8 +28,8 @@ RUNS = {
         "proxy_adds_first_ms proxy_adds_total_ms decision_ms",
     ),
     "tiers": (
-        ("--chunk", "64KiB", "--rounds", "3", "--tokens", "512", "--entries", "2000"),
-        "local_get_ratio disk_get_ratio disk_put_ratio pipelined_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
+        ("--chunk", "64KiB", "--rounds", "3", "--entries", "2000"),
+        "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
     ),
     "bandwidth": (("--size", "64KiB", "--rounds", "1", "--at-once"), "about nodes results at_once"),
     "lookup": (("--clients", "2", "--clients", "1"), "about results clients"),

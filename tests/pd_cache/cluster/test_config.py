@@ -199,7 +199,7 @@ def test_a_mistaken_section_is_refused_in_one_message(section: str, message: str
 
 
 LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity: 1GiB}"
-SECOND = "{kind: mooncake, master: '10.0.0.9:50051', pipelined: false}"
+SECOND = "{kind: mooncake, master: '10.0.0.9:50051'}"
 
 
 @pytest.mark.parametrize(

@@ -295,12 +295,9 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: P
         assert backend.memory.pool.slots == staging + (1 << 20) // 8192, "the local tier's budget comes on top"
     finally:
         backend.close()
-    for pipelined in (True, False):
-        config = CacheConfig(tiers=(MooncakeTier(pipelined=pipelined),))
-        alone = open_backend(pool.settings(config), PAYLOAD)
-        assert isinstance(alone, MooncakeBackend), "the pool alone is not wrapped"
-        assert (alone.read_ahead > 1) == pipelined
-        alone.close()
+    alone = open_backend(pool.settings(CacheConfig(tiers=(MooncakeTier(),))), PAYLOAD)
+    assert isinstance(alone, MooncakeBackend), "the pool alone is not wrapped"
+    alone.close()
 
 
 def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path) -> None:
