@@ -46,13 +46,10 @@ class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local
     """Memory of each process that caches."""
 
     capacity: ByteSize
-    device: Literal["cpu"] = "cpu"
-    """The tier shares one registered memory region with `transfer.staging_size`, so that nothing is copied."""
+    """Besides `transfer.staging_size`, and one registered memory region with it, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
-    blocking: bool = True
-    """Whether a store waits for this tier. Writing to memory never waits anyway."""
 
 
 class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):

@@ -164,11 +164,9 @@ def port_of(address: str) -> int:
 
 def needs(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, int]:
     """Returns the bytes that each of `nodes` holds for as long as it runs, besides its engine: what it gives to the pool, and its staging
-    memory and local tiers on the CPU. Leaves out nodes that need none."""
+    memory and local tiers. Leaves out nodes that need none."""
     caching = config.caching_nodes()
-    tiers = sum(
-        int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier) and tier.device == "cpu"
-    )
+    tiers = sum(int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier))
     own = int(config.transfer.staging_size) + tiers
     found = {node.name: config.segment_size(node) + (own if node in caching else 0) for node in nodes}
     return {name: size for name, size in found.items() if size}

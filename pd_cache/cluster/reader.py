@@ -37,10 +37,8 @@ _BY_NGINX = (
 )
 REMOVED: dict[str, str] = {
     "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
-    "cache.tiers.local.device: cuda": (
-        "went in 0.2.0: a load from there crossed the bus twice, to staging memory and back, and GPU memory is what engines are short of; "
-        "leave device out"
-    ),
+    "cache.tiers.local.blocking": "went in 0.2.0: a store into memory never waits; leave it out",
+    "cache.tiers.local.device": "went in 0.2.0: the tier is always in this machine's memory, as with `cpu`; leave it out",
     "cache.tiers.mooncake.pipelined": "went in 0.2.0: the next chunks are always fetched while the last are checked; leave it out",
     "connector.load": "went in 0.2.0: all loads run while other requests compute, as with `async`; leave it out",
     "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
@@ -55,7 +53,7 @@ REMOVED: dict[str, str] = {
     "transfer.client": _HOST_CLIENT,
     "transfer.client_address": _HOST_CLIENT,
 }
-"""Keys and values of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, of a tier `cache.tiers.KIND.key`, a value `key: value`.
+"""Keys of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, of a tier `cache.tiers.KIND.key`.
 
 Example: `{"transfer.client": "went in 0.2.0: give the host a cache-server node"}`.
 """
@@ -265,8 +263,7 @@ def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, An
             hint = _near(key, allowed, "; did you mean {}?")
             return Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
         if key in fields and (problem := _first_problem(fields[key].type, part, (*path, key))):
-            gone = REMOVED.get(f"{_written(path, value, key)}: {part}")
-            return problem if gone is None else Problem((*path, key), gone)
+            return problem
     absent = [name for name, field in fields.items() if field.required and name not in value]
     return _missing(absent[0], allowed, value, path) if absent else None
 

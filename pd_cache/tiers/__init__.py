@@ -104,7 +104,9 @@ def open_backend(
                 backend = local = LocalBackend(memory, tier, transfer.timeouts, counts)
                 shelves.append(local)
             opened.append(backend)
-            parts.append(Tier(backend, counts, tier.blocking, tier.promote))
+            # a put into memory never waits
+            blocking = tier.blocking if isinstance(tier, DiskTier) else True
+            parts.append(Tier(backend, counts, blocking, tier.promote))
         _report_levels(metrics, memory, reserve, shelves, store)
         return HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
     except BaseException:

@@ -174,7 +174,7 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, 
         ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': expected `float`, got `str`"),
         (
             "cache: {tiers: [{kind: local, capacity: 1MiB, device: cuda}]}",
-            "cache.tiers[0].device: 'cuda': went in 0.2.0: a load from there crossed the bus twice",
+            "cache.tiers[0].device: 'cuda': went in 0.2.0: the tier is always in this machine's memory",
         ),
         ("connector: {load: sync}", "connector.load: 'sync': went in 0.2.0: all loads run while other requests compute"),
         ("proxy: {body_timeout_s: 3}", "c.yaml:1: proxy.body_timeout_s: 3: went in 0.2.0: put nginx in front of the proxy"),
