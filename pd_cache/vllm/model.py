@@ -69,6 +69,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "calculate_kv_scales: the scales are found at run time and are not part of the KV": (
             getattr(cache, "calculate_kv_scales", False)
         ),
+        "enable_fault_tolerance: vLLM goes on without the outputs of failed steps, in which workers say which stores have ended": (
+            getattr(parallel, "enable_fault_tolerance", False)
+        ),
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
             getattr(spec, "non_causal", False) for spec in specs
         ),

@@ -206,6 +206,7 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"others": ["sink"]}, "SinkFullAttentionSpec"),
         ({"others": ["none"]}, "mamba_cache_mode is not align"),
         ({"scratch": True}, "does not share between requests"),
+        ({"faults": True}, "enable_fault_tolerance: vLLM goes on without"),
         ({"non_causal": True}, "attend to later tokens"),
         ({"prefixes": False}, "does not reuse prefixes"),
         ({"draft": "ngram"}, None),
@@ -248,7 +249,9 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
             is_prefix_caching_supported=changed.get("prefixes", True),
             get_num_layers=lambda parallel: 1,
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changed.get("stages", 1)),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=changed.get("stages", 1), enable_fault_tolerance=changed.get("faults", False)
+        ),
         cache_config=SimpleNamespace(),
         speculative_config=speculative if "draft" in changed else None,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changed.get("chunked_prefill", True)),
