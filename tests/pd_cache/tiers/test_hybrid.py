@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import uuid
@@ -295,9 +296,21 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: P
         assert backend.memory.pool.slots == staging + (1 << 20) // 8192, "the local tier's budget comes on top"
     finally:
         backend.close()
+
+
+def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first_is_used(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = open_backend(pool.settings(CacheConfig(tiers=(MooncakeTier(),))), PAYLOAD)
-    assert isinstance(alone, MooncakeBackend), "the pool alone is not wrapped"
-    alone.close()
+    try:
+        assert isinstance(alone, MooncakeBackend)
+        begun, start = [], alone.store.start_get
+        monkeypatch.setattr(alone.store, "start_get", lambda *args, **more: begun.append(1) or start(*args, **more))
+        with contextlib.closing(alone.batched_get([f"k{index}" for index in range(3 * alone.batch_size)])) as reader:
+            assert next(reader).payload is None, "nothing is there"
+            assert len(begun) == 3
+    finally:
+        alone.close()
 
 
 def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path) -> None:
