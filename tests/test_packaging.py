@@ -157,7 +157,7 @@ def test_the_command_works_without_a_clone(unpacked: Path, tmp_path: Path) -> No
     assert "local.yaml: ok: local: 1 master" in run(
         unpacked, tmp_path, "-m", "launch", "config", "check", "--file-only", "local.yaml"
     )
-    assert "--rounds" in run(unpacked, tmp_path, "-m", "launch", "bench", "lookup", "--help")
+    assert "--clients" in run(unpacked, tmp_path, "-m", "launch", "bench", "lookup", "--help")
     where = (
         "import bench, launch, pd_cache, transfer; print(*{m.__path__[0] for m in (bench, launch, pd_cache, transfer)})"
     )
