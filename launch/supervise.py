@@ -327,7 +327,7 @@ class ForeignProgram:
         """
         deadline = time.monotonic() + timeout_s
         while not stop.is_set() and not serving():
-            self._check(" before it served")
+            self._check(f" before it served; {self._hint()}")
             if time.monotonic() > deadline:
                 raise RoleError(f"{self._name} not serving in time; {self._hint()}")
             stop.wait(_POLL_S)
@@ -336,7 +336,7 @@ class ForeignProgram:
     def watch(self, stop: StopFlag, anew: Callable[[], bool] | None = None) -> None:
         """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again whenever `anew()` is true."""
         while not stop.wait(_LOOK_S):
-            self._check("")
+            self._check("; its own last lines say why, and without any it was killed")
             if anew is not None and anew():
                 log.warning("%s is started anew", self._name)
                 end([self._child], self._grace_s)
@@ -344,7 +344,7 @@ class ForeignProgram:
 
     def _check(self, when: str) -> None:
         if (status := self._child.poll()) is not None:
-            raise RoleError(f"{self._name} ended with {status}{when}; {self._hint()}")
+            raise RoleError(f"{self._name} ended with {status}{when}")
 
 
 # --- several programs as one ----------------------------------------------------------------------------------------

@@ -152,8 +152,9 @@ def request_text(explained: ExplainedRequest) -> str:
         else:
             lines += [f"{hop.hop} at {hop.node}: {hop.report.asked} tokens", hop.report.text()]
     if not explained.hops:
+        who = "no node that answers" if explained.unanswered else "no node"
         lines.append(
-            f"{explained.request_id}: no node knows this request among its last ones; the id is the X-Request-Id of its answer, "
+            f"{explained.request_id}: {who} knows this request among its last ones; the id is the X-Request-Id of its answer, "
             "or the answer's own id"
         )
     lines += [f"{name}: {why}" for name, why in sorted(explained.unanswered.items())]

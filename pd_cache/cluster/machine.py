@@ -99,6 +99,10 @@ def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Pro
 
 def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
     for node in nodes:
+        if not is_local(node.host):
+            place = ("nodes", config.nodes.index(node), "host")
+            yield Problem(place, "is not an address of this machine")
+            continue
         for key, port in node.ports.items():
             if port and not is_bindable(node.host, port):
                 yield Problem(

@@ -55,6 +55,9 @@ def test_a_machine_that_can_carry_the_nodes_has_no_problems_and_a_taken_port_is_
         taken = holder.getsockname()[1]
         (message,) = messages(cluster(DecodeNode(name="a", port=taken)))
     assert f"nodes[1].port: {taken}: another process uses this port of 127.0.0.1" in message
+    config = cluster(DecodeNode(name="a", host=ELSEWHERE, port=8100))
+    (problem,) = machine.machine_problems(config, config.nodes[1:])
+    assert problem == (("nodes", 1, "host"), "is not an address of this machine")
 
 
 def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_path: Path) -> None:
