@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "cacheServer": {"enabled": True, "tolerations": [{"operator": "Exists"}]},
         "serviceMonitor": {"enabled": True, "proxyKey": {"name": "keys", "key": "monitor"}},
         "prometheusRule": {"enabled": True},
+        "store": {"imageTag": "0.2.0", "updateStrategy": "OnDelete"},
         "proxy": {"keysSecret": "keys", "tlsSecret": "tls", "serviceType": "LoadBalancer", "priorityClassName": "high"},
         "engineImage": {"repository": "pd-cache-vllm", "tag": "0.2.0"},
         "engine": {"models": {"persistentVolumeClaim": {"claimName": "models"}}},
@@ -177,6 +178,38 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
         else:
             assert done.returncode == 0
             assert list(read_config(tmp_path / "cluster.yaml")[0].transfer.devices) == nics
+
+
+@needs_tool("helm")
+@pytest.mark.parametrize(
+    ("values", "restarted"),
+    [
+        ({"prefill": {"args": {"max-model-len": 1024}}}, "prefill"),
+        ({"decode": {"port": 8300}}, "decode"),
+        ({"config": {"proxy": {"direct_tokens": 64}}}, "proxy"),
+        ({"config": {"handoff": {"wait_ms": 1000}}}, "prefill decode proxy"),
+        ({"config": {"cache": {"chunk_size": 512}}}, "cache-server prefill decode proxy"),
+        ({"config": {"engine": {"kind": "vllm", "model": "/models/m"}}}, "cache-server prefill decode proxy"),
+        ({"image": {"tag": "0.2.1"}}, "cache-server prefill decode proxy"),
+        ({"config": {"transfer": {"threads": 2}}}, "master store cache-server prefill decode proxy"),
+        ({"networkPolicy": {"clients": [{"podSelector": {}}]}}, ""),
+    ],
+)
+def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(
+    tmp_path: Path, values: dict[str, Any], restarted: str
+) -> None:
+    """Above all no store, which forgets what it held."""
+    fixed = {"cacheServer": {"enabled": True}, "master": {"imageTag": "0.2.0"}, "store": {"imageTag": "0.2.0"}}
+    before, after = (
+        {
+            one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]
+            for one in of_kind(rendered(tmp_path, {**fixed, **more}), "Deployment", "DaemonSet")
+        }
+        for more in ({}, values)
+    )
+    assert {role for role, pod in after.items() if pod != before[role]} == set(restarted.split())
+    labels = {label for pod in before.values() for label in pod["metadata"]["labels"]}
+    assert not labels & {"app.kubernetes.io/version", "helm.sh/chart"}, "these change with each version of the chart"
 
 
 @needs_tool("helm")

@@ -27,7 +27,10 @@ model:
   random: {seed: 7, hidden_size: 512, intermediate_size: 1376, layers: 6, heads: 8, kv_heads: 4}
 {{- end }}
 
-{{/* The shared sections of a role's file. Called with a dict: root, role. Masters and proxies move no KV, and need no NIC. */}}
+{{/*
+The shared sections of a role's file: those that it reads, because a change to its file restarts its pods. Called with a dict: root, role.
+Masters and proxies move no KV, and need no NIC.
+*/}}
 {{- define "pd-cache.shared" -}}
 {{- $ := .root }}
 {{- range $key := list "name" "discovery" "nodes" "master" }}
@@ -47,6 +50,9 @@ master: {ha: true}
 {{- $_ := set $config "transfer" (merge $rdma (get $config "transfer" | default dict)) }}{{ end }}
 {{- if $.Values.proxy.tlsSecret }}{{ $tls := dict "cert_file" "/etc/pd-cache-tls/tls.crt" "key_file" "/etc/pd-cache-tls/tls.key" }}
 {{- $_ := set $config "proxy" (merge (dict "tls" $tls) (get $config "proxy" | default dict)) }}{{ end }}
+{{- $memory := list "cache" "engine" "connector" "handoff" "proxy" "tracing" }}
+{{- $unread := dict "master" $memory "store" $memory "cache-server" (without $memory "cache" "engine") "prefill" (list "proxy") "decode" (list "proxy") }}
+{{- range get $unread .role | default list }}{{ $_ := unset $config . }}{{ end }}
 {{- toYaml $config }}
 {{- end }}
 
@@ -66,10 +72,10 @@ A pod's file is the role's, with the pod's own address and name: a node's host i
 {{- $nics := and $rdma $.Values.rdma.devices }}
 metadata:
   labels:
-    {{- include "pd-cache.labels" $ | nindent 4 }}
+    {{- include "pd-cache.selector" $ | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
   annotations:
-    checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") $ | sha256sum }}
+    checksum/config: {{ get (include (print $.Template.BasePath "/configmap.yaml") $ | fromYaml).data (print .role ".yaml") | sha256sum }}
     {{- with $v.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -104,7 +110,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ .role }}
-      image: {{ .image | default (printf "%s:%s" $.Values.image.repository ($.Values.image.tag | default $.Chart.AppVersion)) | quote }}
+      image: {{ .image | default (printf "%s:%s" $.Values.image.repository ($v.imageTag | default $.Values.image.tag | default $.Chart.AppVersion)) | quote }}
       imagePullPolicy: {{ $.Values.image.pullPolicy }}
       command: [/bin/sh, -ec]
       args:
