@@ -248,6 +248,8 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
         ({"clusterName": "a b"}, "/clusterName"),
         ({"rdma": {"devices": [{"nodes": "a;b", "devices": ["mlx5_0"]}]}}, "/rdma/devices/0/nodes"),
         ({"decode": {"args": {"tensor-parallel-size": 8}}}, "config.cache.shards: tensor-parallel sizes of [1 8]"),
+        ({"proxy": {"keysSecret": "keys"}}, "set config.proxy.api_keys_file: /etc/pd-cache-keys/FILE"),
+        ({"config": {"proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"}}}, "set proxy.keysSecret to the Secret"),
     ],
 )
 def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict[str, Any], message: str) -> None:
