@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "engine": {"models": {"persistentVolumeClaim": {"claimName": "models"}}},
         "prefill": {"nodeSelector": {"gpu": "yes"}, "resources": {"limits": {"nvidia.com/gpu": "1"}}, "env": {"A": 1}},
         "imagePullSecrets": [{"name": "registry"}],
-        "networkPolicy": {"clients": [{"podSelector": {}}], "monitoring": []},
+        "networkPolicy": {"clients": [{"podSelector": {}}], "engines": [{"podSelector": {}}], "monitoring": []},
         "config": {
             "engine": {"kind": "vllm", "model": "/models/m", "name": "m"},
             "proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"},
@@ -278,6 +278,20 @@ def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_th
     (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"].endswith("-proxy")]
     (ingress,) = policy["spec"]["ingress"]
     assert ingress["from"] == [clients, monitoring]
+
+
+@needs_tool("helm")
+def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path: Path) -> None:
+    own = {"podSelector": {"matchLabels": {"app": "vllm"}}}
+    values = {"networkPolicy": {"engines": [own]}, **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")}}
+    (rule,) = next(
+        one["spec"]["ingress"]
+        for one in of_kind(rendered(tmp_path, values), "NetworkPolicy")
+        if one["metadata"]["name"] == "try-pd-cache"
+    )
+    release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
+    assert rule["from"] == [{"podSelector": {"matchLabels": release}}, own]
+    assert {15000, 50051, 50061} <= {one["port"] for one in rule["ports"]}, "Mooncake's clients, and the master's two"
 
 
 def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:
