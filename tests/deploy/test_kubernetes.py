@@ -242,6 +242,17 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
         ({"prefil": {}}, "additional properties 'prefil' not allowed"),
         ({"store": {"segmentSize": "4 gigs"}}, "/store/segmentSize"),
         ({"decode": {"segmentSize": "1MiB"}}, "/decode/segmentSize"),
+        ({"store": {"segmentSize": "4Gi"}}, "/store/segmentSize"),
+        ({"prefill": {"segmentSize": "0Gi"}}, "/prefill/segmentSize"),
+        ({"config": {"transfer": {"staging_size": "4Gi"}}}, "/config/transfer/staging_size"),
+        (
+            {"store": {"segmentSize": "5GiB"}},
+            "store: segmentSize 5GiB and 1 GiB besides do not fit into resources.limits.memory 5Gi",
+        ),
+        (
+            {"config": {"engine": {"kind": "vllm", "modle": "m"}}},
+            "config.engine.model: the vllm engine needs it, and config.engine has only [kind modle]",
+        ),
         ({"etcd": {"endpoints": []}}, "/etcd/endpoints"),
         ({"proxy": {"port": 0}}, "/proxy/port"),
         ({"config": {"nodes": []}}, "additional properties 'nodes' not allowed"),

@@ -43,6 +43,7 @@ discovery:
 master: {ha: true}
 {{ $config := deepCopy $.Values.config }}
 {{- if not $config.engine }}{{ $_ := set $config "engine" (fromYaml (include "pd-cache.trial-engine" .)) }}{{ end }}
+{{- if not $config.engine.model }}{{ fail (printf "config.engine.model: the %s engine needs it, and config.engine has only %v" ($config.engine.kind | default "reference") (keys $config.engine | sortAlpha)) }}{{ end }}
 {{- $sizes := list }}{{ range list "prefill" "decode" }}{{ $sizes = append $sizes (index $.Values . "args" | dig "tensor-parallel-size" 1 | int) }}{{ end }}
 {{- if and (gt (len (uniq $sizes)) 1) (not (dig "cache" "shards" 0 $config)) }}{{ fail (printf "config.cache.shards: tensor-parallel sizes of %v share no chunks without it; set it to their least common multiple" $sizes) }}{{ end }}
 {{- if include "pd-cache.rdma" . }}
@@ -69,6 +70,9 @@ A pod's file is the role's, with the pod's own address and name: a node's host i
 {{- $ := .root }}
 {{- $v := .values }}
 {{- $rdma := include "pd-cache.rdma" . }}
+{{- $size := $v.segmentSize | default "" | toString }}{{ $limit := dig "resources" "limits" "memory" "" $v | toString }}
+{{- if and (regexMatch "^[0-9]+GiB$" $size) (regexMatch "^[0-9]+Gi$" $limit) (ge (trimSuffix "GiB" $size | int) (trimSuffix "Gi" $limit | int)) }}
+{{- fail (printf "%s: segmentSize %s and 1 GiB besides do not fit into resources.limits.memory %s" .role $size $limit) }}{{ end }}
 {{- $nics := and $rdma $.Values.rdma.devices }}
 metadata:
   labels:
