@@ -12,7 +12,6 @@ import io
 import logging
 import math
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -223,14 +222,8 @@ def top(file: Path, once: bool, interval: float) -> None:
     `h` shows the keys, `q` ends.
     """
     from launch.operate.top import top as shown
-    from launch.supervise import StoppedError, signals_as_exceptions
 
-    config = _running(file)
-    try:
-        with signals_as_exceptions():
-            shown(config, once=once, interval_s=interval)
-    except StoppedError as stopped:
-        raise SystemExit(0 if stopped.code == 128 + signal.SIGINT else stopped.code) from None
+    shown(_running(file), once=once, interval_s=interval)
 
 
 @main.command()

@@ -30,6 +30,7 @@ from rich.text import Text
 from launch.discovery import Directory, open_directory
 from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age, tenant_cells
 from launch.http import proxy_access
+from launch.supervise import StopFlag, stop_on_signals
 from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
@@ -396,7 +397,7 @@ def snapshot(nodes: WatchedNodes, width: int, now: float, source: str) -> Group:
 
 
 def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -> None:
-    """Shows the nodes until `q` or Ctrl-C. Prints them once, as plain text, if `once` is set, or if standard output is no terminal or one that
+    """Shows the nodes until `q` or a signal. Prints them once, as plain text, if `once` is set, or if standard output is no terminal or one that
     cannot move its cursor (`TERM=dumb`).
 
     `interval_s`: how often each node is asked.
@@ -407,23 +408,30 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
     once = once or not console.is_terminal or console.is_dumb_terminal
     nodes = WatchedNodes(_STALE_S + interval_s, since_start=once)
     with (
+        # a flag: an exception out of a signal's handler could leave a lock of the asker's threads held
+        stop_on_signals() as stop,
         open_directory(config) as directory,
         contextlib.closing(Asker(proxy_access(config), interval_s)) as asker,
-        contextlib.suppress(KeyboardInterrupt),
     ):
         directory.wait_synced(_SYNC_S)
         try:
             if once:
-                _print_once(console, directory, asker, nodes, source, 5 * TIMEOUT_S + 2 * interval_s)
+                _print_once(console, directory, asker, nodes, source, 5 * TIMEOUT_S + 2 * interval_s, stop)
             else:
-                _follow(console, directory, asker, nodes, source)
+                _follow(console, directory, asker, nodes, source, stop)
         except OSError as error:
             if error.errno not in _NO_READER:
                 raise
 
 
 def _print_once(
-    console: Console, directory: Directory, asker: Asker, nodes: WatchedNodes, source: str, patience_s: float
+    console: Console,
+    directory: Directory,
+    asker: Asker,
+    nodes: WatchedNodes,
+    source: str,
+    patience_s: float,
+    stop: StopFlag,
 ) -> None:
     """Asks every node twice, so that there are rates, and prints one table. `patience_s` is too short only where this machine is slow."""
     deadline = time.monotonic() + patience_s
@@ -433,7 +441,8 @@ def _print_once(
         nodes.take(asker.poll(nodes.asked, now))
         if now > deadline or all(row.state in ("-", "silent") or row.history.readings > 1 for row in nodes.rows(now)):
             break
-        time.sleep(_TICK_S)
+        if stop.wait(_TICK_S):
+            return
     width = console.width if console.is_terminal else max(console.width, _PLAIN_WIDTH)
     plain = Console(width=width, highlight=False)
     with plain.capture() as captured:
@@ -442,12 +451,14 @@ def _print_once(
         print(line.rstrip())
 
 
-def _follow(console: Console, directory: Directory, asker: Asker, nodes: WatchedNodes, source: str) -> None:
+def _follow(
+    console: Console, directory: Directory, asker: Asker, nodes: WatchedNodes, source: str, stop: StopFlag
+) -> None:
     screen, drawn, size = Screen(nodes), 0.0, console.size
     # lines of the log, such as those about discovery, would spoil the screen, which shows the same
     logging.disable(logging.CRITICAL)
     with keyboard() as typed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+        while not stop.is_set():
             view, now = directory.view(), time.monotonic()
             nodes.update(view.nodes)
             answers = asker.poll(nodes.asked, now)
