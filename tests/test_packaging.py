@@ -180,5 +180,6 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
         assert up.stdout is not None
         ready = {up.stdout.readline().split()[1] for _ in nodes}
         up.terminate()
+        up.communicate(timeout=60)  # what else it prints: nobody may close its pipe meanwhile
     assert up.returncode == 0
     assert ready == {"master", "store-0"}
