@@ -33,7 +33,7 @@ def program(*arguments: object) -> list[str]:
 
 
 def run_program(*arguments: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process of its own. AssertionError as of `cli`."""
+    """Runs a command in a process of its own. Raises AssertionError if it ends otherwise than with the exit status `code`."""
     given = {**os.environ, **env}
     done = subprocess.run(program(*arguments), cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     assert done.returncode == code, done.stderr[-4000:]

@@ -71,7 +71,7 @@ def test_no_client_takes_all_that_pins_may() -> None:
     with pytest.raises(ApiError, match="all are taken"):
         pins.retain((Client("eve"), "2"), pin(*many), 12)
     assert pins.end_where(lambda key, pin: True) == 6
-    assert not pins._uses, "nothing is left of whoever has no pin"
+    assert not pins._uses, "a client without pins leaves nothing behind"
 
 
 class Renewing(Lookups):
