@@ -314,7 +314,10 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
     try:
         backend.cache.wait_available(60)
         keys = [f"{number:064x}" for number in range(8)]
-        assert backend.batch_set_v1(keys, at(*range(8))) == [True] * 8
+        wait_for(
+            lambda: backend.batch_set_v1(keys, at(*range(8))) == [True] * 8,
+            what="the authority of versions, which has just started",
+        )
         pool.nodes["store-0"].send(signal.SIGSTOP)
         try:
             assert backend.batch_get_v1(keys, at(*range(8, 16))) == [False] * 8
