@@ -562,9 +562,9 @@ def config_example(name: str) -> None:
 @click.option(
     "--share",
     type=click.FloatRange(0, 1),
-    default=0.9,
+    default=0.3,
     show_default=True,
-    help="Wanted hits, as a share of those of an unbounded pool.",
+    help="Wanted hit rate: the share of all prompt tokens that are found; an unbounded pool has 0.3734.",
 )
 @click.option("--prompt", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a prompt.")
 @click.option(

@@ -20,9 +20,9 @@ from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout, PageKind
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-_CURVE = ((0.0, 0.0), (0.331, 0.031), (0.599, 0.0625), (0.805, 0.125), (0.962, 0.25), (1.0, 1.0))
-"""Hits as a share of an unbounded pool's, and the share of all different tokens that the pool then has room for: the FAST'25 conversation
-trace on a real pool (docs/performance.md, "Replay"). `pd-cache bench replay` measures the curve of another trace."""
+_CURVE = ((0.0, 0.0), (0.1235, 0.031), (0.2235, 0.0625), (0.3005, 0.125), (0.3592, 0.25), (0.3734, 1.0))
+"""The hit rate, and the share of all different tokens that the pool then has room for: the FAST'25 conversation trace on a real pool
+(docs/performance.md, "Replay"). `pd-cache bench replay` measures the curve of another trace."""
 _ROUNDED_UP = 9 / 8  # what Mooncake's allocator sets aside for an object, at most (docs/mooncake.md)
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
@@ -66,6 +66,7 @@ class Size(msgspec.Struct):
     chunk_bytes: int
     load_bytes: int  # what a node loads for a prompt that is wholly in the pool
     stored_bytes: int  # what the pool keeps of a prompt: of windows, a chunk more than a load needs
+    most_share: float  # the hit rate of an unbounded pool
     pool_share: float  # of the different tokens, those for which the pool has room
     pool_bytes: int
     link_gbit: float
@@ -77,8 +78,12 @@ def size_of(
 ) -> Size:
     """Returns the figures for a model's config.json; `pd-cache size --help` explains the arguments. `kv_dtype` is None for the model's own.
 
-    Raises ConfigError for a file that cannot be read, or a model whose layers cannot be counted.
+    Raises ConfigError for a file that cannot be read, a model whose layers cannot be counted, or a `share` that no pool reaches.
     """
+    if share > (most := _CURVE[-1][0]):
+        raise ConfigError(
+            f"--share: got a hit rate of {share:g}; in FAST'25's conversations an unbounded pool has {most:g}"
+        )
     try:
         config = decode_json(model.read_bytes(), Config)
     except (OSError, ValueError) as error:
@@ -113,6 +118,7 @@ def size_of(
         chunk_bytes=whole,
         load_bytes=load,
         stored_bytes=stored,
+        most_share=most,
         pool_share=room,
         pool_bytes=round(room * tokens / max(prompt, 1) * stored * _ROUNDED_UP),
         link_gbit=load * 8e-9 / ttft_s,
@@ -142,8 +148,8 @@ def size_text(size: Size, *, tokens: int, share: float, prompt: int, ttft_s: flo
         needs = f"the last {group.tail_chunks} chunks" if group.tail_chunks else "every chunk"
         table.add_row(group.keeps, str(group.layers), f"{group.token_bytes:,}", needs)
     return table, (
-        f"pool: {tokens:,} different tokens of prompts; for {share:.0%} of the hits of an unbounded pool, room for "
-        f"{size.pool_share:.0%} of them: {shown_bytes(size.pool_bytes)} in all store nodes together\n"
+        f"pool: {shown_bytes(size.pool_bytes)} in all store nodes together, room for {size.pool_share:.0%} of {tokens:,} different tokens: "
+        f"then {share:.1%} of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has {size.most_share:.1%}\n"
         f"network: {shown_bytes(size.load_bytes)} for a prompt of {prompt:,} tokens; to load it in {ttft_s:g} s, {size.link_gbit:.1f} Gbit/s to its node\n"
         f"transfer.staging_size: at least {shown_bytes(size.staging_bytes)} for each rank"
     )

@@ -49,10 +49,17 @@ def test_a_load_takes_of_windows_only_the_end(tmp_path: Path) -> None:
 
 
 def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_path: Path) -> None:
-    pools = [sized(LLAMA, tmp_path, "--share", share).pool_bytes for share in ("0", "0.331", "0.6", "0.9", "1")]
+    sizes = [sized(LLAMA, tmp_path, "--share", share) for share in ("0", "0.1235", "0.2", "0.33", "0.3734")]
+    pools = [size.pool_bytes for size in sizes]
     assert pools == sorted(pools)
     assert pools[0] == 0
     assert pools[-1] == 1_000_000 * (128 << 10) * 9 // 8
+    assert sizes[1].pool_share == 0.031, "12.35 % of all tokens are hits in a pool of 5,340 of 170,899 blocks"
+
+
+def test_a_hit_rate_that_no_pool_reaches_is_refused_with_the_highest(tmp_path: Path) -> None:
+    said = run(LLAMA, tmp_path, "--share", "0.5", code=2)
+    assert "--share: got a hit rate of 0.5; in FAST'25's conversations an unbounded pool has 0.3734" in said
 
 
 @pytest.mark.parametrize(
@@ -72,4 +79,5 @@ def test_a_model_that_cannot_be_counted_is_refused(config: dict[str, Any], why: 
 def test_people_read_a_table_and_three_lines(tmp_path: Path) -> None:
     output = run(LLAMA, tmp_path)
     assert "131,072" in output
+    assert "30.0% of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has 37.3%" in output
     assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == ["pool", "network", "transfer.staging_size"]

@@ -26,7 +26,7 @@ def test_a_prompt_takes_as_much_as_was_counted(models, vllm_pool, new_prompt, tm
     with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
         for model, server in zip(models, servers, strict=True):
             size = size_of(
-                model / "config.json", tokens=1, share=1, prompt=_TOKENS, ttft_s=1, ranks=1, kv_dtype="float32"
+                model / "config.json", tokens=1, share=0, prompt=_TOKENS, ttft_s=1, ranks=1, kv_dtype="float32"
             )
             prompt = new_prompt(_TOKENS)
             server.store(prompt)
