@@ -55,9 +55,11 @@ _LONGEST_LINE = 64 << 10
 _DRAIN_S = 1.0
 """How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes open for ever."""
 _TAIL = 20
-# Mooncake prints both at every start: it logs before it sets glog up, and looks for its segment before it has registered one. If the segment is
-# really missing, opening the store fails, and our own log says so.
-_FALSE_ALARMS = ("Logging before InitGoogleLogging() is written to STDERR", "Local segment descriptor not found")
+# Mooncake prints them at every start: it logs before it sets glog up, looks for its segment before it has registered one (if it is really
+# missing, opening the store fails, and our own log says so), registers each segment twice, and writes out all of the master's flags.
+_FALSE_ALARMS = (
+    "Logging before InitGoogleLogging()", "Local segment descriptor not found", "warn=segment_already_exists", "] Master service started on port "
+)  # fmt: skip
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 30.0
 _STEADY_S = 60.0
 
@@ -461,7 +463,7 @@ class Supervisor:
                 if words[:2] == ["ready", program.name] and len(words) <= 3:
                     watched.url = words[2] if len(words) == 3 else ""
                     return
-            if line.endswith(_FALSE_ALARMS):
+            if any(alarm in line for alarm in _FALSE_ALARMS):
                 return
             with self._lines:
                 watched.tail.append(line)
