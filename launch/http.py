@@ -130,7 +130,7 @@ def ask(
     `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
     `http_proxy` is ignored: a key goes to the node alone.
 
-    Raises OSError if there is no answer, ValueError if it is not HTTP or has more than four MiB.
+    Raises OSError, which names the address, if there is no answer, ValueError if it is not HTTP or has more than four MiB.
     """
     with _asked(url, timeout, access, body) as answer:
         answered = answer.read(_LARGEST_ANSWER + 1)
@@ -159,7 +159,10 @@ def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iter
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     with contextlib.ExitStack() as stack:
-        connected = stack.enter_context(socket.create_connection((host, port), timeout))
+        try:
+            connected = stack.enter_context(socket.create_connection((host, port), timeout))
+        except OSError as error:
+            raise type(error)(f"{parts.netloc}: {error.strerror or error}") from None
         late = threading.Event()
         timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
         timer.daemon = True
@@ -186,7 +189,7 @@ def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iter
                 raise
             if not late.is_set():
                 raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
-        raise TimeoutError(f"no whole answer within {timeout:g} s")
+        raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s")
 
 
 def _hang_up(connected: socket.socket, late: threading.Event) -> None:

@@ -79,8 +79,7 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
         with error:
             return NodeAnswer(record.name, clock(), None, f"it answers {error.code}")
     except (OSError, PdCacheError, ValueError) as error:
-        said = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        return NodeAnswer(record.name, clock(), None, one_line(str(said)) or repr(error))
+        return NodeAnswer(record.name, clock(), None, one_line(str(error)) or repr(error))
 
 
 def ask_server(record: NodeRecord) -> StatusReport:

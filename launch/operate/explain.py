@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +96,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     """
     nodes = cluster_status(config).nodes
     rows = [row for role in ("proxy", "prefill", "decode") for row in nodes if row.record.role == role]
+    names = {row.record.address.rstrip("/"): row.name for row in rows}
     unanswered = {row.name: row.state for row in rows if row.silent}
     records = [row.record for row in rows if not row.silent]
     access, hops = proxy_access(config), list[ExplainedHop]()
@@ -119,17 +120,18 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
         for one in dict.fromkeys((request_id, within)):
             asked_for = itertools.repeat(urllib.parse.quote(one, safe=""))
-            if hops := _joined(records, list(threads.map(asked, records, asked_for))):
+            if hops := _joined(names, records, list(threads.map(asked, records, asked_for))):
                 break
     return ExplainedRequest(request_id, hops, unanswered)
 
 
-def _joined(records: Sequence[NodeRecord], told: Sequence[list[ExplainedHop]]) -> list[ExplainedHop]:
+def _joined(
+    names: Mapping[str, str], records: Sequence[NodeRecord], told: Sequence[list[ExplainedHop]]
+) -> list[ExplainedHop]:
     """Returns a request's way as a proxy knows it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
     own = {
         record.address.rstrip("/"): hops for record, hops in zip(records, told, strict=True) if record.role != "proxy"
     }
-    names = {record.address.rstrip("/"): record.name for record in records}
     trips = (hops for record, hops in zip(records, told, strict=True) if record.role == "proxy" and hops)
     if (trip := next(trips, None)) is None:
         return [hop for hops in own.values() for hop in hops]

@@ -39,11 +39,16 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         hops = [
             {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
             {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
+            {"hop": "decode", "node": "http://127.0.0.1:1", "report": reports["damaged"]},
         ]
         proxy = stack.enter_context(telling({"/requests/abc": {"client": "", "hops": hops}}))
         master, engines = (
-            free_node("master", port=1),
-            [free_node("prefill-0", port=ports[0]), free_node("decode-0", port=ports[1])],
+            free_node("master", port=2),
+            [
+                free_node("prefill-0", port=ports[0]),
+                free_node("decode-0", port=ports[1]),
+                free_node("decode-1", port=1),
+            ],
         )
         nodes = [master, *engines, free_node("proxy", port=proxy)]
         tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
@@ -55,7 +60,9 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
     assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
         ("prefill-0", "evicted"),
         ("http://10.0.0.9:1", "damaged"),
-    ]
+        ("decode-1", "damaged"),
+    ], "one that is dead has a name, too"
+    assert explained["unanswered"] == {"decode-1": "no answer: 127.0.0.1:1: Connection refused"}
 
 
 def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool, tmp_path: Path) -> None:
