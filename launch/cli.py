@@ -188,19 +188,14 @@ def demo(file: Path | None, as_json: bool) -> None:
 @main.command()
 @_file_option()
 @_json_option
-@click.option("--watch", is_flag=True, help="Show the table every two seconds until Ctrl-C.")
-def status(file: Path, as_json: bool, watch: bool) -> None:
+def status(file: Path, as_json: bool) -> None:
     """Show the nodes of the cluster, and what each is doing: roles, up for how long, hit rate, bytes by tier, in flight, errors by reason.
 
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
     from launch import status as shown
 
-    config = _running(file)
-    if watch:
-        shown.watch(config)
-        return
-    found = shown.cluster_status(config)
+    found = shown.cluster_status(_running(file))
     _answer(as_json, shown.as_dict(found), shown.status_table(found))
     if not found.well:
         raise SystemExit(1)

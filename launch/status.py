@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -184,18 +183,6 @@ def cluster_status(config: ClusterConfig) -> ClusterStatus:
         return _look(config, directory)
 
 
-def watch(config: ClusterConfig, interval: float = 2.0) -> None:
-    """Shows the table, again and again, until Ctrl-C. Discovery is followed meanwhile: an outage shows as one."""
-    try:
-        with open_directory(config) as directory, Live(console=Console(), auto_refresh=False) as live:
-            directory.wait_synced(_SYNC_S)
-            while True:
-                live.update(status_table(_look(config, directory)), refresh=True)
-                time.sleep(interval)
-    except KeyboardInterrupt:
-        return
-
-
 def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
     synced, view = directory.wait_synced(0), directory.view()
     access = proxy_access(config)
@@ -265,10 +252,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
             _ask_server(row)
         else:
             _ask_http(row, access if record.role == "proxy" else NOBODY)
-    except OSError as error:
-        said = getattr(error, "reason", error)
-        row.state = f"{NO_ANSWER}: {getattr(said, 'strerror', None) or said}"
-    except (PdCacheError, ValueError) as error:
+    except (OSError, PdCacheError, ValueError) as error:
         row.state = f"{NO_ANSWER}: {error}"
     return row
 
