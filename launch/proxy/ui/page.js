@@ -61,7 +61,7 @@ function drawFigures(state) {
   const tiles = [
     [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), `requests a second, ${state.proxy.running} in flight`],
     [short(sum(hour, "errors")), "errors (5xx) in the last hour", sum(hour, "errors") ? "silent" : ""],
-    [seconds(state.first_token[0]) || "–", `first token, median of the hour; 99 % within ${seconds(state.first_token[1]) || "–"}`],
+    [seconds(state.first_token[0]) || "–", known(state.first_token[0]) ? `first token, median of the hour; 99 % within ${seconds(state.first_token[1])}` : "first token: needs streamed answers"],
     [percent(hit(hour)) || "–", `hit in the last hour; ${percent(hit(last)) || "–"} in 5 minutes`],
     [short(Math.round(saved)), "tokens that hits saved in the last hour"],
     [seconds(state.saved_s) || "–", "of prefill that hits saved in it (estimate)"],
@@ -212,11 +212,10 @@ function drawSlow(state) {
 }
 
 function drawNodes(state) {
-  const label = { "-": "not asked" };
   const columns = [
     { name: "node", cell: (node) => node.name, as: "title break" },
     { name: "role", cell: (node) => node.role },
-    { name: "state", cell: (node) => el("span", { class: node.state === "-" ? "" : node.state }, label[node.state] || node.state) },
+    { name: "state", cell: (node) => el("span", { class: node.state === "-" ? "" : node.state }, node.state === "-" ? "not asked" : node.state) },
     { name: "hit", cell: (node) => percent(node.hit), n: true },
     { name: "loads", cell: (node) => rate(node.load), n: true },
     { name: "stores", cell: (node) => rate(node.store), n: true },
@@ -228,7 +227,7 @@ function drawNodes(state) {
     { name: "evicted/s", cell: (node) => (node.evicted ? short(node.evicted) : ""), n: true },
     { name: "why", cell: (node) => node.why || node.missed.join(", "), as: "whole break" },
   ];
-  $("nodes").replaceChildren(table(columns, state.nodes, true));
+  $("nodes").replaceChildren(table(columns, state.nodes.filter((node) => node.role !== "proxy"), true));
 }
 
 function drawTenants(state) {
@@ -264,7 +263,7 @@ function drawHour(state) {
   const [canvas, left, low] = chart(width, "Hit rate by tier, minute by minute", percent);
   const step = (width - left) / state.minutes.length;
   const slowest = Math.max(...state.minutes.map((minute) => (minute && minute.first_token[1]) || 0));
-  const [times] = chart(width, "Time to the first token, minute by minute", (part) => (part * slowest ? seconds(part * slowest) : "0 s"));
+  const [times] = chart(width, "Time to the first token, minute by minute", (part) => (part ? slowest && seconds(part * slowest) : "0 s") || "");
   state.minutes.forEach((minute, index) => {
     if (!minute) return;
     const x = left + index * step;
@@ -295,7 +294,7 @@ function drawHour(state) {
   room.replaceChildren(canvas);
   $("times").replaceChildren(times);
   if (statuses(state.failed)) $("times").append(el("p", {}, `Requests that failed: ${statuses(state.failed)}.`));
-  if (!slowest) $("times").append(el("p", { class: "sub" }, "No streamed answer in the last hour."));
+  if (!slowest) $("times").append(el("p", { class: "sub" }, "No streamed answer in the last hour: without `stream` the first token is not seen."));
   if (all) room.append(el("p", {}, "The whole hour: " + shares.map(([source, tokens]) => `${source} ${percent(tokens / all)}`).join(", ") + "."));
   if (untold) room.append(el("p", { class: "sub" }, `${untold} of ${sum(hour, "requests")} requests came back without a report, and are not counted.`));
 }

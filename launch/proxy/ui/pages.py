@@ -245,7 +245,7 @@ def _shown_node(row: NodeRow) -> dict[str, Any]:
         "name": row.name,
         "role": row.role,
         "state": row.state,
-        "why": row.why if row.state in ("silent", "ill") else "",
+        "why": row.why,
         "hit": row.hit,
         "load": None if moves is None else moves.load,
         "store": None if moves is None else moves.store,
