@@ -81,19 +81,22 @@ def running(
     """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the end.
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError if
-    they cannot all be started, after stopping those that were, and RuntimeFolderError if this user has no runtime folder of their own.
-    `sink` gets the nodes' output.
+    they cannot all be started, after stopping those that were, ConfigError also if they run already, and RuntimeFolderError if this user has
+    no runtime folder of their own. `sink` gets the nodes' output.
     """
     mine = local_nodes(config)
     if not mine:
         hosts = ", ".join(sorted({node.host for node in config.nodes}))
         raise ConfigError(f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}")
-    check_machine(config, source, mine)
     resolved = choose_ports(config, mine)
-    text = dump_config(resolved)
-    with temporary_folder() as folder, note(_note_of(source.file), text) as noted:
-        if not noted:
-            log.warning("another `up` runs %s here; `status` and `doctor` go on showing that one", source.file)
+    text = f"# pid {os.getpid()}\n{dump_config(resolved)}"
+    with temporary_folder() as folder, note(_note_of(source.file), text) as other:
+        if other is not None:
+            runs = other.partition("\n")[0].removeprefix("# ")
+            raise ConfigError(
+                f"{source.file}: it runs here already, {runs}; stop that, or start another copy of the file"
+            )
+        check_machine(config, source, mine)
         file = folder / source.file.name
         file.write_text(text, encoding="utf-8")
         with Supervisor(resolved.supervisor, sink=sink) as supervisor:

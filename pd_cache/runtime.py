@@ -93,13 +93,13 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def note(name: str, text: str) -> Iterator[bool]:
+def note(name: str, text: str) -> Iterator[str | None]:
     """Leaves `text` under `name` in the runtime folder for as long as the context lasts; see `read_note`.
 
-    Yields False, and leaves nothing, if a living process has already left a note there.
+    Yields None. If a living process has already left a note there, yields that, and leaves nothing.
     """
-    if read_note(name) is not None:
-        yield False
+    if (other := read_note(name)) is not None:
+        yield other
         return
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(own_folder())
@@ -111,7 +111,7 @@ def note(name: str, text: str) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has its name, as above
             os.rename(draft, name, dst_dir_fd=folder)
         try:
-            yield True
+            yield None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)

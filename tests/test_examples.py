@@ -63,18 +63,18 @@ class Machine(Process):
 
 @contextmanager
 def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
-    """Two machines, each with the same file."""
+    """Two machines, each with a copy of the same file."""
     text = cli("config", "example", "two-machines").output
     hosts = [network.host(name) for name in ("one", "two")]
     addresses = zip(ADDRESSES, (host.address for host in hosts), strict=True)
     for written, wanted in (*addresses, (STAGING, STAGING + PATIENT)):
         assert written in text
         text = text.replace(written, wanted)
-    file = folder / "two-machines.yaml"
-    file.write_text(text)
     with ExitStack() as stack:
         machines = []
         for host in hosts:
+            file = folder / f"{host.name}.yaml"
+            file.write_text(text)
             machines.append(Machine(host, file))
             stack.callback(machines[-1].stop)
         yield machines

@@ -112,6 +112,11 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
         victim.kill()
         wait_for(lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, 60, "the decode node being started again")
         family += psutil.Process(up.process.pid).children(recursive=True)
+        refused = cli("up", "-c", file, code=2).stderr
+        assert (
+            refused
+            == f"pd-cache: {file}: it runs here already, pid {up.process.pid}; stop that, or start another copy of the file\n"
+        )
         config = running_config(file)
         assert config is not None
         assert f"http://127.0.0.1:{config.by_role('proxy')[0].port}" == urls["proxy"]

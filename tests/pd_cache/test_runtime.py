@@ -77,8 +77,8 @@ def test_a_session_folder_is_taken_if_it_is_provably_our_own(ours, session, monk
 @pytest.mark.usefixtures("session")
 def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_with_a_folder_of_its_own(ours):
     ours.symlink_to("nowhere")
-    with note("n", "text") as left:
-        assert left
+    with note("n", "text") as other:
+        assert other is None
         assert read_note("n") == "text"
 
 
@@ -117,12 +117,12 @@ def test_what_is_not_provably_ours_is_refused(ours: Path, plant: Callable[[Path]
 
 def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
     assert read_note("n") is None
-    with note("n", "text") as left:
-        assert left
+    with note("n", "text") as other:
+        assert other is None
         assert read_note("n") == "text"
         assert stat.S_IMODE((ours / "n").stat().st_mode) == 0o600
-        with note("n", "of a second writer") as second:
-            assert not second
+        with note("n", "of a second writer") as other:
+            assert other == "text"
         assert read_note("n") == "text"
     assert os.listdir(ours) == []
 
