@@ -69,11 +69,10 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         yield probe.stopped_finding(status)
         return
     yield from probe.node_findings(status)
-    yield from probe.master_findings(config, status)
+    yield from probe.pool_findings(status)
     yield from probe.version_findings(status.nodes)
     yield probe.mooncake_finding(status)
     yield from probe.fingerprint_findings(status.nodes)
-    yield from probe.segment_findings(status.nodes, status.segments)
     yield from _network(config, status)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)

@@ -6,7 +6,6 @@ Each check turns what it reads into findings, and changes nothing.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import ipaddress
 import re
 import subprocess
@@ -26,26 +25,18 @@ from pd_cache.cluster.machine import (
     shown_needs,
 )
 from transfer.settings import WHEELS, TransferSettings, rdma_devices
-from transfer.store import SYSTEM_PACKAGES
 
 # --- Mooncake's libraries ----------------------------------------------------------------------------------------------
 
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
-_LINKED = ("store.so", "_store.*.so", "mooncake_master")
-"""Mooncake's module is `_store…so` from 0.3.14 on."""
-_LDD_S = 30.0
-_NOT_FOUND = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
+_IMPORT_S = 30.0
 _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 
 def library_findings() -> Iterator[Finding]:
     """Looks at the wheel of this Python."""
     yield _wheel_finding({name: version for name in WHEELS if (version := _installed_version(name)) is not None})
-    folder = _package_folder()
-    if folder is not None:
-        for file in (file for name in _LINKED for file in folder.glob(name)):
-            yield from link_findings(file.name, unresolved(file))
     yield _import_finding()
 
 
@@ -65,60 +56,22 @@ def _wheel_finding(installed: dict[str, str]) -> Finding:
     return ok(check, shown)
 
 
-def _package_folder() -> Path | None:
-    spec = importlib.util.find_spec("mooncake")
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
-
-
-def unresolved(file: Path) -> list[str] | None:
-    """Libraries that the dynamic loader does not find for `file`, itself or through others; None where it cannot be asked."""
-    try:
-        asked = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False, timeout=_LDD_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return sorted(set(_NOT_FOUND.findall(asked.stdout))) if asked.returncode == 0 else None
-
-
-def link_findings(name: str, missing: list[str] | None) -> Iterator[Finding]:
-    """Yields what the libraries that `name` lacks mean, and what brings each."""
-    if missing is None:
-        yield skipped("libraries.linked", "ldd cannot be asked; see libraries.import", name)
-    elif not missing:
-        yield ok("libraries.linked", "every library that it links is there", name)
-    for library in missing or ():
-        if library.startswith("libcuda"):
-            origin = "the wheel of this machine's CUDA" if "cudart" in library else "NVIDIA's driver"
-            yield broken(
-                "libraries.cuda", f"needs {library}, which the loader does not find", name,
-                why=f"the installed wheel is one for GPUs; {_WHY_MOONCAKE}",
-                repair=f"pip uninstall -y {' '.join(WHEELS)}; pip install {WHEELS[0]}   # or install {origin}",
-            )  # fmt: skip
-        else:
-            package = SYSTEM_PACKAGES.get(library.split(".so")[0])
-            repair = (
-                f"apt-get install {package}" if package else f"apt-file search {library}   # then install that package"
-            )
-            yield broken(
-                "libraries.linked", f"needs {library}, which this system lacks", name, why=_WHY_MOONCAKE, repair=repair
-            )
-
-
 def _import_finding() -> Finding:
     """Imports it as our processes do, in a separate process: a library that crashes must not end the doctor."""
     check = "libraries.import"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=_LDD_S
+            [sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=_IMPORT_S
         )
     except subprocess.TimeoutExpired:
-        return broken(check, f"importing mooncake.store did not end within {_LDD_S:g} s", why=_WHY_MOONCAKE,
+        return broken(check, f"importing mooncake.store did not end within {_IMPORT_S:g} s", why=_WHY_MOONCAKE,
                       repair=f'{sys.executable} -c "import mooncake.store"   # and see where it hangs')  # fmt: skip
     if done.returncode == 0:
         return ok(check, "mooncake.store can be imported")
     lines = done.stderr.strip().splitlines()
     told = lines[-1].partition("MissingLibraryError: ")[2] or lines[-1] if lines else f"it ended with {done.returncode}"
     return broken(
-        check, f"mooncake.store cannot be imported: {told}", why=_WHY_MOONCAKE, repair="see the libraries above"
+        check, f"mooncake.store cannot be imported: {told}", why=_WHY_MOONCAKE, repair="install what it names"
     )
 
 

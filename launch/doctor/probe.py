@@ -15,7 +15,6 @@ import socket
 import subprocess
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -124,54 +123,16 @@ def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def master_findings(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
-    """Returns whether exactly one master leads."""
-    check = "cluster.master"
-    masters, leading = status.masters, [row.name for row in status.leading]
-    for row in masters:
-        if row.leads:
-            yield ok(check, "leads" if row.name in leading else row.leads, row.name)
-    if masters and len(leading) != 1:
-        found = f"{len(leading)} of {len(masters)} masters lead" + (f": {', '.join(leading)}" if leading else "")
-        yield broken(
-            check, found,
-            why="each of them knows only some of the keys" if leading else "without a leader no key can be found or stored",
-            repair="pd-cache launch master -c FILE; with master.ha: etcdctl endpoint health, then the masters' logs",
-        )  # fmt: skip
-    if config.masters.ha and len(masters) < 2:
-        yield warning(
-            check, f"master.ha is set, and there is {len(masters)} master", why="nobody takes over when it dies",
-            repair="nodes: give the file a second master, on another host",
-        )  # fmt: skip
-
-
-def segment_findings(rows: Iterable[NodeStatus], segments: Sequence[Segment] | None) -> Iterator[Finding]:
-    """Returns whether the pool has the memory that the nodes of each host are to give. `segments`: None if they are unknown."""
-    check = "cluster.segments"
-    if segments is None:
-        yield skipped(check, "no leading master says which segments there are")
-        return
-    promised: dict[str, int] = defaultdict(int)
-    names: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        if row.record.capacity.segment_bytes:
-            promised[row.host] += row.record.capacity.segment_bytes
-            names[row.host].append(row.name)
-    for host, size in promised.items():
-        here = sum(segment.size_bytes for segment in segments if segment.host == host)
-        found = f"{', '.join(names[host])}: {shown_bytes(size)} promised, {shown_bytes(here)} in the pool"
-        if here < size:
-            yield broken(
-                check, found, host, why="chunks that should land there have no room, and those that lay there are gone",
-                repair=f"on {host}: {_UP}; a node that hangs or died loses its segment after client_ttl_s",
-            )  # fmt: skip
-        else:
-            yield ok(check, found, host)
-    if not promised and not segments:
-        yield broken(
-            check, "no node gives memory to the pool", why="every store fails: there is nowhere to put a chunk",
-            repair="nodes: give one a segment_size, or add a node of role store",
-        )  # fmt: skip
+def pool_findings(status: ClusterStatus) -> Iterator[Finding]:
+    """Yields what is wrong with the masters and the memory that they know, as `pd-cache status` says it."""
+    problems = [
+        problem for problem in status.problems if status.skew is None or not problem.startswith(status.skew.found)
+    ]
+    for problem in problems:
+        found, _, repair = problem.partition("; ")
+        yield broken("cluster.pool", found, why="chunks are not found, or have no room", repair=repair)
+    if not problems:
+        yield ok("cluster.pool", f"{len(status.leading)} master leads, and has the memory that nodes give")
 
 
 # --- what is reached from here ------------------------------------------------------------------------------------------
