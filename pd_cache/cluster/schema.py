@@ -40,8 +40,8 @@ HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_L
 ServerUrl = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(ipc:///[^\x00-\x1f\x7f]+|tcp://{HOST}:{PORT})?\Z",
-        description="ipc:///ABSOLUTE/PATH or tcp://HOST:PORT",
+        pattern=r"^(ipc:///[^\x00-\x1f\x7f]+)?\Z",
+        description="ipc:///ABSOLUTE/PATH",
     ),
 ]
 FlagName = Annotated[
@@ -271,8 +271,7 @@ class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_fiel
     host: Host = "127.0.0.1"
     """The same as for every node."""
     url: ServerUrl = ""
-    """The address at which engines reach it. Empty means a socket in the user's runtime folder, named after the cluster. KV tensors are
-    shared over ipc:// only."""
+    """The address at which engines reach it. Empty means a socket in the user's runtime folder, named after the cluster."""
     metrics_port: Port = 0
     segment_size: ByteSize | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""

@@ -26,7 +26,7 @@ from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import CacheServerError
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
-from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder, temporary_folder
+from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import Answerer, LookupJob, Sessions
@@ -72,8 +72,6 @@ def own_address(url: str, stack: contextlib.ExitStack) -> Path:
     Raises CacheServerError if another server listens there, or if other users can write beside the socket.
     """
     try:
-        if not url.startswith("ipc://"):
-            return stack.enter_context(temporary_folder()) / "descriptors"
         path = Path(url.removeprefix("ipc://"))
         if path.parent == runtime_folder() or path.parent.parent == _SHARED:
             with own_folder(path.parent):

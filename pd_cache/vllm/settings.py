@@ -32,7 +32,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     config_file: str | None = None
     """The cluster's YAML file. With a `server_url` it may be left out: the server reports what its chunks are."""
-    server_url: Annotated[str, msgspec.Meta(pattern=r"^(ipc|tcp)://.+$")] | None = None
+    server_url: Annotated[str, msgspec.Meta(pattern=r"^ipc://.+$")] | None = None
     """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's `cache_server`; without either, each
     worker has a cache of its own."""
     node: str | None = None

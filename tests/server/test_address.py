@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pd_cache.errors import CacheServerError
-from pd_cache.runtime import runtime_folder
 from pd_cache.server.server import own_address
 
 
@@ -21,14 +20,6 @@ def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
         with pytest.raises(CacheServerError, match="another cache server already listens"):
             own_address(url, stack)
     assert os.listdir(tmp_path / "own") == []
-
-
-def test_a_server_on_tcp_keeps_its_other_socket_in_a_folder_that_goes_with_it() -> None:
-    with ExitStack() as stack:
-        path = own_address("tcp://127.0.0.1:7000", stack)
-        assert path.is_relative_to(runtime_folder())
-        assert path.parent.stat().st_mode & 0o077 == 0
-    assert not path.parent.exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
