@@ -8,21 +8,26 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pd_cache.cluster import decode_custom, load_config, tier_problems
-from pd_cache.config import CacheConfig, LineOrEmpty, MasterAddress, NodeSettings, Seconds, Section, StorageTier
+from pd_cache.cluster import decode_custom, tier_problems
+from pd_cache.config import (
+    CacheConfig,
+    LineOrEmpty,
+    MasterAddress,
+    MooncakeTier,
+    NodeSettings,
+    Seconds,
+    Section,
+    StorageTier,
+)
 from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
 from transfer.settings import ByteSize, TransferSettings
 
 
 class AdapterOptions(Section, frozen=True, kw_only=True):
-    """Either `config_file`, or `master` and what of the file's sections should not be the default."""
+    """The pool's `master`, and what should not be the default."""
 
-    config_file: str | None = None
-    """The cluster's YAML file, for its master, `transfer` and `cache.tiers`."""
-    node: str | None = None
-    """Which of the file's nodes this is, for its address and its segment; without one, this process gives the pool no memory."""
-    master: MasterAddress | None = None
+    master: MasterAddress
     """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""
     versions: Annotated[
         str,
@@ -31,12 +36,12 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
             description="http://HOST:PORT of the role master's `versions_port`; several with commas between them",
         ),
     ] = ""
-    """With `master`: where to ask which version of the weights is current. Without it, this process takes no part in resets."""
+    """Where to ask which version of the weights is current. Without it, this process takes no part in resets."""
     host: str = "127.0.0.1"
     """The address at which the pool's other nodes reach this one."""
-    transfer: TransferSettings | None = None
-    """As in the file."""
-    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] | None = None
+    transfer: TransferSettings = TransferSettings()
+    """As in the cluster's file."""
+    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """As `cache.tiers` in the file."""
     namespace: LineOrEmpty = ""
     """Only those of one namespace share anything. Another one is needed for other weights under the same model name."""
@@ -54,50 +59,22 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         names = ", ".join(kind.__struct_fields__)
         raise ConfigError(f"{where}: {error} (allowed: {names})") from None
-    if (options.config_file is None) == (options.master is None):
-        raise ConfigError(f"{where}: needs either a config_file or a master (host:port), got both or neither")
-    if options.config_file is not None and (options.transfer is not None or options.tiers is not None):
-        raise ConfigError(f"{where}: transfer and tiers go with master; the config_file has its own")
-    if options.config_file is not None and options.versions:
-        raise ConfigError(f"{where}.versions: goes with master; the config_file says where its master is")
-    if options.config_file is None and options.node is not None:
-        raise ConfigError(f"{where}.node: names a node of a config_file, and there is none")
-    if options.master is not None:
-        elected = options.master.startswith("etcd://")
-        for path, message in tier_problems(options.tiers or (), [options.master], elected=elected):
-            key = f".{path[3]}" if len(path) > 3 else ""
-            raise ConfigError(f"{where}.tiers[{path[2]}]{key}: {message}")
+    elected = options.master.startswith("etcd://")
+    for path, message in tier_problems(options.tiers, [options.master], elected=elected):
+        key = f".{path[3]}" if len(path) > 3 else ""
+        raise ConfigError(f"{where}.tiers[{path[2]}]{key}: {message}")
     return options
 
 
 def settings_of(options: AdapterOptions) -> NodeSettings:
-    """Returns what a cache needs to know. Raises ConfigError for the reasons of `load_config`, or if the file has no such node."""
-    if options.config_file is None:
-        transfer = options.transfer or TransferSettings()
-        cache = CacheConfig() if options.tiers is None else CacheConfig(tiers=options.tiers)
-        return NodeSettings(
-            master=options.master or "",
-            versions=options.versions,
-            host=options.host,
-            cache=cache,
-            transfer=transfer,
-            segment_size=int(transfer.segment_size),
-        )
-    config = load_config(options.config_file)
-    if options.node is not None:
-        node = config.node(options.node)
-        if node is None:
-            raise ConfigError(
-                f"node: {options.config_file} has no node {options.node!r}; it has {', '.join(one.name for one in config.nodes)}"
-            )
-        return config.settings_of(node)
+    """Returns what a cache needs to know."""
     return NodeSettings(
-        master=config.master_address,
-        versions=config.versions,
+        master=options.master,
+        versions=options.versions,
         host=options.host,
-        cache=config.cache,
-        transfer=config.transfer,
-        segment_size=0,
+        cache=CacheConfig(tiers=options.tiers),
+        transfer=options.transfer,
+        segment_size=int(options.transfer.segment_size),
     )
 
 

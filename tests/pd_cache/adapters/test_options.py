@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,29 +31,11 @@ def test_a_master_and_sections_become_settings() -> None:
     assert (options.part_size, options.threads) == (32 << 20, 4)
 
 
-def test_a_file_and_a_node_become_settings(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(
-        "transfer: {staging_size: 48MiB}\nnodes:\n- {name: m, role: master, host: 10.0.0.1, port: 50051}\n"
-        "- {name: s, role: store, host: 10.0.0.3, segment_size: 1GiB}\n"
-    )
-    settings = settings_of(read(config_file=str(file)))
-    assert (settings.master, settings.segment_size) == ("10.0.0.1:50051", 0)
-    assert settings.transfer.staging_size == 48 << 20
-    settings = settings_of(read(config_file=str(file), node="s"))
-    assert (settings.host, settings.segment_size) == ("10.0.0.3", 1 << 30)
-    with pytest.raises(ConfigError, match=r"has no node 'x'; it has m, s"):
-        settings_of(read(config_file=str(file), node="x"))
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({}, "either a config_file or a master"),
-        ({"master": "a:1", "config_file": "f"}, "got both or neither"),
-        ({"master": "a:1", "node": "n"}, "names a node of a config_file"),
-        ({"config_file": "f", "tiers": [{"kind": "mooncake"}]}, "go with master"),
-        ({"master": "a:1", "thread": 2}, r"thread.*allowed: config_file, node, master"),
+        ({}, "missing required field `master`"),
+        ({"master": "a:1", "thread": 2}, r"thread.*allowed: master, versions"),
         ({"master": "a:1", "threads": 0}, "threads"),
         ({"master": "a:1", "timeout_s": 0}, "timeout_s"),
         ({"master": "a:1", "part_size": "much"}, "much"),
