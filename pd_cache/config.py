@@ -65,8 +65,6 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
     """Whether a store waits for the disk; otherwise the disk is written in the background."""
     direct: bool = True
     """Whether to bypass the page cache, if the file system supports that."""
-    sync: bool = False
-    """Whether a file is flushed to the medium before its name appears. Without this, a torn file is detected and costs a miss."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0

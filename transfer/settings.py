@@ -109,8 +109,6 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The names of RDMA devices, e.g. `mlx5_0`. If it is empty, Mooncake chooses."""
     segment_size: ByteSize = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
-    local_buffer_size: ByteSize = ByteSize(16 << 20)
-    """Mooncake's own bounce buffer, used for small control objects only."""
     staging_size: ByteSize = ByteSize(512 << 20)
     """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True

@@ -51,6 +51,8 @@ _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _CONNECT_S = 2.0
 _HEADROOM = 4
+_BOUNCE_BYTES = 16 << 20
+"""Mooncake's own buffer, which it copies through only for small control objects."""
 """One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
 
 _undrained: list[object] = []
@@ -504,7 +506,7 @@ class MooncakeStore:
                 "local_hostname": self._host,
                 "metadata_server": settings.metadata,
                 "global_segment_size": str(self.segment_size),
-                "local_buffer_size": str(int(settings.local_buffer_size)),
+                "local_buffer_size": str(_BOUNCE_BYTES),
                 "protocol": settings.protocol,
                 "rdma_devices": ",".join(settings.devices),
                 "master_server_addr": self._master,

@@ -197,7 +197,6 @@ class NodePools:
                 hop,
                 config.policy,
                 breaker_failures=config.breaker_failures,
-                cache_tokens=config.node_cache_tokens,
                 rng=rng,
             )
             for hop in _HOPS

@@ -40,6 +40,8 @@ Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "gar
 """How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer."""
 
 NO_PROMPT = RoutedPrompt(1)
+_KV_TOKENS = 1_000_000
+"""The size assumed for a node's own cache if the node does not report it, which both engines do."""
 
 
 class Target(NamedTuple):
@@ -88,10 +90,9 @@ class NodePool:
         policy: Policy = "round_robin",
         *,
         breaker_failures: int = 5,
-        cache_tokens: int = 1_000_000,
         rng: Random | None = None,
     ) -> None:
-        """`cache_tokens`: the size assumed for a node's own cache if the node does not report it. `rng` orders nodes that were never taken."""
+        """`rng` orders nodes that were never taken."""
         self._hop = hop
         self._rng = rng or Random()
         costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {
@@ -106,7 +107,6 @@ class NodePool:
         """What a token costs that is loaded from the pool, if one that is computed costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
         self._failures = breaker_failures
-        self._cache_tokens = cache_tokens
         self._nodes: dict[str, _RoutedNode] = {}
         self._turns = 0
 
@@ -119,7 +119,7 @@ class NodePool:
             if known is None or known.target._replace(kv_tokens=target.kv_tokens, streams=target.streams) != target:
                 known = _RoutedNode(target, self._failures, self._rng.random() - 1)
             known.target = target
-            known.prefixes.capacity_tokens = target.kv_tokens or self._cache_tokens
+            known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
             nodes[target.url] = known
         self._nodes = nodes
 

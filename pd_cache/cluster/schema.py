@@ -413,8 +413,6 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
-    node_cache_tokens: Positive = 1_000_000
-    """How many tokens a prefill node's own cache holds, if the node does not report it."""
     index_blocks: Positive = 4_000_000
     """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
     load_bytes: ByteSize = ByteSize(1 << 20)

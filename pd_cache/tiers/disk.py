@@ -112,15 +112,14 @@ class ObjectFolder:
     Files that are of no use any more wait in line until `sweep` deletes them.
     """
 
-    def __init__(self, path: Path, file_bytes: int, *, direct: bool, sync: bool) -> None:
-        """Touches nothing yet. `file_bytes`: the size of every file, in whole pages. `sync`: flush a file's data before it is renamed."""
+    def __init__(self, path: Path, file_bytes: int, *, direct: bool) -> None:
+        """Touches nothing yet. `file_bytes`: the size of every file, in whole pages."""
         assert file_bytes % PAGE == 0
         self.file_bytes = file_bytes
         self.root = path / str(file_bytes)
         """The folder that this process has taken; the one above it before that."""
         self._base = self.root
         self._direct = direct and bool(_DIRECT)
-        self._sync = sync
         self._lock = -1
         self._serials = itertools.count(1)
         self._litter: deque[Path] = deque()
@@ -152,11 +151,8 @@ class ObjectFolder:
         try:
             final.parent.mkdir(exist_ok=True)
             temporary.rename(final)
-            if self._sync:
-                self._sync_folder(final.parent)
         except BaseException:
-            # whether it was renamed or not: a file that no caller knows of must not stay
-            self._litter += (temporary, final)
+            self._litter.append(temporary)
             raise
         return name
 
@@ -272,8 +268,6 @@ class ObjectFolder:
                 done = 0
                 while done < len(pages):
                     done += os.pwritev(descriptor, [pages[done:]], done)
-                if self._sync:
-                    os.fdatasync(descriptor)
             finally:
                 os.close(descriptor)
         except BaseException:
@@ -295,14 +289,6 @@ class ObjectFolder:
             log.info("%s: this file system has no direct I/O; using the page cache", self.root)
             self._direct = False
         return descriptor
-
-    @staticmethod
-    def _sync_folder(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # --- the tier ---------------------------------------------------------------------------------------------------------
@@ -374,7 +360,7 @@ class LocalDiskBackend(StorageBackend):
         self._places = tier.capacity // file_bytes
         """The index's capacity while there is room."""
         self.index: EvictingIndex[str] = EvictingIndex(self._places, tier.policy)
-        self.folder = ObjectFolder(Path(tier.path), file_bytes, direct=tier.direct, sync=tier.sync)
+        self.folder = ObjectFolder(Path(tier.path), file_bytes, direct=tier.direct)
         self._timeouts = timeouts
         self._metrics = metrics
         self._retry_s = tier.retry_s

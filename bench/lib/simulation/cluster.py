@@ -134,10 +134,10 @@ class _Proxy:
         self.machine = _Machine(cluster.time, cluster.costs)
         self.loop = Station(cluster.time)
         self.looking = self.most_admitted = 0
-        self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
+        self.admission = Admission(plan.proxy.max_requests, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
         self.pools = {
-            hop: NodePool(hop, plan.proxy.policy, breaker_failures=plan.proxy.breaker_failures, cache_tokens=plan.proxy.node_cache_tokens, rng=cluster.first_turns)
+            hop: NodePool(hop, plan.proxy.policy, breaker_failures=plan.proxy.breaker_failures, rng=cluster.first_turns)
             for hop in ("prefill", "decode")
         }  # fmt: skip
         for hop, pool in self.pools.items():

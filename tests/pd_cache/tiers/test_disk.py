@@ -111,7 +111,7 @@ def test_processes_that_share_a_path_have_folders_of_their_own(open_disk: Open) 
     assert again.has("k")
 
 
-@pytest.mark.parametrize("options", [{"direct": False}, {"sync": True}, {"threads": 1}])
+@pytest.mark.parametrize("options", [{"direct": False}, {"threads": 1}])
 def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(open_disk, options):
     subject = open_disk(**options)
     assert subject.put(all_values()) == [Status.OK] * 8
@@ -134,23 +134,6 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_dis
     subject = open_disk()
     assert subject.put({"k": value("k")}) == [Status.OK]
     assert subject.get(["k"]) == [value("k")]
-
-
-def test_an_object_whose_folder_cannot_be_flushed_leaves_nothing_behind(open_disk, monkeypatch):
-    subject = open_disk(sync=True, retry_s=60.0)
-    flush = os.fsync
-
-    def refuse(descriptor: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EIO, "Input/output error")
-        flush(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
-        assert subject.put({"lost": value("lost")}) == [Status.INTERNAL]
-    assert subject.put({"kept": value("kept")}) == [Status.OK]
-    assert [file.name[:32] for file in files(subject)] == [digest_of("kept")]
-    assert temporaries(subject) == []
 
 
 def test_no_file_descriptor_is_left_open(open_disk: Open) -> None:
