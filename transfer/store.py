@@ -50,9 +50,9 @@ SYSTEM_PACKAGES = {
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _CONNECT_S = 2.0
-_HEADROOM = 4
 _BOUNCE_BYTES = 16 << 20
 """Mooncake's own buffer, which it copies through only for small control objects."""
+_HEADROOM = 4
 """One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
 
 _undrained: list[object] = []
