@@ -235,25 +235,18 @@ def shown_bytes(value: float) -> str:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields the limit and the use, without the page cache, of each memory cgroup of this process, of version 2 or 1."""
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if number == "0" and not controllers:
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        here = top / path.strip("/")
-        # in a container the path may be that of the host; then only the top folder exists
-        for folder in dict.fromkeys((here, *here.parents)):
-            if not folder.is_relative_to(top):
-                break
-            limit, used = read_text(folder / names[0]), read_text(folder / names[1])
-            if limit.isdigit() and used.isdigit():
-                cached = re.search(rf"^{names[2]} (\d+)", read_text(folder / "memory.stat"), re.MULTILINE)
-                yield int(limit), max(0, int(used) - (int(cached[1]) if cached else 0))
+    """Yields the limit and the use, without the page cache, of each memory cgroup (of version 2) of this process."""
+    path = re.search(r"^0::(.*)$", read_text(root / "proc/self/cgroup"), re.MULTILINE)
+    top = root / "sys/fs/cgroup"
+    here = top / (path[1].strip("/") if path else "")
+    # in a container the path may be that of the host; then only the top folder exists
+    for folder in dict.fromkeys((here, *here.parents)):
+        if not folder.is_relative_to(top):
+            break
+        limit, used = read_text(folder / "memory.max"), read_text(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            cached = re.search(r"^inactive_file (\d+)", read_text(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), max(0, int(used) - (int(cached[1]) if cached else 0))
 
 
 def read_text(file: Path) -> str:

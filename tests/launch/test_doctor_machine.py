@@ -178,23 +178,12 @@ def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path
     assert free(cluster, root, {"s0"}).verdict is Verdict.OK, "it has its memory already"
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path, version: int) -> None:
+def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) -> None:
     root = machine(tmp_path)
-    if version == 2:
-        write(root, "proc/self/cgroup", "0::/pod/container")
-        files = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {GIB}"}
-        folder = "sys/fs/cgroup/pod"  # of the parent
-    else:
-        write(root, "proc/self/cgroup", "4:memory:/of/the/host")
-        files = {
-            "memory.limit_in_bytes": 8 * GIB,
-            "memory.usage_in_bytes": 5 * GIB,
-            "memory.stat": f"total_inactive_file {GIB}",
-        }
-        folder = "sys/fs/cgroup/memory"  # a container sees only its own, at the top
+    write(root, "proc/self/cgroup", "0::/pod/container")
+    files = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {GIB}"}
     for name, value in files.items():
-        write(root, f"{folder}/{name}", str(value))
+        write(root, f"sys/fs/cgroup/pod/{name}", str(value))  # of the parent
     assert machine_memory(root) == (8 * GIB, 4 * GIB, "its cgroup")
     assert free(stores("6GiB"), root).verdict is Verdict.BROKEN
 
