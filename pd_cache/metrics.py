@@ -136,11 +136,6 @@ class TierMetrics:
         self._owner._tier_healed.labels(self.tier).inc()
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
-    def ignored(self, kind: str, files: int) -> None:
-        """Counts files found at the start that are not whole objects of ours."""
-        if files:
-            self._owner._tier_ignored.labels(self.tier, kind).inc(files)
-
     def budget(self, nbytes: int) -> None:
         """Sets the number of bytes that the tier may hold now."""
         self._owner._tier_budget.labels(self.tier).set(nbytes)
@@ -260,9 +255,6 @@ class CacheMetrics:
         )
         self._tier_spoiled = Counter(
             "pd_cache_tier_file_errors", "Errors that were one file's alone", ["tier", "error"], registry=registry
-        )
-        self._tier_ignored = Counter(
-            "pd_cache_tier_ignored_files", "Files that are no whole objects", ["tier", "kind"], registry=registry
         )
         self.levels = LevelCollector()
         """Reports on the backends that are counted here."""

@@ -38,10 +38,6 @@ class ProxyMetrics:
         self.hop_failures = counter(
             "pd_cache_proxy_hop_failures", "Requests that a node failed, by how", ["hop", "reason"]
         )
-        self.retries_refused = counter(
-            "pd_cache_proxy_retries_refused",
-            "Requests that failed on one node and were not sent to another, because too many others had been",
-        )
         self.handoffs = counter(
             "pd_cache_proxy_handoffs",
             "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes; or why "

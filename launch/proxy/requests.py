@@ -663,8 +663,6 @@ class Requests:
             finally:
                 if answer is not None:
                     answer.close()
-        if attempts.out_of_budget:
-            self._metrics.retries_refused.inc()
         return self._given_up(exchange, attempts, refusals)
 
     def _given_up(self, exchange: Exchange, attempts: Attempts, refusals: dict[Reason, Refusal]) -> web.Response:

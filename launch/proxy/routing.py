@@ -385,8 +385,6 @@ class Attempts:
         self._tried: set[str] = set()
         self._suspects: list[tuple[str, Reason]] = []
         self._failures = 0
-        self.out_of_budget = False
-        """Whether another node would have been tried if the budget had allowed a retry."""
 
     @property
     def blamed(self) -> bool:
@@ -399,7 +397,6 @@ class Attempts:
             return None
         budget, again = self._trial.budget, self._failures > 0
         if again and not budget.allows(now):
-            self.out_of_budget = True
             return None
         node, self._first = self._first, None
         if node is None or not self._pool.health(now).get(node, False):

@@ -95,17 +95,6 @@ def _symbol(error: OSError) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-class FolderContents(NamedTuple):
-    """The contents of the folder when it was opened."""
-
-    objects: list[tuple[str, str]]
-    """The digest and the name of each object, oldest first. Of two objects with one digest, only the newer is listed."""
-    foreign: int
-    """How many files are not ours. They are left alone."""
-    torn: int
-    """How many files of ours are not whole, or belong to writes that never ended. They are to be deleted."""
-
-
 class ObjectFolder:
     """Reads, writes and deletes one process's files. The I/O methods raise OSError. They may run on several threads at once.
 
@@ -133,8 +122,10 @@ class ObjectFolder:
         except OSError:
             return False
 
-    def open(self) -> FolderContents:
-        """Takes a folder and returns its contents. Lets go of the folder that was taken before."""
+    def open(self) -> list[tuple[str, str]]:
+        """Takes a folder and returns the digest and the name of each object in it, oldest first; of two objects with one digest, the newer.
+
+        Lets go of the folder that was taken before. Leaves files that are not ours alone, and drops those of ours that are not whole."""
         self.close()
         self._lock = self._take()
         try:
@@ -228,21 +219,19 @@ class ObjectFolder:
             return descriptor
         raise OSError(errno.EBUSY, f"{_FOLDERS} processes already use it, the most that may", str(self._base))
 
-    def _scan(self) -> FolderContents:
+    def _scan(self) -> list[tuple[str, str]]:
         (self.root / "tmp").mkdir(exist_ok=True)
         torn = [Path(entry.path) for entry in os.scandir(self.root / "tmp") if entry.is_file(follow_symlinks=False)]
         seen: list[tuple[int, str, str]] = []
-        foreign = highest = 0
+        highest = 0
         for folder in os.scandir(self.root):
             if folder.name in ("lock", "tmp") or folder.name.startswith("note-"):
                 continue
             if not folder.is_dir(follow_symlinks=False):
-                foreign += 1
                 continue
             for file in os.scandir(folder):
                 match = _NAME.fullmatch(file.name)
                 if match is None or file.name[:2] != folder.name or not file.is_file(follow_symlinks=False):
-                    foreign += 1
                     continue
                 status = file.stat(follow_symlinks=False)
                 if status.st_size != self.file_bytes:
@@ -257,7 +246,7 @@ class ObjectFolder:
             if (older := newest.pop(digest, None)) is not None:
                 self.drop(older)
             newest[digest] = name
-        return FolderContents(list(newest.items()), foreign, len(torn))
+        return list(newest.items())
 
     def _write_temporary(self, pages: memoryview) -> Path:
         """Writes a new file with these bytes. Returns its path; the name is a serial that no object has."""
@@ -787,15 +776,13 @@ class LocalDiskBackend(StorageBackend):
             self._metrics.budget(self.index.capacity * self.folder.file_bytes)
         self._settle(Status.OK)
 
-    def _take_in(self, found: FolderContents) -> None:
+    def _take_in(self, found: list[tuple[str, str]]) -> None:
         """Fills the index with the objects that the folder holds, oldest first."""
-        for digest, name in found.objects:
+        for digest, name in found:
             refusal, evicted = self.index.reserve(digest)
             self.folder.drop(*evicted)
             if refusal is None:
                 self.index.fill(digest, name)
             elif refusal is not Status.OK:
                 self.folder.drop(name)
-        self._metrics.ignored("foreign", found.foreign)
-        self._metrics.ignored("torn", found.torn)
         self._count()
