@@ -51,7 +51,6 @@ def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
 
 def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     yield from checks.library_findings()
-    yield from checks.installed_findings()
     yield from checks.rdma_findings(None if config is None else config.transfer)
     if config is None:
         yield checks.memory_finding(None, (), ())

