@@ -68,7 +68,7 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0
-    """How long a disk that failed or cannot be written is left alone, and how often a reduced budget may grow again."""
+    """How long a disk that failed or cannot be written is left alone."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):

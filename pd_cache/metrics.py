@@ -136,15 +136,6 @@ class TierMetrics:
         self._owner._tier_healed.labels(self.tier).inc()
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
-    def budget(self, nbytes: int) -> None:
-        """Sets the number of bytes that the tier may hold now."""
-        self._owner._tier_budget.labels(self.tier).set(nbytes)
-
-    def shrunk(self, nbytes: int, detail: str) -> None:
-        """Sets the budget to `nbytes`, because the file system has no room for the configured one."""
-        self.budget(nbytes)
-        self._owner.say(f"tier {self.tier}", "evicted, the file system is full", 1, detail)
-
     def spoiled(self, what: str, error: str, detail: str) -> None:
         """Counts a file that could not be read, written or deleted because of an `error` that affects only this file."""
         self._owner._tier_spoiled.labels(self.tier, error).inc()
@@ -249,9 +240,6 @@ class CacheMetrics:
         self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", tier, registry=registry)
         self._tier_failures = Counter(
             "pd_cache_tier_failures", "Times that a tier was switched off", ["tier", "reason"], registry=registry
-        )
-        self._tier_budget = Gauge(
-            "pd_cache_tier_budget_bytes", "Bytes that a disk tier may hold, as far as they fit", tier, registry=registry
         )
         self._tier_spoiled = Counter(
             "pd_cache_tier_file_errors", "Errors that were one file's alone", ["tier", "error"], registry=registry

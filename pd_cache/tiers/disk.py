@@ -18,8 +18,8 @@ which file, without a system call.
 1. A file that cannot be read or written costs only its object, which the next put writes again. Three such errors in a row switch the tier
    off, as does a call that gets no answer within two seconds. Then every call returns at once. Callers can only make the state worse; only
    the keeper, a thread that tries the folder every `retry_s`, makes it better.
-2. A file system that cannot be written is still read. If it has less room than `capacity`, objects are evicted and the budget shrinks. The
-   keeper lets it grow again. A file that cannot be deleted stops writes until it can be, so the budget holds.
+2. A file system that is full, or cannot be written, is still read. A file that cannot be deleted stops writes until it can be, so the budget
+   holds.
 3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
    No caller waits for a deletion.
 """
@@ -39,7 +39,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -59,8 +59,6 @@ T = TypeVar("T")
 
 PAGE = 4096
 _BATCH_BYTES = 64 << 20
-_EVICTED_FOR_ONE = 8
-"""The most objects that are evicted for one of the same size. If they are not enough, another program takes the space they leave."""
 _FOLDERS = 64
 """The most processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
@@ -72,9 +70,7 @@ _FAIR_S = 2.0
 _FAIR = 0.9
 """The part of that time that a call must have had."""
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The file system, or a quota, is full: deleting files helps."""
-_CANNOT_WRITE = dict.fromkeys((*_NO_ROOM, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
+_CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
 )
 """Errors that say that nothing can be written, and how the tier then answers puts. It can still be read."""
@@ -178,11 +174,6 @@ class ObjectFolder:
         with mmap.mmap(-1, self.file_bytes) as zeros, memoryview(zeros) as pages:
             self._litter.append(self._write_temporary(pages))
         self.sweep()
-
-    def room(self) -> int:
-        """Returns how many more objects the file system has room for. A quota may allow fewer."""
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize // self.file_bytes
 
     def note(self, key: str, value: bytes) -> None:
         """Writes a small text for people into the folder, whole or not at all."""
@@ -346,14 +337,12 @@ class LocalDiskBackend(StorageBackend):
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
         file_bytes = -(-memory.object_bytes // PAGE) * PAGE
-        self._places = tier.capacity // file_bytes
-        """The index's capacity while there is room."""
-        self.index: EvictingIndex[str] = EvictingIndex(self._places, tier.policy)
+        self.index: EvictingIndex[str] = EvictingIndex(tier.capacity // file_bytes, tier.policy)
         self.folder = ObjectFolder(Path(tier.path), file_bytes, direct=tier.direct)
         self._timeouts = timeouts
         self._metrics = metrics
         self._retry_s = tier.retry_s
-        if not self._places:
+        if not self.index.capacity:
             log.warning("tier %s holds nothing: its capacity is smaller than one object", metrics.tier)
         self.changed = threading.Condition()
         """Guards the fields below, and says when one of them changed."""
@@ -619,7 +608,7 @@ class LocalDiskBackend(StorageBackend):
         name = ""
         try:
             self.folder.sweep()  # before it uses the room of what was evicted
-            name = self._with_room(functools.partial(self.folder.write, write.digest, write.staged.slot.pages))
+            name = self.folder.write(write.digest, write.staged.slot.pages)
         except OSError as error:
             return self._failed("a write", error, writing=True)
         finally:
@@ -648,23 +637,6 @@ class LocalDiskBackend(StorageBackend):
             if self._under_way.get(write.digest) is write:
                 del self._under_way[write.digest]
             self.changed.notify_all()
-
-    def _with_room(self, write: Callable[[], T]) -> T:
-        """Calls `write`, and returns its result. If the file system is full, evicts objects and shrinks the budget, then tries again."""
-        for _ in range(_EVICTED_FOR_ONE):
-            try:
-                return write()
-            except OSError as error:
-                if error.errno not in _NO_ROOM or (name := self.index.give_up()) is None:
-                    raise
-                self._metrics.evicted(1)
-                self._metrics.shrunk(self.index.capacity * self.folder.file_bytes, str(error))
-                self._count()
-                self.folder.drop(name)
-                self.folder.sweep()
-                with self.changed:  # wakes the keeper
-                    self.changed.notify_all()
-        return write()
 
     def _note(self, key: str, value: bytes) -> None:
         try:
@@ -748,7 +720,7 @@ class LocalDiskBackend(StorageBackend):
         )
 
     def _keep(self) -> None:
-        """The keeper thread: opens the folder, tries it again while it cannot be used, and lets the budget grow again."""
+        """The keeper thread: opens the folder, and tries it again while it cannot be used."""
         while True:
             try:
                 self._tend()
@@ -759,7 +731,7 @@ class LocalDiskBackend(StorageBackend):
                 log.exception("tier %s: the keeper of its folder failed; it goes on", self._metrics.tier)
                 self._settle(Status.TIER_OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
             with self.changed:
-                self.changed.wait_for(lambda: self.state is not Status.OK or self.index.capacity < self._places)
+                self.changed.wait_for(lambda: self.state is not Status.OK)
                 if self.changed.wait_for(lambda: self.state is Status.CLOSED, self._retry_s):
                     return
 
@@ -769,11 +741,7 @@ class LocalDiskBackend(StorageBackend):
             self._take_in(self.folder.open())
         self.folder.sweep()
         if self.state is not Status.OK:
-            self._with_room(self.folder.probe)
-        if self.index.capacity < self._places:
-            # before anybody writes: a write that finds a small budget evicts what still has room
-            self.index.grow(self.folder.room(), self._places)
-            self._metrics.budget(self.index.capacity * self.folder.file_bytes)
+            self.folder.probe()
         self._settle(Status.OK)
 
     def _take_in(self, found: list[tuple[str, str]]) -> None:

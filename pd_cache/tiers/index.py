@@ -139,20 +139,6 @@ class EvictingIndex(Generic[R]):
                 self._take_out(entry)
                 self._pinned -= 1
 
-    def give_up(self) -> R | None:
-        """Evicts one entry, lowers `capacity` to what is then held, and returns the resource; None if every entry is being read."""
-        with self._lock:
-            if self._closed or self._pinned == len(self._entries):
-                return None
-            resource = self._evict()
-            self._resize(len(self._entries) + self._reserved)
-            return resource
-
-    def grow(self, places: int, most: int) -> None:
-        """Raises `capacity` to `places` more than what is held, but never above `most`."""
-        with self._lock:
-            self._resize(min(most, max(self.capacity, len(self._entries) + self._reserved + places)))
-
     def clear(self) -> None:
         """Forgets every entry, because their resources are gone. Readers keep what they hold."""
         with self._lock:
@@ -190,10 +176,6 @@ class EvictingIndex(Generic[R]):
         self._entries.clear()
         self._policy = make_policy(self._policy_name, self.capacity)
         self._pinned = 0
-
-    def _resize(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._policy.resize(capacity)
 
     def _is_pinned(self, key: str) -> bool:
         return self._entries[key].pins > 0
@@ -241,9 +223,6 @@ class Counting:
                 keys.move_to_end(key)
         raise AssertionError("evict() expects an entry that is not pinned")
 
-    def resize(self, capacity: int) -> None:
-        return  # the order does not depend on it
-
     def __len__(self) -> int:
         return len(self._uses)
 
@@ -262,13 +241,8 @@ class S3FIFO:
         self._small: OrderedDict[str, int] = OrderedDict()
         self._main: OrderedDict[str, int] = OrderedDict()
         self._ghost: OrderedDict[str, None] = OrderedDict()
-        self.resize(capacity)
-
-    def resize(self, capacity: int) -> None:
         self._small_target = max(1, capacity // 10)
         self._ghosts = max(1, capacity - self._small_target)
-        while len(self._ghost) > self._ghosts:
-            self._ghost.popitem(last=False)
 
     def added(self, key: str) -> None:
         if key in self._ghost:

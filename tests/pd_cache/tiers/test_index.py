@@ -48,10 +48,8 @@ def test_lru_and_lfu_evict_in_their_order(name: EvictionName, used: str, removed
     assert drain(policy) == order
 
 
-@pytest.mark.parametrize("before", [20, 1000], ids=["", "after a resize"])
-def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue(before: int) -> None:
-    policy = S3FIFO(before)
-    policy.resize(20)  # the small queue is a tenth: 2
+def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue() -> None:
+    policy = S3FIFO(20)  # the small queue is a tenth: 2
     fill(policy, "ab")
     for key in "aab":
         policy.used(key)
@@ -196,23 +194,6 @@ class IndexModel(RuleBasedStateMachine):
             assert key not in self.model
         else:
             assert any(pin.key == key and pin.resource == self.model[key] for pin in self.pins)
-
-    @rule()
-    def give_up(self) -> None:
-        before = self.index.capacity
-        resource = self.index.give_up()
-        if resource is None:
-            assert all(any(pin.resource == value for pin in self.pins) for value in self.model.values())
-            assert self.index.capacity == before
-        else:
-            self.forget([resource])
-            assert self.index.capacity == len(self.model) + len(self.reserved) < before
-
-    @rule(places=st.integers(0, 8), most=st.integers(0, 8))
-    def grow(self, places: int, most: int) -> None:
-        before = self.index.capacity
-        self.index.grow(places, max(most, before))
-        assert before <= self.index.capacity <= max(most, before)
 
     @rule()
     def clear(self) -> None:
