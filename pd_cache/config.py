@@ -173,8 +173,6 @@ class ServerSettings(Section, frozen=True, kw_only=True):
 
     threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
     """Threads that serve engines: one answers lookups, the others move bytes."""
-    max_in_flight: Positive = 256
-    """The most operations queued or running. One more is answered `busy`, which engines count as a miss."""
     session_s: Seconds = 60.0
     """How long a lookup protects what it found from eviction if nothing loads it."""
     idle_s: Seconds = 600.0

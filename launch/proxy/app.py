@@ -129,9 +129,9 @@ class Proxy:
     async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
         # a request holds one connection at a time, and one for its stream; the rest is for health checks and connections that are being closed
-        session = new_session(2 * config.max_requests + 128, config.connect_timeout_s, app[_VIA])
+        session = new_session(2 * config.max_requests + 128, app[_VIA])
         self.requests.session = session
-        checks = check_health(self._pools, session, config.health_interval_s, config.health_timeout_s)
+        checks = check_health(self._pools, session)
         beside = {asyncio.create_task(one) for one in (checks, self._hints.keep(), self._tenants.keep())}
         stop_following = self._files.follow()
         try:

@@ -30,6 +30,9 @@ from pd_cache.errors import PdCacheError
 
 log = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 2.0
+"""Enough for a packet of the handshake that was lost: the kernel sends it again after a second."""
+HEALTH_INTERVAL_S = HEALTH_TIMEOUT_S = 2.0
 _MAX_ANSWER = 64 << 10
 _AT_A_TIME = 64
 _REMEMBERED_S = 300.0
@@ -76,14 +79,14 @@ class HopError(PdCacheError):
         self.refusal = refusal
 
 
-def new_session(connections: int, connect_timeout_s: float, via: str | None = None) -> aiohttp.ClientSession:
+def new_session(connections: int, via: str | None = None) -> aiohttp.ClientSession:
     """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers.
 
     `via` is sent with each request: the name of the proxy that sends it.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket),
-        timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),  # the caller has a deadline
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the caller has a deadline
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         headers=None if via is None else {"Via": via},
@@ -192,15 +195,7 @@ class NodePools:
         rng: Random | None = None,
     ) -> None:
         """`master` returns the address of the master of a view's pool. `rng` orders nodes that were never taken."""
-        self.pools: dict[Hop, NodePool] = {
-            hop: NodePool(
-                hop,
-                config.policy,
-                breaker_failures=config.breaker_failures,
-                rng=rng,
-            )
-            for hop in _HOPS
-        }
+        self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy, rng=rng) for hop in _HOPS}
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -303,9 +298,7 @@ def _addresses(view: View) -> dict[str, str]:
     return {record.name: record.address for record in view.nodes}
 
 
-async def check_health(
-    nodes: NodePools, session: aiohttp.ClientSession, interval_s: float, timeout_s: float
-) -> NoReturn:
+async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoReturn:
     """Keeps `NodePool.checked` up to date, for ever. The first checks are after one interval."""
     places = asyncio.Semaphore(_AT_A_TIME)
     ill: dict[str, bool] = {}
@@ -313,9 +306,9 @@ async def check_health(
     async def check(pool: NodePool, url: str) -> None:
         async with places:
             try:
-                why = await asyncio.wait_for(_why_ill(nodes, session, url), timeout_s)
+                why = await asyncio.wait_for(_why_ill(nodes, session, url), HEALTH_TIMEOUT_S)
             except TimeoutError:
-                why = f"no answer within {timeout_s:g} s"
+                why = f"no answer within {HEALTH_TIMEOUT_S:g} s"
             except HopError as error:
                 why = f"{error.reason}: {error}"
             except Exception as error:  # one check must not end the checks of all nodes
@@ -327,7 +320,7 @@ async def check_health(
         pool.checked(url, alive=not why)
 
     while True:
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(HEALTH_INTERVAL_S)
         checks = [(pool, url) for pool in nodes.pools.values() for url in pool.urls()]
         await asyncio.gather(*(check(pool, url) for pool, url in checks))
         for url in ill.keys() - {url for _, url in checks}:

@@ -40,6 +40,9 @@ Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "gar
 """How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer."""
 
 NO_PROMPT = RoutedPrompt(1)
+BREAKER_FAILURES = 5
+"""A node that fails this many requests in a row is skipped for a while: so many are no accident, and few clients have met them. One that
+refuses connections is skipped at once."""
 _KV_TOKENS = 1_000_000
 """The size assumed for a node's own cache if the node does not report it, which both engines do."""
 
@@ -89,7 +92,6 @@ class NodePool:
         hop: Hop,
         policy: Policy = "round_robin",
         *,
-        breaker_failures: int = 5,
         rng: Random | None = None,
     ) -> None:
         """`rng` orders nodes that were never taken."""
@@ -106,7 +108,7 @@ class NodePool:
         self.load_cost = 0.0
         """What a token costs that is loaded from the pool, if one that is computed costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
-        self._failures = breaker_failures
+        self._failures = BREAKER_FAILURES
         self._nodes: dict[str, _RoutedNode] = {}
         self._turns = 0
 

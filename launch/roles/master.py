@@ -34,7 +34,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
         f"--metrics_port={node.metrics_port}",
         f"--default_kv_lease_ttl={node.lease_ttl_ms}",
         f"--{_ttl_flag()}={node.client_ttl_s}",
-        f"--put_start_discard_timeout_sec={node.put_discard_timeout_s}",
+        "--put_start_discard_timeout_sec=5",  # so long the put of a writer that died blocks its key
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
         "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all

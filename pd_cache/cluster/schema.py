@@ -216,8 +216,6 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
-    put_discard_timeout_s: TtlS = 5
-    """The seconds after which the put of a writer that died no longer blocks its key."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
 
@@ -403,7 +401,6 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """How long a request may take, from its arrival to the last byte of its answer."""
     prefill_timeout_s: Seconds = 120.0
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
-    connect_timeout_s: Seconds = 2.0
     max_requests: Positive = 1024
     """The most requests in flight. One more is answered 503 with Retry-After. Each takes up to four of the files that a process may open."""
     body_memory: ByteSize = ByteSize(512 << 20)
@@ -418,10 +415,6 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     load_bytes: ByteSize = ByteSize(1 << 20)
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
     hints: HintsConfig = HintsConfig()
-    breaker_failures: Positive = 5
-    """A node that fails this many requests in a row is skipped for a while. A node that refuses connections is skipped at once."""
-    health_interval_s: Seconds = 2.0
-    health_timeout_s: Seconds = 2.0
     api_keys_file: Line | None = None
     """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys. It is read again when it
     changes."""

@@ -56,6 +56,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CLOSING = Refused("closing", "the cache server is closing")
+MAX_IN_FLIGHT = 256
+"""The most lookups, and the most moves, that are queued or running. One more is answered `busy`, which engines count as a miss."""
 _MAX_CLIENTS = 256
 _TICK_S = 0.5
 _IDLE_TICK_S = 10.0
@@ -195,8 +197,8 @@ class CacheServer:
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
-        self._lookups: WorkQueue[LookupJob] = WorkQueue(node.max_in_flight)
-        self._moves: WorkQueue[MoveJob] = WorkQueue(node.max_in_flight)
+        self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
+        self._moves: WorkQueue[MoveJob] = WorkQueue(MAX_IN_FLIGHT)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -302,7 +304,7 @@ class CacheServer:
 
     def _busy(self) -> RefusalError:
         self.metrics.trouble("server", "busy")
-        return RefusalError("busy", f"the server runs at most {self.node.max_in_flight} operations at a time")
+        return RefusalError("busy", f"the server runs at most {MAX_IN_FLIGHT} operations at a time")
 
     # --- answering -----------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) 
         [f"http://127.0.0.1:{unused_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
     ]
     prefill_timeout_s = 1.0 if "hangs" in prefill else 60.0
-    async with cluster(*urls, breaker_failures=1, request_timeout_s=20, prefill_timeout_s=prefill_timeout_s) as c:
+    async with cluster(*urls, failures=1, request_timeout_s=20, prefill_timeout_s=prefill_timeout_s) as c:
         for nodes, kinds, behaviours in ((c.prefill, prefill, PREFILL), (c.decode, decode, DECODE)):
             for node, kind in zip(nodes, (kind for kind in kinds if kind != GONE), strict=True):
                 node.default = behaviours[kind]

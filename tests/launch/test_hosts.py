@@ -62,9 +62,6 @@ class Hosts:
                 "direct_tokens": 0,
                 "request_timeout_s": DEADLINE_S,
                 "prefill_timeout_s": 5,
-                "connect_timeout_s": 1,
-                "health_interval_s": 0.5,
-                "health_timeout_s": 1,
             },
             nodes=[{**node, "host": self.hosts[str(node["name"])].address} for node in nodes],
         )

@@ -498,8 +498,9 @@ def test_one_client_more_than_the_server_takes_is_refused_and_the_others_stay(
         wait_for(lambda: isinstance(too_many.hello(), Welcome), what="the silent one being forgotten")
 
 
-def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path) -> None:
-    with served(pool, tmp_path, max_in_flight=2, threads=2) as server, Engine(server.url) as engine:
+def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_server, "MAX_IN_FLIGHT", 2)
+    with served(pool, tmp_path, threads=2) as server, Engine(server.url) as engine:
         tokens = list(range(CHUNK))
         store_surely(engine, tokens)
         go_on = threading.Event()

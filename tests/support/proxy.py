@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import yaml
@@ -20,7 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from launch.discovery import View
-from launch.proxy import Proxy
+from launch.proxy import Proxy, nodes, routing
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
@@ -244,13 +245,18 @@ async def cluster(
     decode: int | list[str] = 1,
     *,
     drain_s: float = 0.2,
+    failures: int = 5,
+    health_interval_s: float = 3600,
     direct: DirectRule | None = None,
     name: str = "",
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """So many nodes of each kind; a URL in their place is a node that is not ours."""
+    """So many nodes of each kind; a URL in their place is a node that is not ours. Checks of health get in the way of scripts; their own tests
+    ask for them."""
     async with AsyncExitStack() as stack:
-        nodes: dict[str, list[Node]] = {"prefill": [], "decode": []}
+        stack.enter_context(patch.object(routing, "BREAKER_FAILURES", failures))
+        stack.enter_context(patch.object(nodes, "HEALTH_INTERVAL_S", health_interval_s))
+        started: dict[str, list[Node]] = {"prefill": [], "decode": []}
         urls: dict[str, list[str]] = {"prefill": [], "decode": []}
         for hop, wanted, behaviour in (("prefill", prefill, prefills), ("decode", decode, decodes)):
             for given in wanted if isinstance(wanted, list) else [""] * wanted:
@@ -258,16 +264,15 @@ async def cluster(
                     node = Node(behaviour)
                     await node.start()
                     stack.push_async_callback(node.stop)
-                    nodes[hop].append(node)
+                    started[hop].append(node)
                 urls[hop].append(given or node.url)
-        # checks of health get in the way of scripts; their own tests ask for them
-        settings = ProxyConfig(**{"policy": "round_robin", "health_interval_s": 3600, "drain_s": drain_s, **config})
+        settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
         proxy = Proxy(settings, direct, cluster=name, rng=InOrder())
         proxy.update(view(**urls))
         server = TestServer(proxy.app())
         await server.start_server()
         stack.push_async_callback(server.close)
-        running = Cluster(proxy, str(server.make_url("")).rstrip("/"), nodes["prefill"], nodes["decode"])
+        running = Cluster(proxy, str(server.make_url("")).rstrip("/"), started["prefill"], started["decode"])
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
         await until(lambda: not proxy.requests.running, "no request left in the proxy")

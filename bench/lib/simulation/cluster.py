@@ -137,7 +137,7 @@ class _Proxy:
         self.admission = Admission(plan.proxy.max_requests, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
         self.pools = {
-            hop: NodePool(hop, plan.proxy.policy, breaker_failures=plan.proxy.breaker_failures, rng=cluster.first_turns)
+            hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns)
             for hop in ("prefill", "decode")
         }  # fmt: skip
         for hop, pool in self.pools.items():

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
+from launch.proxy import nodes
 from pd_cache.cluster import NodeRecord
 from tests.support.proxy import (
     EVENTS,
@@ -143,8 +144,11 @@ async def test_models_of_all_nodes_are_listed_but_those_of_which_none_answers() 
 
 @pytest.mark.parametrize("check", [answers(503), hangs], ids=["fails", "hangs"])
 @scenario
-async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check: Behaviour) -> None:
-    async with cluster(2, 1, health_interval_s=0.02, health_timeout_s=0.1) as c:
+async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(
+    check: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "HEALTH_TIMEOUT_S", 0.1)
+    async with cluster(2, 1, health_interval_s=0.02) as c:
         (sick, well), (only,) = c.prefill, c.decode
 
         async def healthy(hop: str, node: Node) -> bool:

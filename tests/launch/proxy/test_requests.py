@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from launch.proxy import Proxy
+from launch.proxy import Proxy, nodes
 from launch.proxy import requests as requests_module
 from launch.proxy.metrics import REPORT_BYTES, read_report
 from pd_cache.cluster import ProxyConfig
@@ -116,7 +116,7 @@ async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one(
     async def no_lists(request: web.Request) -> web.StreamResponse:
         return await (answers(500) if request.method == "GET" else decodes)(request)
 
-    async with cluster(0, 2, breaker_failures=2) as c:
+    async with cluster(0, 2, failures=2) as c:
         c.decode[0].default = only_lists
         for _ in range(8):
             for asking in (c.get("/v1/models"), c.post()):
@@ -169,7 +169,8 @@ async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes() -> Non
 
 
 @scenario
-async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout() -> None:
+async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout(monkeypatch) -> None:
+    monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as full, socket.socket() as one, socket.socket() as two:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -177,7 +178,7 @@ async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeou
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        async with cluster([url], 1, connect_timeout_s=0.2) as c:
+        async with cluster([url], 1) as c:
             async with c.post() as response:
                 assert response.status == 200
             assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
@@ -217,8 +218,9 @@ async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
 
 
 @scenario
-async def test_a_record_that_leads_back_to_the_proxy_is_asked_once_told_and_left_out() -> None:
-    proxy = Proxy(ProxyConfig(health_interval_s=0.02, policy="round_robin"))
+async def test_a_record_that_leads_back_to_the_proxy_is_asked_once_told_and_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(nodes, "HEALTH_INTERVAL_S", 0.02)
+    proxy = Proxy(ProxyConfig(policy="round_robin"))
     await proxy.setup()
     try:
         url = await proxy.listen("127.0.0.1", 0)

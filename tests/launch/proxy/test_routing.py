@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from launch.discovery import View
+from launch.proxy import routing
 from launch.proxy.direct import DirectRule
 from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, count_tokens, read_prompt
@@ -23,8 +24,11 @@ TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
 
 
-def pool_of(*urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", **options: Any) -> NodePool:
-    pool = NodePool(hop, policy, **options)
+def pool_of(
+    *urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", failures: int = 5, rng: Random | None = None
+) -> NodePool:
+    with patch.object(routing, "BREAKER_FAILURES", failures):
+        pool = NodePool(hop, policy, rng=rng)
     pool.update(Target(url) for url in urls)
     return pool
 
@@ -47,7 +51,7 @@ class Routing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.pool = pool_of(*NODES, policy="prefix_aware", breaker_failures=2, rng=InOrder())
+        self.pool = pool_of(*NODES, policy="prefix_aware", failures=2, rng=InOrder())
         self.budget = RetryBudget(10**6)
         self.modes = dict.fromkeys(NODES, "answers")
         self.always_well = set(NODES)
@@ -122,7 +126,7 @@ def request_of(pool: NodePool, fails: dict[str, Reason], budget: RetryBudget | N
 
 
 def decode_nodes(*urls: str, failures: int = 5) -> NodePool:
-    return pool_of(*urls, hop="decode", breaker_failures=failures, rng=InOrder())
+    return pool_of(*urls, hop="decode", failures=failures, rng=InOrder())
 
 
 def test_refusals_do_not_make_up_for_failures() -> None:
@@ -204,7 +208,7 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
 
 
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
-    pool = pool_of("a", "b", breaker_failures=1)
+    pool = pool_of("a", "b", failures=1)
     for node, reason in (("a", "unreachable"), ("b", "error")):
         pool.failed(node, reason, 0)  # type: ignore[arg-type]
         pool.checked(node, alive=True)
