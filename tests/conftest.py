@@ -128,7 +128,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.status._SYNC_S",
         "launch.status.TIMEOUT_S",
         "launch.watched.TIMEOUT_S",
-        "launch.doctor.checks._LDD_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",

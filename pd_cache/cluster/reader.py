@@ -35,8 +35,10 @@ _POOLS_EVENTS = (
 _BY_NGINX = (
     "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/operations.md)"
 )
+_BY_DEFAULT = "went in 0.2.0: it is always what it was by default; leave it out"
 REMOVED: dict[str, str] = {
     "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
+    "cache.tiers.disk.sync": "went in 0.2.0: a file that a power failure tears is found by its checksum, and costs a miss; leave it out",
     "cache.tiers.local.blocking": "went in 0.2.0: a store into memory never waits; leave it out",
     "cache.tiers.local.device": "went in 0.2.0: the tier is always in this machine's memory, as with `cpu`; leave it out",
     "cache.tiers.mooncake.pipelined": "went in 0.2.0: the next chunks are always fetched while the last are checked; leave it out",
@@ -45,13 +47,21 @@ REMOVED: dict[str, str] = {
     "nodes.master.events_chunks": _POOLS_EVENTS,
     "nodes.master.events_interval_ms": _POOLS_EVENTS,
     "nodes.master.events_port": _POOLS_EVENTS,
+    "nodes.cache-server.max_in_flight": _BY_DEFAULT,
+    "nodes.master.put_discard_timeout_s": _BY_DEFAULT,
     "proxy.body_timeout_s": _BY_NGINX,
+    "proxy.breaker_failures": _BY_DEFAULT,
+    "proxy.connect_timeout_s": _BY_DEFAULT,
     "proxy.header_timeout_s": _BY_NGINX,
+    "proxy.health_interval_s": _BY_DEFAULT,
+    "proxy.health_timeout_s": _BY_DEFAULT,
     "proxy.idle_timeout_s": _BY_NGINX,
+    "proxy.node_cache_tokens": "went in 0.2.0: nodes report how large their caches are; leave it out",
     "proxy.write_timeout_s": _BY_NGINX,
     "nodes.store.threads": "went in 0.2.0 with transfer.client: host; leave it out",
     "transfer.client": _HOST_CLIENT,
     "transfer.client_address": _HOST_CLIENT,
+    "transfer.local_buffer_size": _BY_DEFAULT,
 }
 """Keys of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, of a tier `cache.tiers.KIND.key`.
 

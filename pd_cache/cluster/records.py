@@ -23,7 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
-    msgspec.Meta(pattern=rf"^((http://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
+    msgspec.Meta(pattern=rf"^((https?://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
 ]
 Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
@@ -35,9 +35,9 @@ _FORMS = {
     "master": ("host:port",),
     "store": ("host:port",),
     "cache-server": ("ipc://path",),
-    "prefill": ("http://host:port",),
-    "decode": ("http://host:port",),
-    "proxy": ("http://host:port",),
+    "prefill": ("http://host:port", "https://host:port"),
+    "decode": ("http://host:port", "https://host:port"),
+    "proxy": ("http://host:port", "https://host:port"),
 }
 """The forms of an address, by role. For a role that this version does not know, any form is allowed."""
 

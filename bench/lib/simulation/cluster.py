@@ -134,7 +134,7 @@ class _Proxy:
         self.machine = _Machine(cluster.time, cluster.costs)
         self.loop = Station(cluster.time)
         self.looking = self.most_admitted = 0
-        self.admission = Admission(plan.proxy.max_requests, lambda tenant: TenantConfig())
+        self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
         self.pools = {
             hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns)

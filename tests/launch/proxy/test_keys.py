@@ -193,7 +193,7 @@ async def listening(certificates: Certificates, folder: Path) -> AsyncIterator[t
     settings = ServerTlsConfig(cert_file=str(folder / "cert.pem"), key_file=str(folder / "key.pem"))
     node, files = Node(decodes), WatchedFiles()
     await node.start()
-    proxy = Proxy(ProxyConfig(health_interval_s=3600, drain_s=0.2, tls=settings), files=files)
+    proxy = Proxy(ProxyConfig(drain_s=0.2, tls=settings), files=files)
     await proxy.setup()
     try:
         proxy.update(view((), [node.url]))
