@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 """The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at once."""
+_CALL_S = 2.0
+"""How long a call may take: an etcd in the same network takes milliseconds."""
 _LONGEST_TICK_S = 1.0
 DISAGREES_S = 30.0
 """How long a master and etcd may disagree. In an election that goes well they disagree for a second or two, and for longer if the next
@@ -116,7 +118,7 @@ class _EtcdOpener:
         tls = settings.tls
         self._files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
         # the interval of keep-alives must leave time for a call that fails
-        self.timeout_s = min(settings.timeout_s, settings.ttl_s / 3)
+        self.timeout_s = min(_CALL_S, settings.ttl_s / 3)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:

@@ -331,8 +331,6 @@ class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="e
     """`host:port` of etcd's members."""
     ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
     """The seconds of silence after which a node counts as gone. etcd allows no less than 2."""
-    timeout_s: Seconds = 2.0
-    """How long one call to etcd may take; at most a third of `ttl_s`."""
     user: Line | None = None
     password_file: Line | None = None
     """A file that holds the user's password and nothing else."""

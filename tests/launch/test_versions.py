@@ -517,7 +517,7 @@ def test_a_file_of_versions_that_is_damaged_counts_as_lost(tmp_path, damaged, ca
 
 def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_etcd: Callable[..., Etcd]) -> None:
     etcd = make_etcd().start()
-    with contextlib.closing(EtcdValues(EtcdDiscovery(endpoints=(etcd.endpoint,), timeout_s=1))) as values:
+    with contextlib.closing(EtcdValues(EtcdDiscovery(endpoints=(etcd.endpoint,)))) as values:
         world = World(values, prefix_of("wiped", "versions"))
         other = world.another()
         a, b = world.engine(), world.engine(other)
