@@ -235,7 +235,7 @@ class ServerConnection:
             )
         self.welcome = welcome
         if welcome.socket:
-            self.link.attach(welcome.socket)  # in vain if the server is on another host: that is good for lookups
+            self.link.attach(welcome.socket)  # in vain if the server has just ended: the keeper notices
 
     def _register(self, kv_caches: KVCaches, kind: PageKind | None) -> None:
         shared = share_tensors(kv_caches)

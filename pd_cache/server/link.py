@@ -316,7 +316,7 @@ class ClientLink:
             os.eventfd_write(self._nudged, 1)
 
     def attach(self, path: str) -> bool:
-        """Opens the Unix socket, unless it is open. Returns False if nothing listens at `path`, for example on another host."""
+        """Opens the Unix socket, unless it is open. Returns False if nothing listens at `path`."""
         if self._unix is not None and not self._has_ended(self._unix):
             return True
         self.detach()

@@ -426,7 +426,7 @@ class CacheServer:
                 log.exception("could not free the memory of a backend that no engine uses")
 
     def _forget_silent(self, now: float) -> None:
-        """Forgets clients without a Unix socket (those of other hosts) that have been silent for `session_s`."""
+        """Forgets clients without a Unix socket, which died before they had one, once they have been silent for `session_s`."""
         with self._lock:
             silent = [
                 (identity, client)
