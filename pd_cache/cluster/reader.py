@@ -43,6 +43,7 @@ REMOVED: dict[str, str] = {
     "cache.tiers.local.device": "went in 0.2.0: the tier is always in this machine's memory, as with `cpu`; leave it out",
     "cache.tiers.mooncake.pipelined": "went in 0.2.0: the next chunks are always fetched while the last are checked; leave it out",
     "connector.load": "went in 0.2.0: all loads run while other requests compute, as with `async`; leave it out",
+    "discovery.timeout_s": _BY_DEFAULT,
     "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
     "nodes.master.events_chunks": _POOLS_EVENTS,
     "nodes.master.events_interval_ms": _POOLS_EVENTS,
