@@ -123,14 +123,17 @@ def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool: Calla
             finally:
                 slot.release()
 
-        pinned, plain = fresh(4), fresh(60)
+        pinned, plain, brief = fresh(4), fresh(60), fresh(1)
         pins = ("soft", "soft", "hard", "hard")
         assert [put_one(key, pin=pin) for key, pin in zip(pinned, pins, strict=True)] == [Status.OK] * 4
+        assert put_one(brief[0], pin="soft", soft_pin_ttl_s=1) is Status.OK
         first = [put_one(key) for key in plain[:8]]
         assert first == [Status.OK] * 8
+        time.sleep(1.1)
         later = [put_one(key) for key in plain[8:]]
         assert set(later) <= {Status.OK, Status.NO_SPACE}
         assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"
         assert store.batch_exist(pinned, timeout=20) == [Status.OK] * 4
         assert Status.MISSING in store.batch_exist(plain[:8], timeout=20)
+        assert store.batch_exist(brief, timeout=20) == [Status.MISSING], "a soft pin holds for its time"

@@ -94,6 +94,19 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
 
 
+def test_a_stream_loads_through_the_server_and_the_request_finds_it_at_hand(sharing, plain, new_prompt):
+    """A prefetch is such a stream."""
+    prompt, node = new_prompt(LENGTH), sharing.launched
+    sharing.by_hand.store(prompt, 1)
+    before = node.loaded
+    with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
+        wait_for(lambda: node.loaded - before == WHOLE, what="it is loaded")
+    answer = node.complete(prompt)
+    assert (answer.tokens, node.loaded - before) == (plain.tokens(prompt), WHOLE)
+    report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
+    assert (report["at_hand"], report["loaded"]) == (WHOLE, 0)
+
+
 def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prompt):
     """To vLLM it is no producer any more: it would give the blocks of a running load to another request."""
     server, prompts = sharing.by_hand, [new_prompt(LENGTH) for _ in range(4)]
