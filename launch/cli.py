@@ -434,13 +434,13 @@ def explain(
 
 
 def _hint_options(command: F) -> F:
-    """The options of `pin`, `unpin` and `prefetch`, except for times."""
+    """The options of `pin`, `release` and `prefetch`, except for their own."""
     for option in (
         _json_option,
         click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
         click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
-        click.option("--request", help="The `X-Request-Id` of a recent request, whose prompt it is."),
-        click.option("--text", help="The prompt as text, which a node turns into tokens."),
+        click.option("--request", "request_id", help="The `X-Request-Id` of a recent request, whose prompt it is."),
+        click.option("--text", "prompt", help="The prompt as text, which a node turns into tokens."),
         click.option(
             "--tokens", type=click.File("rb"), help="A file with the prompt's token ids, a JSON list; -: stdin."
         ),
@@ -462,48 +462,38 @@ def pin(**options: Any) -> None:
 
 @main.command()
 @_hint_options
-def unpin(**options: Any) -> None:
-    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if no proxy has such a pin."""
+@click.option("--evict", is_flag=True, help="Remove what only it has of the prompt: it is not needed any more.")
+def release(**options: Any) -> None:
+    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if that changes nothing at any proxy."""
     _send_hint("kv.release", **options)
 
 
 @main.command()
 @_hint_options
-@click.option("--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), help="For how many seconds the node holds it; at most, and by default, 60.")  # fmt: skip
 def prefetch(**options: Any) -> None:
     """Have a decode node load what the pool has of a prompt, before its request comes (docs/hints.md). Exits with 1 if that is refused."""
     _send_hint("kv.prefetch", **options)
 
 
 def _send_hint(
-    kind: str,
-    *,
-    file: Path,
-    tokens: IO[bytes] | None,
-    text: str | None,
-    request: str | None,
-    cache_salt: str | None,
-    action_id: str | None,
-    as_json: bool,
-    ttl_s: float | None = None,
+    kind: str, *, file: Path, as_json: bool, action_id: str | None, tokens: IO[bytes] | None, **payload: Any
 ) -> None:
     from launch.operate import pin as pins
     from pd_cache.decoding import decode_json
 
-    if ttl_s is not None and not math.isfinite(ttl_s):
+    if not math.isfinite(ttl_s := payload.get("ttl_s", 0.0)):
         raise click.BadParameter(f"{ttl_s} is no number of seconds", param_hint="--ttl")
-    releases = kind == "kv.release"
-    payload: dict[str, Any] = {"action_id": action_id} if releases else {"ttl_s": ttl_s}
-    if not releases or action_id is None:
-        given: dict[str, Any] = {"prompt": text, "request_id": request, "tokens": tokens}
-        if sum(value is not None for value in given.values()) != 1:
-            raise click.UsageError("give the prompt by one of --tokens FILE, --text TEXT and --request ID")
+    if kind == "kv.release" and action_id is not None:
+        payload["action_id"] = action_id
+    elif [tokens, payload["prompt"], payload["request_id"]].count(None) != 2:
+        raise click.UsageError("give the prompt by one of --tokens FILE, --text TEXT and --request ID")
+    if tokens is not None:
         try:
-            given |= {} if tokens is None else {"tokens": decode_json(tokens.read(), list[int])}
+            payload["tokens"] = decode_json(tokens.read(), list[int])
         except ValueError as error:
             raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
-        payload |= {name: value for name, value in {**given, "cache_salt": cache_salt}.items() if value is not None}
-    answer = pins.send_action(_running(file), kind, payload, action_id)
+    given = {name: value for name, value in payload.items() if value is not None}
+    answer = pins.send_action(_running(file), kind, given, action_id)
     _answer(as_json, answer, pins.answer_text(answer))
     if answer.status == "refused":
         raise SystemExit(1)

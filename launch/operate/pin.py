@@ -1,4 +1,4 @@
-"""`pd-cache pin`, `unpin` and `prefetch`: thin clients of the proxy's `POST /hints` (docs/hints.md)."""
+"""`pd-cache pin`, `release` and `prefetch`: thin clients of the proxy's `POST /hints` (docs/hints.md)."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], actio
 
 
 def answer_text(answer: ActionAnswer) -> str:
-    """Returns what `pin`, `unpin` and `prefetch` print."""
+    """Returns what `pin`, `release` and `prefetch` print."""
     if answer.status == "refused":
         return f"refused: {answer.reason}"
-    if answer.released:
-        return f"{answer.released} released"
     clipped = f" ({answer.reason})" if answer.reason else ""
+    if answer.released is not None:
+        lost = "" if answer.evicting is None else f"; the pool loses {answer.evicting} tokens{clipped}"
+        return f"{answer.released} released{lost}"
     if answer.node:
         return f"{answer.node} loads {answer.in_pool} of {answer.tokens} tokens, and holds them for {answer.ttl_s:g} s{clipped}"
     kept = f"{answer.tokens} tokens for {answer.ttl_s:g} s{clipped}"

@@ -10,10 +10,10 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -55,7 +55,7 @@ class Proxy:
         *,
         cluster: str = "",
         master: Callable[[View], str | None] | None = None,
-        pool_bytes: PoolBytes | None = None,
+        pool_bytes: PoolBytes = lambda view: 0,
         files: WatchedFiles | None = None,
         tracing: Tracing = UNTRACED,
         rng: Random | None = None,
@@ -132,7 +132,8 @@ class Proxy:
         session = new_session(2 * config.max_requests + 128, app[_VIA])
         self.requests.session = session
         checks = check_health(self._pools, session)
-        beside = {asyncio.create_task(one) for one in (checks, self._hints.keep(), self._tenants.keep())}
+        hints = [_repeat(lambda: self._hints.renew_s, one) for one in (self._hints.renew, self._hints.evict)]
+        beside = {asyncio.create_task(one) for one in (checks, *hints, _repeat(lambda: 1.0, self._tenants.remove))}
         stop_following = self._files.follow()
         try:
             yield
@@ -176,6 +177,15 @@ class Proxy:
     async def _trip(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(request.headers.get("Authorization"))
         return web.json_response(msgspec.to_builtins(self.requests.trips.get(request.match_info["id"], client)))
+
+
+async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]) -> NoReturn:
+    while True:
+        await asyncio.sleep(wait_s())
+        try:
+            await do()
+        except Exception:  # the next time may succeed
+            log.exception("%s failed unexpectedly", do.__qualname__)
 
 
 @web.middleware

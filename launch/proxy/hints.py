@@ -1,16 +1,19 @@
-"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer; `kv.prefetch` has a
-decode node load it before its request comes.
+"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer, and with `evict` has the
+pool lose it; `kv.prefetch` has a decode node load it before its request comes.
 
 The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
 them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
 
 1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in full, whether the pool has them or not,
    and a chunk counts once, however many of a holder's pins it is in. If the pool shrinks, the newest pins end.
-2. A pin ends with its time, by a release, when the weights change, and with this proxy. Leases cannot be given back: they end by themselves.
+2. A pin ends with its time, by a release, by the next request with its prompt if it is for one, when the weights change, and with this proxy.
+   Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
 5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, so one alone takes
    at most half, two a third each, and the next finds room. Chunks are shared out by the same rule, unless a tenant's own bound says how many.
+6. Of a finished branch, the end goes that its client's own requests had, and no pin and no other recent prompt here: when no lease holds it any
+   more, unless a request here asks for it before that.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from itertools import chain, islice
+from operator import eq
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -33,9 +37,10 @@ from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Client, fair
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.prefixes import NamedPrompt
+from launch.proxy.prefixes import NamedPrompt, leading
 from pd_cache.cluster import HintsConfig
 from pd_cache.decoding import UndecodableError, decode_json
+from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,10 @@ _PROMPTS = ("tokens", "prompt", "messages")
 _TARGETS = (*_PROMPTS, "block_hashes", "request_id")
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
+_LEAVES_S = 60.0
+"""How long after a release its chunks may be leased, or still on their way into the pool."""
+_MOST_REMOVED = 4096
+"""How many chunks are removed at a time."""
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 _Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
 
@@ -68,8 +77,8 @@ class Sender(NamedTuple):
     client: Client
     name: Callable[[Completion], Awaitable[NamedPrompt | None]]
     """Returns what the prompt of a body is known by; None if that cannot be found out."""
-    prefetch: Callable[[Completion, NamedPrompt, float], Awaitable[str]]
-    """Has a node load a prompt and hold it for so many seconds. Returns the node's URL. Raises ApiError, which says why not, if none does."""
+    prefetch: Callable[[Completion, NamedPrompt], Awaitable[str]]
+    """Has a node load a prompt and hold it for `PREFETCH_S`. Returns the node's URL. Raises ApiError, which says why not, if none does."""
     own: NamedPrompt | None = None
     """With `within`: what the completion's prompt is known by."""
     within: bool = False
@@ -98,6 +107,8 @@ class _Payload(msgspec.Struct, frozen=True):
     """What is in a payload besides a prompt."""
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    once: bool = False
+    evict: bool = False
     action_id: _Id | None = None
     model: str | None = None
     request_id: str | None = None
@@ -119,6 +130,8 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many of these the pool has now."""
     released: int | None = None
     """How many pins have ended."""
+    evicting: int | None = None
+    """How many of the prompt's tokens, from the last, the pool is to lose."""
     node: str | None = None
     """The node that loads the prompt."""
 
@@ -129,8 +142,9 @@ class HintsAnswer(msgspec.Struct, frozen=True):
     actions: list[ActionAnswer]
 
 
-def _refused(reason: str) -> ApiError:
-    return ApiError(400, reason)
+def _done(action_id: str, why: Sequence[str], **told: Any) -> ActionAnswer:
+    """Returns the answer to an action that was done, `why` not wholly."""
+    return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **told)
 
 
 class Pin(NamedTuple):
@@ -141,6 +155,8 @@ class Pin(NamedTuple):
     space: tuple[str, str]
     """See `DirectRule.renew`."""
     until: float
+    once: bool = False
+    """Whether the next request with the prompt ends it."""
 
 
 PinKey = tuple[Client, str]
@@ -169,7 +185,7 @@ class Pins:
         holder = key[0].holder
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
-            raise _refused(f"of {self._most} pins, all are taken, or this client has as many as are free")
+            raise ApiError(400, f"of {self._most} pins, all are taken, or this client has as many as are free")
         before, own, count = self._end(key), self._uses.get(holder, ()), 0
         mine, left = len(own), room - self._taken()
         for name in pin.names:
@@ -193,11 +209,9 @@ class Pins:
 
     def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
         """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may have now."""
-        while self._taken() > room:
-            self._end(next(reversed(self._pins)))
         for key in reversed(list(self._pins)):
             most = tenant_room(key[0].tenant)
-            if most is not None and len(self._uses[key[0].holder]) > most:
+            if self._taken() > room or (most is not None and len(self._uses[key[0].holder]) > most):
                 self._end(key)
 
     def _taken(self) -> int:
@@ -224,12 +238,11 @@ class Hints:
         config: HintsConfig,
         direct: DirectRule,
         metrics: ProxyMetrics,
-        pool_bytes: PoolBytes | None = None,
+        pool_bytes: PoolBytes = lambda view: 0,
         clock: Callable[[], float] = time.monotonic,
         tenant_room: Callable[[str], int | None] = lambda tenant: None,
     ) -> None:
-        """`direct` names prompts and renews leases. Without `pool_bytes` nothing is pinned. `tenant_room(tenant)`: how many chunks its pins may
-        have; None for as many as all pins."""
+        """`direct` names prompts and renews leases. `tenant_room(tenant)`: how many chunks its pins may have; None for as many as all pins."""
         self._config = config
         self._direct = direct
         self._metrics = metrics
@@ -245,9 +258,16 @@ class Hints:
         self.pins = Pins(config.max_pins)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
+        self._leaving: dict[bytes, float] = {}
+        """Chunks that are to be removed, the next first, and until when that is tried."""
 
     def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
-        """Remembers the prompt of a client's request, for hints that name the request."""
+        """Takes in the prompt of a client's request, and remembers it for hints that name the request."""
+        for name in named.names if self._leaving else ():
+            self._leaving.pop(name, None)
+        if self.pins:
+            names = frozenset(named.names)
+            self.pins.end_where(lambda key, pin: pin.once and key[0] == client and pin.target in names)
         self._recent_chunks -= len(self._recent.pop((client, request_id), named._replace(names=())).names)
         self._recent[client, request_id] = named._replace(blocks=())
         self._recent_chunks += len(named.names)
@@ -303,84 +323,87 @@ class Hints:
         """Raises ApiError or UndecodableError with the reason if the action is refused."""
         kind, config, client = action.action_type, self._config, sender.client
         if kind not in _KINDS or action.action_version != "1.0":
-            raise _refused(f"{kind[:40]} {action.action_version[:8]} is not supported, only {', '.join(_KINDS)} 1.0")
+            raise ApiError(
+                400, f"{kind[:40]} {action.action_version[:8]} is not supported, only {', '.join(_KINDS)} 1.0"
+            )
+        if not config.max_share:
+            raise ApiError(400, "proxy.hints.max_share is 0")
         payload = bytes(action.payload)
         check_fields(payload)
         given, fields = decode_json(payload, _Payload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            last = b"" if given.action_id else (await self._target(fields, given, sender)).names[-1]
+            if given.evict and given.action_id:
+                raise ApiError(400, "evict needs the prompt, not the action_id of a pin")
+            named = None if given.action_id else await self._target(fields, given, sender)
+            last = named and named.names[-1]
             ended = self.pins.end_where(
-                lambda key, pin: key == (client, given.action_id) or (key[0] == client and pin.target == last)
+                lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
             )
-            if not ended:
-                raise _refused("this client has no such pin at this proxy")
-            return ActionAnswer(action.action_id, "accepted", released=ended)
+            leaving = self._leave(client, named) if given.evict and named else None
+            why = ["pins or other recent prompts have all of it, or no recent request of this client"] * (leaving == 0)
+            if not (ended or leaving):
+                raise ApiError(400, "".join(why) or "this client has no such pin at this proxy")
+            return _done(action.action_id, why, released=ended, evicting=leaving)
         if kind == "kv.prefetch":
             return await self._prefetch(action.action_id, fields, given, sender)
         if given.ttl_s is None:
-            raise _refused("ttl_s is missing: for how many seconds the prompt is to be kept")
+            raise ApiError(400, "ttl_s is missing: for how many seconds the prompt is to be kept")
         named = await self._target(fields, given, sender)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
-            raise _refused("the pool does not answer")
+            raise ApiError(400, "the pool does not answer")
         ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
         bound = f"{room * self._direct.chunk_bytes} bytes, each client no more than are free"
         if own_room is not None:
             bound = f"{min(room, own_room) * self._direct.chunk_bytes} bytes of this tenant"
-        pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s)
+        pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s, given.once)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
-            raise _refused(f"there are pins for all that they may take: {bound}")
+            raise ApiError(400, f"there are pins for all that they may take: {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
-        return ActionAnswer(
-            action.action_id,
-            "clipped" if why else "accepted",
-            "; ".join(why),
-            ttl_s,
-            tokens,
-            in_pool=min(tokens, named.pool_tokens),
-        )
+        return _done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
+
+    def _leave(self, client: Client, named: NamedPrompt) -> int:
+        """Has the pool lose the end of a client's prompt that only its branch is known to have. Returns how many tokens that is."""
+        names, own, kept = named.names, 0, leading(named.names, frozenset(self.pins.chunks()))
+        for (whose, _), recent in self._recent.items():
+            same = sum(map(eq, names, recent.names))  # names are chained: they agree up to where the prompts part
+            if whose == client and same == len(recent.names):
+                own = max(own, same)  # this prompt, or one that it continues
+            else:
+                kept = max(kept, same)
+        self._leaving |= dict.fromkeys(reversed(names[kept:own]), self._clock() + _LEAVES_S)
+        return max(0, own - kept) * named.chunk_tokens
 
     async def _prefetch(
         self, action_id: str, fields: dict[str, msgspec.Raw], given: _Payload, sender: Sender
     ) -> ActionAnswer:
-        if not self._config.max_share:
-            raise _refused("proxy.hints.max_share is 0")
         if not fields.keys() & set(_PROMPTS):
-            raise _refused(f"a node needs the prompt itself: give one of {', '.join(_PROMPTS)}")
+            raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(_PROMPTS)}")
         named = await self._target(fields, given, sender)
         if not named.pool_tokens:
-            raise _refused("the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
-        ttl_s = min(given.ttl_s or PREFETCH_S, PREFETCH_S)
-        node = await sender.prefetch(self._completion(fields), named, ttl_s)
-        clipped = given.ttl_s is not None and ttl_s < given.ttl_s
-        return ActionAnswer(
-            action_id,
-            "clipped" if clipped else "accepted",
-            f"a node holds a prompt for at most {PREFETCH_S:g} s" if clipped else "",
-            ttl_s,
-            len(named.names) * named.chunk_tokens,
-            named.pool_tokens,
-            node=node,
-        )
+            raise ApiError(400, "the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
+        node = await sender.prefetch(self._completion(fields), named)
+        tokens = len(named.names) * named.chunk_tokens
+        return _done(action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
 
     async def _target(self, payload: dict[str, msgspec.Raw], known: _Payload, sender: Sender) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in _TARGETS if field in payload]
         if len(given) > 1 or (not given and not sender.within):
-            raise _refused(f"the payload must have exactly one of {', '.join(_TARGETS)}")
+            raise ApiError(400, f"the payload must have exactly one of {', '.join(_TARGETS)}")
         named, direct = sender.own, self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
-            raise _refused(f"only prompts for the model {direct.model} can be named here")
+            raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
         if known.block_hashes is not None and not sender.hashes:
-            raise _refused("block_hashes name prompts of any tenant, and this proxy has tenants")
+            raise ApiError(400, "block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
             named = self._recent.get((sender.client, known.request_id))
             if named is None:
-                raise _refused("this proxy does not know the prompt of such a request of this client (any more)")
+                raise ApiError(400, "this proxy does not know the prompt of such a request of this client (any more)")
             named = await direct.look_up_again(named, known.request_id)
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
@@ -388,27 +411,25 @@ class Hints:
             named = await sender.name(self._completion(payload))
         if named is None:
             why = direct.blind or "its tokens do not identify it, or no node has returned them in time"
-            raise _refused(f"the prompt cannot be named: {why}")
+            raise ApiError(400, f"the prompt cannot be named: {why}")
         if not named.names:
-            raise _refused(f"the prompt has {named.tokens} tokens, which are no whole chunk of {named.chunk_tokens}")
+            raise ApiError(400, f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}")
         return named
 
     def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
         """Returns the request whose prompt an action names. Raises ApiError if it names none."""
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
-        for field in ("ttl_s", "action_id"):
+        for field in ("ttl_s", "once", "evict", "action_id"):
             fields.pop(field, None)
         if self._direct.model is not None:
             fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
         completion = Completion(msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt")
         if "tokens" in payload and completion.token_ids() is None:
-            raise _refused("tokens must be a list of token ids")
+            raise ApiError(400, "tokens must be a list of token ids")
         return completion
 
     async def _room(self) -> int:
         """Returns how many chunks all pins may have. Raises ApiError if that is not known."""
-        if not self._config.max_share or self._pool_bytes is None:
-            raise _refused("proxy.hints.max_share is 0")
         async with self._asking:  # a master that hangs takes one thread, however many hints come
             if self._clock() - self._asked >= self.renew_s:
                 try:
@@ -417,7 +438,7 @@ class Hints:
                     self._pool = error if isinstance(self._pool, Exception) else self._pool
                 self._asked = self._clock()
         if isinstance(self._pool, Exception):
-            raise _refused(f"the size of the pool is not known: {self._pool}")
+            raise ApiError(400, f"the size of the pool is not known: {self._pool}")
         share = self._pool * self._config.max_share / max(1, len(self._view.by_role("proxy")))
         return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
 
@@ -428,15 +449,6 @@ class Hints:
         """How often leases are renewed: so that one renewal may fail."""
         leases = [one.lease_ttl_ms for one in self._view.by_role("master") if one.lease_ttl_ms]
         return min(_LONGEST_S, min(leases, default=_LEASE_MS) / 3000)
-
-    async def keep(self) -> NoReturn:
-        """Renews leases, for ever."""
-        while True:
-            await asyncio.sleep(self.renew_s)
-            try:
-                await self.renew()
-            except Exception:  # the next renewal may succeed
-                log.exception("the leases of pins could not be renewed")
 
     async def renew(self) -> None:
         """Ends the pins whose time is over, and renews the leases of all others."""
@@ -450,6 +462,17 @@ class Hints:
                 self.pins.end_where(lambda key, pin: pin.space != space)
         self._metrics.pinned_objects.set(objects)
         self._show()
+
+    async def evict(self) -> None:
+        """Removes what is to leave the pool, as far as it is not leased."""
+        now, pinned = self._clock(), frozenset(self.pins.chunks() if self._leaving else ())
+        self._leaving = {one: until for one, until in self._leaving.items() if until > now and one not in pinned}
+        names = list(islice(self._leaving, _MOST_REMOVED))
+        statuses = await self._direct.remove(names) if names else []
+        for name, status in zip(names, statuses, strict=False):
+            if (until := self._leaving.pop(name, 0.0)) and status is not Status.OK:
+                self._leaving[name] = until  # tried again after the others
+        self._metrics.evicted.inc(statuses.count(Status.OK))
 
     def _is_over(self, key: PinKey, pin: Pin) -> bool:
         return pin.until <= self._clock()

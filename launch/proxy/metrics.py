@@ -62,6 +62,7 @@ class ProxyMetrics:
         self.pinned_objects = gauge(
             "pd_cache_proxy_pinned_objects", "Objects of these that the pool has; 0 if it does not answer"
         )
+        self.evicted = counter("pd_cache_proxy_evicted_chunks", "Chunks that releases have had removed")
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests",
             "Completions of a tenant; counted is `no` if the prompt could not be named, and does not count for the quota",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from launch.proxy.bodies import (
     read_tokens,
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
-from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, Hints, Sender
+from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, PREFETCH_S, Hints, Sender
 from launch.proxy.keys import Admission, Client, Keys, fair
 from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
 from launch.proxy.nodes import (
@@ -563,20 +563,38 @@ class Requests:
         if node is None or not pool.streams(node):
             return
         body = await self._computed(nbytes, completion.for_stream)
-        if (stream := self._begin(self._stream(exchange, node, completion.path, body), body)) is not None:
+        if (stream := self._begin(exchange, node, completion.path, body)) is not None:
             exchange.streams.append(stream)
 
-    def _begin(self, stream: Coroutine[Any, Any, None], body: bytes) -> asyncio.Task[None] | None:
-        """Begins a stream; returns None if there is no memory for its body."""
+    def _begin(
+        self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID, most_s: float | None = None
+    ) -> asyncio.Task[None] | None:
+        """Keeps a stream open until it is cancelled, for at most `most_s`. Returns None if there is no memory for its body.
+
+        No request depends on it, so its failure counts against no node.
+        """
         share = BodyShare(self.bodies)
         if not share.grow(len(body)):
-            stream.close()
             return None
-        task = asyncio.create_task(stream)
+
+        async def stream() -> None:
+            assert self.session is not None
+            with self._pools["decode"].working(node), exchange.hop_span("stream", node) as span:
+                headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
+                try:
+                    async with asyncio.timeout(most_s):
+                        answer = await send(self.session, "POST", node + path, headers, body)
+                    answer.close()
+                    why = f"status {answer.status}"
+                except (TimeoutError, HopError) as error:
+                    why = f"{error!r}"
+                log.debug("request %s: the stream to %s has ended: %s", exchange.id, node, why)
+
+        task = asyncio.create_task(stream())
         task.add_done_callback(lambda _: share.give_back())
         return task
 
-    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt, ttl_s: float) -> str:
+    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str:
         """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Sender`."""
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
@@ -588,11 +606,9 @@ class Requests:
         holder = exchange.client.holder
         held = sum(one.holder == holder for one in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
-            raise ApiError(
-                400, f"of {_MOST_PREFETCHED} prefetched prompts, none is free, or this client has as many as are"
-            )
+            raise ApiError(400, f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
         body, name = completion.for_stream(), f"-prefetch-{last.hex()[:8]}"
-        stream = self._begin(self._stream(exchange, node, completion.path, body, name, ttl_s), body)
+        stream = self._begin(exchange, node, completion.path, body, name, PREFETCH_S)
         if stream is None:
             raise ApiError(400, "other requests take all the memory for bodies")
         if last in self._prefetched:
@@ -608,29 +624,6 @@ class Requests:
         if stream.done():
             raise ApiError(400, f"{node} has no room for it, or has refused it")
         return node
-
-    async def _stream(
-        self,
-        exchange: Exchange,
-        node: str,
-        path: str,
-        body: bytes,
-        name: str = _STREAM_ID,
-        limit_s: float | None = None,
-    ) -> None:
-        """Keeps the stream open until it is cancelled, for at most `limit_s`. No request depends on it, so its failure counts against no node."""
-        assert self.session is not None
-        with self._pools["decode"].working(node), exchange.hop_span("stream", node) as span:
-            headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
-            try:
-                async with asyncio.timeout(limit_s):
-                    answer = await send(self.session, "POST", node + path, headers, body)
-                answer.close()
-                log.debug("request %s: the stream to %s ended with status %d", exchange.id, node, answer.status)
-            except TimeoutError:
-                log.debug("request %s: the stream to %s was not used within %g s", exchange.id, node, limit_s)
-            except HopError as error:
-                log.debug("request %s: the stream to %s failed: %s: %s", exchange.id, node, error.reason, error)
 
     # --- the decode hop ------------------------------------------------------------------------------------------
 

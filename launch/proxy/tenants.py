@@ -13,14 +13,12 @@ The proxy names the chunks of each prompt (`direct.py`), and counts them for the
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Literal, NoReturn
+from typing import Literal
 
 from aiohttp import web
 
@@ -34,11 +32,8 @@ from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
-log = logging.getLogger(__name__)
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _GONE = TenantConfig(pins=ByteSize(0))
-_LOOK_S = 1.0
 _RESTS_S = 15.0
 """How long a chunk must not have been used: longer than the usual lease."""
 _STORED_WITHIN_S = 60.0
@@ -160,17 +155,8 @@ class Tenants:
             if (over := sum(map(len, self._ledgers.values())) - _MOST_CHUNKS) > 0:
                 max(self._ledgers.values(), key=len).forget(over)
 
-    async def keep(self) -> NoReturn:
-        """Removes what is over a quota, for ever."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                await self.remove()
-            except Exception:  # the next look may succeed
-                log.exception("the chunks of tenants over their quota could not be removed")
-
     async def remove(self) -> None:
-        """Removes chunks of tenants over their quota: at most 4096 of each."""
+        """Removes chunks of tenants over their quota, at most 4096 of each, and sets the gauges."""
         for tenant in list(self._ledgers):
             room, ledger = self.chunks(tenant, "quota"), self._ledgers[tenant]
             if room is None:  # it has no quota any more
@@ -181,7 +167,13 @@ class Tenants:
                 statuses = await self._direct.remove(names)
                 removed = ledger.settle(names, statuses, asked, self._clock())
                 self._metrics.tenant_evicted.labels(tenant).inc(removed)
-        self.show()
+        held, quota = self._metrics.tenant_bytes, self._metrics.tenant_quota
+        held.clear()  # also for tenants that are gone
+        quota.clear()
+        for tenant, counts in self.usage().items():
+            if "quota" in counts:
+                held.labels(tenant).set(counts["bytes"])
+                quota.labels(tenant).set(counts["quota"])
 
     def usage(self) -> dict[str, dict[str, float]]:
         """Returns for each tenant what `NodeReading.tenants` has of it."""
@@ -193,13 +185,3 @@ class Tenants:
                 held = len(self._ledgers.get(tenant, ())) * self._direct.chunk_bytes
                 found[tenant] |= {"bytes": held, "quota": int(config.quota) // self._proxies}
         return found
-
-    def show(self) -> None:
-        """Sets the gauges."""
-        held, quota = self._metrics.tenant_bytes, self._metrics.tenant_quota
-        held.clear()  # also for tenants that are gone
-        quota.clear()
-        for tenant, counts in self.usage().items():
-            if "quota" in counts:
-                held.labels(tenant).set(counts["bytes"])
-                quota.labels(tenant).set(counts["quota"])

@@ -1,4 +1,4 @@
-"""Pins in a real pool, and `pd-cache pin` and `unpin`."""
+"""Pins in a real pool, and `pd-cache pin`, `prefetch` and `release`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 
 from launch.discovery import View
 from launch.discovery.directory import file_records
+from launch.masters import keys_at
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
+from launch.status import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, NodeRecord, load_config
 from tests.launch.conftest import serving
 from tests.launch.proxy.test_hints import message
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
-from tests.support.cluster import cluster_file, complete, metric_at, started
+from tests.support.cluster import cluster_file, complete, metric_at, nodes_of_every_role, started
 from tests.support.proxy import NAMESPACE, cluster, scenario
 from tests.support.waiting import wait_for
 
@@ -92,9 +94,10 @@ def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -
         assert pool_bytes(ClusterConfig(nodes=()), View((master,))) == 100
 
 
-def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
+def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -> None:
+    """The decode node loads through a cache server."""
     prompt = list(range(5 * SMALL + 1))
-    with started(tmp_path, proxy={"direct_tokens": 16}) as running:
+    with started(tmp_path, proxy={"direct_tokens": 16}, nodes=nodes_of_every_role()) as running:
         file, decode = tmp_path / "cluster.yaml", running.urls["decode-0"]
         (tmp_path / "tokens.json").write_text(json.dumps(prompt))
         tokens = ("-c", file, "--tokens", tmp_path / "tokens.json")
@@ -109,11 +112,11 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
             told = cli_json("pin", "-c", file, "--tokens", "-", "--ttl", "9e9", "--id", "p", input=given)
         assert (told["status"], told["ttl_s"], told["reason"]) == ("clipped", 3600, "max_ttl_s is 3600")
         assert cli_json("pin", "-c", file, "--text", "x" * 999, "--ttl", "9")["tokens"] == 15 * SMALL
-        assert cli_json("unpin", "-c", file, "--request", answer.headers["X-Request-Id"])["released"] == 1
-        assert cli_json("unpin", "-c", file, "--id", "p", code=1)["status"] == "refused"
+        assert cli_json("release", "-c", file, "--request", answer.headers["X-Request-Id"])["released"] == 1
+        assert cli_json("release", "-c", file, "--id", "p", code=1)["status"] == "refused"
         shown = cli("pin", *tokens, "--ttl", "60", "--id", "q").stdout
         assert shown == f"q: keeps {5 * SMALL} tokens for 60 s; the pool has {5 * SMALL} of them now\n"
-        assert cli("unpin", *tokens).stdout == "1 released\n"
+        assert cli("release", *tokens).stdout == "1 released\n"
         loads = metric_at(decode, "pd_cache_reference_loads_total", outcome="hit")
         told = cli_json("prefetch", *tokens)
         assert (told["status"], told["node"]) == ("accepted", decode)
@@ -124,9 +127,25 @@ def test_a_prompt_is_pinned_and_unpinned_by_command(tmp_path: Path) -> None:
         assert after.tokens == answer.tokens
         assert after.body["pd_cache"]["prefill"] is None, "it goes to the decode node alone"
         assert after.body["pd_cache"]["report"]["streamed"] == 5 * SMALL, "and has nothing to load"
-        shown = cli("prefetch", *tokens, "--ttl", "1").stdout
-        assert shown == f"{decode} loads 320 of 320 tokens, and holds them for 1 s\n"
-        wait_for(lambda: metric_at(decode, "pd_cache_reference_free_blocks") == 512, what="nobody has come for it")
+        shown = cli("prefetch", *tokens).stdout
+        assert shown == f"{decode} loads 320 of 320 tokens, and holds them for 60 s\n"
+
+        branch = [*prompt[: 2 * SMALL], *[7] * 2 * SMALL]
+        assert complete(running.urls["proxy"], branch).status == 200
+        rows = {row.name: row.record for row in cluster_status(running.config).nodes}
+        (space,) = rows["prefill-0"].cache_namespaces
+        database = ChunkedTokenDatabase(space)
+
+        def held() -> tuple[int, ...]:
+            there = {key.decode() for key in keys_at(rows["master"].metrics or "", 60.0)}
+            names = (database.name_chunks(one) for one in (prompt, branch))
+            return tuple(len(there.intersection(database.all_shard_keys(some))) for some in names)
+
+        wait_for(lambda: held() == (5, 4), what="the last chunk is stored after the answer")
+        shown = cli("release", *tokens, "--evict").stdout
+        assert shown == f"0 released; the pool loses {3 * SMALL} tokens\n"
+        wait_for(lambda: held() == (2, 4), what="what no other prompt has is gone, once its lease has ended")
+        assert metric_at(running.urls["proxy"], "pd_cache_proxy_evicted_chunks_total") == 3
 
 
 @pytest.mark.parametrize(

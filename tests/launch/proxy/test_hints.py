@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from pd_cache.cluster import HintsConfig, NodeRecord
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, decodes, error_of, hangs, scenario, until, view
+from transfer.errors import Status
 
 CHUNK = NAMESPACE.chunk_size
 SPACE = (NAMESPACE.fingerprint(), "")
@@ -81,6 +83,12 @@ class Renewing(Lookups):
         super().__init__(found)
         self.epoch: str | None = ""
         self.renewed: list[Sequence[bytes]] = []
+        self.removed: list[Sequence[bytes]] = []
+        self.leased: Sequence[bytes] = ()
+
+    def remove(self, names: Sequence[bytes]) -> list[Status]:
+        self.removed.append(names)
+        return [Status.BUSY if name in self.leased else Status.OK for name in names]
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
         if self.epoch is None:
@@ -108,7 +116,7 @@ class Kept:
         async def name(completion: Any) -> NamedPrompt | None:
             return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
 
-        async def prefetch(completion: Any, named: NamedPrompt, ttl_s: float) -> str:
+        async def prefetch(completion: Any, named: NamedPrompt) -> str:
             raise AssertionError
 
         answer = await self.hints.take(message(kind, payload, named), Sender(Client(client), name, prefetch))
@@ -172,6 +180,70 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
 
 
 @scenario
+async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves_the_pool() -> None:
+    k = Kept()
+    root, a, b = [1] * 2 * CHUNK, [2] * CHUNK, [3] * CHUNK
+
+    async def asked(client: str, *parts: list[int]) -> Sequence[bytes]:
+        """A request with this prompt."""
+        named = await k.direct.look_up([*chain(*parts)], None, "r")
+        assert named is not None
+        k.hints.note(Client(client), f"{client}-{len(k.hints._recent)}", named)
+        return named.names
+
+    async def evict(client: str, *parts: list[int]) -> Any:
+        return await k.ask("kv.release", "x", client, tokens=[*chain(*parts)], evict=True)
+
+    with closing(k.direct):
+        await asked("ann", root)
+        await asked("ann", root, a)
+        names = await asked("ann", root, a, a, a)
+        await asked("ann", root, b)
+        told = await evict("ben", root, a, a, a)
+        assert (told["status"], told["reason"][:14]) == ("refused", "pins or other "), "no prompt of his"
+        assert (await evict("ann", root, a, a, a, a))["evicting"] == 3 * CHUNK, "its fourth turn was no request"
+        assert (await evict("ann", root, a))["status"] == "refused", "the branch has gone on"
+        await k.ask("kv.retain", "p", "ben", tokens=[*root, *a], ttl_s=600)
+        k.client.leased = names[4:]
+        await k.hints.evict()
+        assert k.client.removed.pop() == [names[4], names[3]], "its end first, and not what is pinned"
+        k.client.leased = ()
+        await k.hints.evict()
+        assert k.client.removed.pop() == [names[4]], "once its lease has ended"
+        await k.hints.evict()
+        assert k.client.removed == []
+        assert k.metric("evicted_chunks_total") == 2
+        assert (await evict("ann", root, a, a, a))["evicting"] == 2 * CHUNK
+        await asked("eve", root, a, a, b)
+        await k.hints.evict()
+        assert k.client.removed.pop() == [names[4]], "what is asked for again stays"
+        assert (await evict("ann", root, b))["evicting"] == CHUNK
+        k.now = 60.0
+        await k.hints.evict()
+        assert k.client.removed == [], "nothing is tried for longer than a minute"
+        told = await k.ask("kv.release", "p", "ben", tokens=[*root, *a], evict=True)
+        assert (told["status"], told["released"], told["evicting"]) == ("clipped", 1, 0)
+
+
+@scenario
+async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt() -> None:
+    k = Kept()
+    with closing(k.direct):
+        named = await k.direct.look_up([*IDS, *IDS], None, "r")
+        assert named is not None
+        for action_id, once in (("used", True), ("kept", False)):
+            assert (await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once))[
+                "status"
+            ] == "accepted"
+        k.hints.note(Client("ben"), "r", named)
+        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]))
+        assert len(k.hints.pins) == 2
+        k.hints.note(Client("ann"), "r2", named)
+        assert (await k.ask("kv.release", "x", "ann", action_id="used"))["status"] == "refused"
+        assert (await k.ask("kv.release", "x", "ann", action_id="kept"))["released"] == 1
+
+
+@scenario
 async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() -> None:
     k, asked, answers = Kept(), [], threading.Event()
 
@@ -199,7 +271,6 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
     ("sent", "reason"),
     [
         (message("kv.prefetch", {"request_id": "r"}), "a node needs the prompt itself"),
-        (message("kv.prefetch", {"tokens": IDS, "ttl_s": -1}), "ttl_s"),
         (message("kv.prefetch", {"tokens": IDS, "prompt": TEXT}), "exactly one of"),
         (message("kv.prefetch", {"tokens": [1] * 255}), "no whole chunk"),
         (message("kv.prefetch", {"tokens": IDS}), "loads nothing before its request comes"),
@@ -226,6 +297,10 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
         (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named"),
         (message("kv.release", {"action_id": "none"}), "no such pin"),
         (message("kv.release", {"action_id": 7}), "action_id"),
+        (message("kv.release", {"action_id": "none", "evict": True}), "evict needs the prompt, not the action_id"),
+        (message("kv.release", {"tokens": [8] * 256, "evict": True}), "no recent request of this client"),
+        (message("kv.release", {"tokens": IDS, "evict": "yes"}), "evict"),
+        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "once": 1}), "once"),
         (message("kv.retain", [1]), "Expected `object`"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, action_id=""), "action_id"),
         (b'{"protocol_version": "0.1", "message_id": "m", "actions": [7]}', "Expected `object`"),
@@ -330,8 +405,6 @@ async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> No
         assert "direct_tokens is 0" in (await response.json())["actions"][0]["reason"]
     async with pinning(hints=HintsConfig(max_share=0)) as c, c.session.post(c.url + "/hints", data=sent) as response:
         assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
-    async with cluster(direct=rule(Renewing())) as c, c.session.post(c.url + "/hints", data=sent) as response:
-        assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
 
 
 @scenario
@@ -371,7 +444,9 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> N
 
 
 @scenario
-async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there() -> None:
+async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with pinning(2) as c:
         node = c.decode[0]
 
@@ -383,8 +458,8 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
             view([c.prefill[0].url], urls := [one.url for one in c.decode], {u: {"streams": True} for u in urls})
         )
         node.script = [hangs]
-        told = await prefetch(tokens=IDS, model="tiny", ttl_s=999, cache_salt="s")
-        assert (told["status"], told["node"], told["ttl_s"]) == ("clipped", node.url, 60)
+        told = await prefetch(tokens=IDS, model="tiny", cache_salt="s")
+        assert (told["status"], told["node"], told["ttl_s"]) == ("accepted", node.url, 60)
         assert (told["tokens"], told["in_pool"]) == (768, 512)
         assert node.bodies == [{"prompt": IDS, "model": "tiny", "cache_salt": "s", "max_tokens": 1, "stream": False, "kv_transfer_params": STREAM}]  # fmt: skip
         async with c.post({"prompt": [8] * 300}) as response:
@@ -399,10 +474,12 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
         c.decode[0].script = c.decode[1].script = [answers(503)]
         assert "no room" in (await prefetch(tokens=IDS))["reason"]
         c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
+        monkeypatch.setattr(requests, "PREFETCH_S", 0.5)
         for _ in range(2):
-            assert (await prefetch(tokens=IDS, ttl_s=0.5))["status"] == "accepted"
+            assert (await prefetch(tokens=IDS))["status"] == "accepted"
         assert len(c.proxy.requests._prefetched) == 1, "the second takes the place of the first"
         await until(lambda: not c.proxy.requests._prefetched, "it ends with its time")
+        monkeypatch.undo()
         assert (await prefetch(tokens=IDS))["status"] == "accepted"
     assert sum(one.hung_up for one in c.decode) == 4, "it ends with the proxy"
 

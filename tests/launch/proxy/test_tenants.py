@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -143,11 +142,6 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
 class Removing(Renewing):
     def __init__(self, found: int = 0) -> None:
         super().__init__(found)
-        self.removed: list[Sequence[bytes]] = []
-
-    def remove(self, names: Sequence[bytes]) -> list[Status]:
-        self.removed.append(names)
-        return [Status.OK] * len(names)
 
 
 @scenario
