@@ -78,8 +78,10 @@ class CpuPagedCopier(PagedCopier):
         digest = Digest()
         for planes, places, part in self._steps(chunk, source):
             if places.in_place:
-                for plane, pages in zip(planes, part, strict=True):
-                    plane[places.blocks] = pages
+                # NumPy copies a page fastest if it is one element, and on the last axis it still releases the GIL
+                whole = f"V{self.layout.page_bytes}"
+                for plane, target, pages in zip(planes, planes.view(whole), part.view(whole), strict=True):
+                    target[places.blocks] = pages
                     for block in places.in_place:
                         digest.update(plane[block])
             else:
@@ -109,7 +111,9 @@ class CpuPagedCopier(PagedCopier):
             tokens = None if slots is None else slots[cut].reshape(-1)
             in_place = here.tolist() if here is not None and large and len(left) == len(here) else []
             runs.append(_Places(cut, here, tokens, left, in_place))
-        planes_per_step = max(1, per_step // count)
+        # pages in place are taken plane by plane in any case
+        together = len(runs) == 1 and bool(runs[0].in_place)
+        planes_per_step = self.layout.planes if together else max(1, per_step // count)
         done = 0
         for group in self._groups:
             for first in range(0, len(group), planes_per_step):
