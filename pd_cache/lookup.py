@@ -122,9 +122,9 @@ class LookupClient(ABC):
         """
         return None
 
-    def remove(self, names: Sequence[bytes]) -> list[Status]:
-        """Removes these chunks, in all groups of layers, from the pool. Returns for each OK, MISSING, BUSY if it is in use, or why that is not
-        known."""
+    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
+        """Removes these chunks, in all groups of layers, from the pool. Returns for each OK, MISSING, BUSY if it is leased or being written, or
+        why that is not known. `force`: leased or not; a read under way is then a miss."""
         return [Status.CLOSED] * len(names)
 
     def supports_producer_reuse(self) -> bool:
@@ -322,14 +322,14 @@ class MooncakeLookupClient(LookupClient):
             found += statuses.count(Status.OK)
         return epoch, found
 
-    def remove(self, names: Sequence[bytes]) -> list[Status]:
+    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
         epoch, found = self.version.current(self._exist_s), list[Status]()
         if epoch is None:
             return super().remove(names)
         step = max(1, _REMOVED // self._groups.keys_per_chunk)
         for start in range(0, len(names), step):
             keys = [self._groups.keys([name], epoch) for name in names[start : start + step]]
-            told = iter(self.store.remove(list(chain(*keys)), timeout=self._exist_s))
+            told = iter(self.store.remove(list(chain(*keys)), timeout=self._exist_s, force=force))
             for statuses in (set(islice(told, len(one))) for one in keys):
                 trouble = statuses - {Status.OK, Status.MISSING}
                 gone = Status.OK if Status.OK in statuses else Status.MISSING

@@ -30,7 +30,7 @@ from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import REQUEST_ID, Requests
-from launch.proxy.tenants import Tenants
+from launch.proxy.tenants import LOOK_S, Tenants
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -133,7 +133,8 @@ class Proxy:
         self.requests.session = session
         checks = check_health(self._pools, session)
         hints = [_repeat(lambda: self._hints.renew_s, one) for one in (self._hints.renew, self._hints.evict)]
-        beside = {asyncio.create_task(one) for one in (checks, *hints, _repeat(lambda: 1.0, self._tenants.remove))}
+        quotas = _repeat(lambda: LOOK_S, partial(self._tenants.remove, self._hints.pins.of))
+        beside = {asyncio.create_task(one) for one in (checks, *hints, quotas)}
         stop_following = self._files.follow()
         try:
             yield
@@ -171,6 +172,7 @@ class Proxy:
                 metrics.node_up.labels(hop, node).set(up)
             for node, load in pool.loads().items():
                 metrics.node_load.labels(hop, node).set(load)
+        self._tenants.show()
         metrics.view_stale.set(self._pools.stale_s(now))
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -185,7 +187,7 @@ async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]
         try:
             await do()
         except Exception:  # the next time may succeed
-            log.exception("%s failed unexpectedly", do.__qualname__)
+            log.exception("%s failed unexpectedly", do)
 
 
 @web.middleware

@@ -191,11 +191,11 @@ class DirectRule:
         told = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
         return None if told is None else ((namer.fingerprint, told[0]), told[1])
 
-    async def remove(self, names: Sequence[bytes]) -> list[Status]:
+    async def remove(self, names: Sequence[bytes], force: bool) -> list[Status]:
         """Removes chunks from the pool; see `LookupClient.remove`. Returns nothing if the pool is not known."""
         if (client := self._client) is None:
             return []
-        return await asyncio.get_running_loop().run_in_executor(self._threads, client.remove, names)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, client.remove, names, force)
 
     def _retire(self) -> None:
         if self._opened is not None:

@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from itertools import chain, islice
 from operator import eq
 from typing import Annotated, Any, Literal, NamedTuple
@@ -179,6 +179,10 @@ class Pins:
         """Returns the names of all chunks that are kept, each once."""
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
+    def of(self, holder: str) -> Collection[bytes]:
+        """Returns the names of the chunks that are kept for a holder."""
+        return self._uses.get(holder, ())
+
     def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
         """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
         place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
@@ -186,7 +190,7 @@ class Pins:
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
             raise ApiError(400, f"of {self._most} pins, all are taken, or this client has as many as are free")
-        before, own, count = self._end(key), self._uses.get(holder, ()), 0
+        before, own, count = self._end(key), self.of(holder), 0
         mine, left = len(own), room - self._taken()
         for name in pin.names:
             if name not in own:
@@ -468,7 +472,7 @@ class Hints:
         now, pinned = self._clock(), frozenset(self.pins.chunks() if self._leaving else ())
         self._leaving = {one: until for one, until in self._leaving.items() if until > now and one not in pinned}
         names = list(islice(self._leaving, _MOST_REMOVED))
-        statuses = await self._direct.remove(names) if names else []
+        statuses = await self._direct.remove(names, force=False) if names else []
         for name, status in zip(names, statuses, strict=False):
             if (until := self._leaving.pop(name, 0.0)) and status is not Status.OK:
                 self._leaving[name] = until  # tried again after the others

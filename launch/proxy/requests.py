@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -112,14 +113,10 @@ class Exchange:
         )
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
-        self.streams: list[asyncio.Task[None]] = []
-        """They go on until `end_streams`."""
+        self.until_answered = ExitStack()
+        """Ends what the decode node needs until its first byte: streams, and that no chunk is removed for a quota."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the hints that came with it, if some did."""
-
-    def end_streams(self) -> None:
-        while self.streams:
-            self.streams.pop().cancel()
 
     def told(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
@@ -360,7 +357,7 @@ class Requests:
             _free_frames(refusal)
             return passed_on(refusal)
         finally:
-            exchange.end_streams()
+            exchange.until_answered.close()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
 
@@ -380,14 +377,14 @@ class Requests:
             name = bool(completion.hints) or any(one.holder == holder for one in self._prefetched.values())
             name = name or self._tenants.counts(tenant)
             why, named = await self._judge(exchange, completion, prompt, name=name)
-            self._tenants.note(tenant, named)
+            self._tenants.note(tenant, named, exchange.until_answered)
             span.note(direct=why or "")
         if named is not None:
             self._hints.note(exchange.client, exchange.id, named)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 _, exchange.decodes, stream = self._prefetched.pop(last)
-                exchange.streams.append(stream)
+                exchange.until_answered.callback(stream.cancel)
         if completion.hints is not None:
             taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
             exchange.hinted = asyncio.create_task(taking)
@@ -400,7 +397,7 @@ class Requests:
             exchange.prefill_s = time.monotonic() - exchange.started
             self._metrics.prefill_seconds.observe(exchange.prefill_s)
             if not handoff:
-                exchange.end_streams()  # nothing will come
+                exchange.until_answered.close()  # nothing will come
             result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
         else:
             result = "no_prefill_nodes"
@@ -564,7 +561,7 @@ class Requests:
             return
         body = await self._computed(nbytes, completion.for_stream)
         if (stream := self._begin(exchange, node, completion.path, body)) is not None:
-            exchange.streams.append(stream)
+            exchange.until_answered.callback(stream.cancel)
 
     def _begin(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID, most_s: float | None = None
@@ -649,7 +646,7 @@ class Requests:
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     exchange.first_byte_s = time.monotonic() - exchange.started
                     self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
-                    exchange.end_streams()
+                    exchange.until_answered.close()
                     body = b""
                     exchange.share.give_back()
                     return await self._relay(exchange, node, answer, first)

@@ -3,21 +3,23 @@
 A tenant's requests reach the nodes with a `cache_salt` that no client can send (`bodies.tenant_salt`), so their chunks have names of their own.
 The proxy names the chunks of each prompt (`direct.py`), and counts them for the tenant until they are removed:
 
-1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and none that is leased or pinned, or was used in
-   the last seconds: a decode node may be about to load it.
-2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a tenant exceeds its quota only by what
-   it stores within these seconds, and then only the master's eviction can cost others anything, if the pool has no room for that.
-3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Nobody uses it, so the master evicts it
-   before others. Beyond two million chunks of all tenants, so are those of the tenant with most that were not used for longest.
+1. Of a tenant over its quota, chunks that were not used for longest are removed: only its own, and neither those of its pins nor those of requests
+   under way, which a decode node may be about to load. Each use leases a chunk, so those used a short while ago are removed by force: a read
+   under way is then a miss, because the object's checksum is wrong. What is leased without a use here is another proxy's, and stays.
+2. A chunk counts when a prompt names it, whether it is stored or not, and also if the pool has evicted it. So a tenant exceeds its quota only by
+   its requests under way, and by what it stores between two looks.
+3. What no prompt has named since this proxy began, such as chunks of generated text, does not count. Beyond two million chunks of all tenants,
+   neither do those of the tenant with most that were not used for longest.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice, takewhile
 from typing import Literal
 
 from aiohttp import web
@@ -33,11 +35,15 @@ from transfer.errors import Status
 from transfer.settings import ByteSize
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+Pinned = Callable[[str], Container[bytes]]
+"""Returns the chunks that a tenant's pins keep."""
 _GONE = TenantConfig(pins=ByteSize(0))
-_RESTS_S = 15.0
-"""How long a chunk must not have been used: longer than the usual lease."""
+LOOK_S = 0.1
+"""How often `Tenants.remove` is to be called."""
+_LEASED_S = 15.0
+"""For how long after its use a chunk is probably leased by it: longer than the usual lease."""
 _STORED_WITHIN_S = 60.0
-"""How long after a prompt its chunks may still be on their way into the pool."""
+"""How long after a prompt its chunks may still be on their way into the pool, also if they were removed meanwhile."""
 _MOST_CHUNKS = 1 << 21
 """The most chunks that are counted for all tenants: 350 MB."""
 _MOST_REMOVED = 4096
@@ -49,6 +55,10 @@ class Ledger:
 
     def __init__(self) -> None:
         self._used: OrderedDict[bytes, float] = OrderedDict()
+        self._under_way: Counter[bytes] = Counter()
+        """In how many requests under way a chunk is."""
+        self._removed: OrderedDict[bytes, float] = OrderedDict()
+        """When chunks were removed that a store may bring back."""
 
     def __len__(self) -> int:
         return len(self._used)
@@ -58,15 +68,36 @@ class Ledger:
         for name in reversed(names):
             self._used[name] = now
             self._used.move_to_end(name)
+            self._removed.pop(name, None)
+
+    def hold(self, names: Sequence[bytes]) -> Callable[[], None]:
+        """Keeps a prompt's chunks from `oldest`, until what it returns is called."""
+        self._under_way.update(names)
+
+        def let_go() -> None:
+            self._under_way.subtract(names)
+            for name in names:
+                if not self._under_way[name]:
+                    del self._under_way[name]
+
+        return let_go
 
     def forget(self, count: int) -> None:
         """Counts the oldest chunks no longer."""
         for _ in range(count):
             self._used.popitem(last=False)
 
-    def oldest(self, count: int, before: float) -> list[bytes]:
-        """Returns at most so many chunks that were last used before a time."""
-        return [name for name, used in islice(self._used.items(), max(0, count)) if used < before]
+    def oldest(self, count: int, kept: Container[bytes] = ()) -> Iterator[tuple[bytes, float]]:
+        """Yields at most so many chunks, and when each was last used; none of a request under way, and none of `kept`."""
+        free = (one for one in self._used.items() if one[0] not in self._under_way and one[0] not in kept)
+        return islice(free, max(0, count))
+
+    def again(self, before: float) -> list[bytes]:
+        """Returns the chunks that were removed before a time, to be removed once more."""
+        due = [name for name, _ in takewhile(lambda one: one[1] < before, self._removed.items())]
+        for name in due:
+            del self._removed[name]
+        return due
 
     def settle(self, names: Sequence[bytes], statuses: Sequence[Status], asked: float, now: float) -> int:
         """Takes in what became of chunks that were to be removed at the time `asked`. Returns how many were removed."""
@@ -75,9 +106,10 @@ class Ledger:
             if used is None or used >= asked:
                 continue  # it is used again, and possibly stored again
             if status is Status.BUSY:
-                self.use([name], now)
+                self._used.move_to_end(name)
             elif status is Status.OK or (status is Status.MISSING and now - used > _STORED_WITHIN_S):
                 del self._used[name]
+                self._removed[name] = now
         return statuses.count(Status.OK)
 
 
@@ -140,8 +172,8 @@ class Tenants:
         """Returns whether `note` has to know what the tenant's prompts are known by."""
         return tenant in (self._known or ())
 
-    def note(self, tenant: str, named: NamedPrompt | None) -> None:
-        """Counts a prompt of a tenant."""
+    def note(self, tenant: str, named: NamedPrompt | None, until: ExitStack) -> None:
+        """Counts a prompt of a tenant. Its chunks stay until `until` is closed."""
         if not self.counts(tenant):
             return
         self._metrics.tenant_requests.labels(tenant, "no" if named is None else "yes").inc()
@@ -151,22 +183,31 @@ class Tenants:
             self._metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
             self._metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
         if self.chunks(tenant, "quota") is not None:
-            self._ledgers.setdefault(tenant, Ledger()).use(named.names, self._clock())
+            ledger = self._ledgers.setdefault(tenant, Ledger())
+            ledger.use(named.names, self._clock())
+            until.callback(ledger.hold(named.names))
             if (over := sum(map(len, self._ledgers.values())) - _MOST_CHUNKS) > 0:
                 max(self._ledgers.values(), key=len).forget(over)
 
-    async def remove(self) -> None:
-        """Removes chunks of tenants over their quota, at most 4096 of each, and sets the gauges."""
+    async def remove(self, pinned: Pinned = lambda tenant: ()) -> None:
+        """Removes chunks of tenants over their quota: at most 4096 of each, and none that is `pinned(tenant)`."""
         for tenant in list(self._ledgers):
             room, ledger = self.chunks(tenant, "quota"), self._ledgers[tenant]
             if room is None:  # it has no quota any more
                 del self._ledgers[tenant]
                 continue
             asked = self._clock()
-            if names := ledger.oldest(min(_MOST_REMOVED, len(ledger) - room), asked - _RESTS_S):
-                statuses = await self._direct.remove(names)
-                removed = ledger.settle(names, statuses, asked, self._clock())
-                self._metrics.tenant_evicted.labels(tenant).inc(removed)
+            oldest = list(ledger.oldest(min(_MOST_REMOVED, len(ledger) - room), pinned(tenant)))
+            leased = [name for name, used in oldest if used > asked - _LEASED_S]
+            others = [name for name, used in oldest if used <= asked - _LEASED_S]
+            for force, names in ((True, leased), (False, others + ledger.again(asked - _STORED_WITHIN_S))):
+                if names:
+                    statuses = await self._direct.remove(names, force)
+                    removed = ledger.settle(names, statuses, asked, self._clock())
+                    self._metrics.tenant_evicted.labels(tenant).inc(removed)
+
+    def show(self) -> None:
+        """Sets the gauges."""
         held, quota = self._metrics.tenant_bytes, self._metrics.tenant_quota
         held.clear()  # also for tenants that are gone
         quota.clear()

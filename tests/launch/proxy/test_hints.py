@@ -86,7 +86,7 @@ class Renewing(Lookups):
         self.removed: list[Sequence[bytes]] = []
         self.leased: Sequence[bytes] = ()
 
-    def remove(self, names: Sequence[bytes]) -> list[Status]:
+    def remove(self, names: Sequence[bytes], force: bool) -> list[Status]:
         self.removed.append(names)
         return [Status.BUSY if name in self.leased else Status.OK for name in names]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
 from pd_cache.errors import ConfigError
 from tests.launch.proxy.test_direct import IDS, rule
 from tests.launch.proxy.test_hints import Renewing, message
-from tests.support.proxy import NAMESPACE, error_of, hangs, prefills, scenario, until
+from tests.support.proxy import NAMESPACE, decodes, error_of, hangs, prefills, scenario, until
 from tests.support.proxy import cluster as proxied
 from transfer.errors import Status
 
@@ -100,19 +100,39 @@ def test_a_ledger_gives_up_what_was_not_used_for_longest_a_prompts_end_first() -
     ledger.use([b"a1", b"a2", b"a3"], 0.0)
     ledger.use([b"b1"], 1.0)
     ledger.use([b"a1", b"a2"], 2.0)
-    assert ledger.oldest(9, 9.0) == [b"a3", b"b1", b"a2", b"a1"]
-    assert ledger.oldest(9, 1.5) == [b"a3", b"b1"]
-    assert ledger.oldest(-1, 9.0) == []
+    assert list(ledger.oldest(9)) == [(b"a3", 0.0), (b"b1", 1.0), (b"a2", 2.0), (b"a1", 2.0)]
+    assert [name for name, _ in ledger.oldest(1, {b"a3"})] == [b"b1"], "what is pinned stays"
+    assert list(ledger.oldest(-1)) == []
     ledger.use([b"b1"], 3.5)
     told = [Status.OK, Status.OK, Status.BUSY, Status.POOL_DOWN]
     assert ledger.settle([b"a3", b"b1", b"a2", b"a1"], told, 3.0, 4.0) == 2
-    assert ledger.oldest(9, 9.0) == [b"a1", b"b1", b"a2"], "what was used meanwhile, or is leased, stays"
+    leased = [(b"a1", 2.0), (b"b1", 3.5), (b"a2", 2.0)]
+    assert list(ledger.oldest(9)) == leased, "what was used meanwhile, or is leased, stays"
     assert ledger.settle([b"a1"], [Status.MISSING], 5.0, 60.0) == 0
     assert len(ledger) == 3, "it may still be on its way into the pool"
     ledger.settle([b"a1"], [Status.MISSING], 63.0, 63.0)
     assert len(ledger) == 2, "it is not in the pool"
     ledger.settle([b"b1"], [], 63.0, 63.0)
     assert len(ledger) == 2, "no pool is known"
+
+
+def test_what_requests_under_way_need_stays_as_long_as_one_of_them_needs_it() -> None:
+    ledger = Ledger()
+    ledger.use([b"a", b"b"], 0.0)
+    first, second = ledger.hold([b"a", b"b"]), ledger.hold([b"a"])
+    assert list(ledger.oldest(9)) == []
+    first()
+    assert list(ledger.oldest(9)) == [(b"b", 0.0)]
+    second()
+    assert len(list(ledger.oldest(9))) == 2
+
+
+def test_what_was_removed_is_removed_again_when_a_late_store_may_have_brought_it_back() -> None:
+    ledger = Ledger()
+    ledger.use([b"a", b"b"], 0.0)
+    ledger.settle([b"a", b"b"], [Status.OK, Status.OK], 1.0, 1.0)
+    ledger.use([b"a"], 2.0)
+    assert (len(ledger), ledger.again(1.0), ledger.again(9.0), ledger.again(9.0)) == (1, [], [b"b"], [])
 
 
 def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +144,14 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
 
         def note(tenant: str, *numbers: int) -> None:
             names = [f"{tenant}{number}".encode() for number in numbers]
-            tenants.note(tenant, NamedPrompt("", 0, pool_tokens=None, names=names))  # as while the pool is away
+            unknown = NamedPrompt("", 0, pool_tokens=None, names=names)  # as while the pool is away
+            tenants.note(tenant, unknown, ExitStack())
 
         note("b", 1, 2, 3)
         for number in range(100):
             note("a", number, 1000)
         assert {name: len(ledger) for name, ledger in tenants._ledgers.items()} == {"a": 7, "b": 3}
-        assert tenants._ledgers["a"].oldest(1, math.inf) == [b"a94"], (
-            "those that were not used for longest are forgotten"
-        )
+        assert next(iter(tenants._ledgers["a"]._used)) == b"a94", "those that were not used for longest are forgotten"
         (tmp_path / "tenants.yaml").write_text("tenants: {b: {quota: 1GiB}}")
         watched.look()
         asyncio.run(tenants.remove())
@@ -142,25 +161,47 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
 class Removing(Renewing):
     def __init__(self, found: int = 0) -> None:
         super().__init__(found)
+        self.removed: list[bytes] = []
+        self.forced = 0
+
+    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
+        self.removed += names
+        self.forced += len(names) * force
+        return [Status.OK] * len(names)
 
 
 @scenario
-async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_path: Path) -> None:
+async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.proxy.app.LOOK_S", 3600.0)
     client = Removing(found=256)
-    async with proxied(direct=rule(client), **files(tmp_path)) as c:
+    text = FILE.replace(", max_requests: 1", "")
+    async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
         async with c.post(body(), headers=bearer(OF_B)) as response:
             assert response.status == 200
-        for first in range(3):  # 9 chunks, of which 4 may stay
+        names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(4)]  # type: ignore[union-attr]
+        c.decode[0].default = hangs
+        loading = asyncio.ensure_future(c.post(body(prompt=[0, *IDS[1:]]), headers=bearer(OF_A)).__aenter__())
+        await until(lambda: len(c.decode[0].bodies) == 2, "a decode node is about to load it")
+        c.decode[0].default = decodes
+        for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
             async with c.post(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A)) as response:
                 assert response.status == 200
-        await c.proxy._tenants.remove()
-        assert client.removed == [], "a decode node may be about to load it"
+        await c.proxy._tenants.remove(lambda tenant: names[2] if tenant == "a" else ())
+        assert client.removed == [*reversed(names[1])], "neither what is to be loaded nor what is pinned"
+        assert client.forced == 3, "it is leased by its request"
+        loading.cancel()
+        await until(lambda: not c.proxy.requests.running, "the client has gone")
         c.proxy._tenants._clock = lambda: time.monotonic() + 20
         await c.proxy._tenants.remove()
-        names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(3)]  # type: ignore[union-attr]
-        assert [name for some in client.removed for name in some] == [*reversed(names[0]), *reversed(names[1][1:])]
+        assert client.removed[3:] == [*reversed(names[0][1:])]
+        assert client.forced == 3, "whoever has leased it meanwhile is another proxy"
+        c.proxy._tenants._clock = lambda: time.monotonic() + 90
         await c.proxy._tenants.remove()
-        assert c.metric("tenant_evicted_chunks_total", tenant="a") == 5
+        assert client.removed[5:] == client.removed[:5], "a late store may have brought them back"
+        c.proxy._tenants.show()
+        assert c.metric("tenant_evicted_chunks_total", tenant="a") == 10
         assert c.metric("tenant_bytes", tenant="a") == c.metric("tenant_quota_bytes", tenant="a") == 4 * CHUNK
         assert c.metric("tenant_tokens_total", tenant="a", outcome="requested") == 3 * len(IDS)
         assert c.metric("tenant_tokens_total", tenant="a", outcome="found") == 3 * 256
@@ -176,7 +217,7 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_p
 async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Path) -> None:
     client = Removing()
     client.gate.clear()
-    text = FILE.replace(", max_requests: 1", "")
+    text = "tenants: {a: {quota: 1GiB}}"
     async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
         asked = [body(prompt=[first, *IDS[1:]]) for first in range(MAX_WAITING + 8)]
         asking = [asyncio.ensure_future(c.post(one, headers=bearer(OF_A)).__aenter__()) for one in asked]
