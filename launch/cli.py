@@ -349,11 +349,11 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
     from rich.progress import Progress
 
     from launch.operate import drain as drained
-    from launch.supervise import signals_as_exceptions
+    from launch.supervise import stop_on_signals
 
     config = _running(file)
     screen = Console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar, signals_as_exceptions():
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar, stop_on_signals() as stop:
         task = bar.add_task(node, total=None)
         shown = 0.0
 
@@ -367,7 +367,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
                 screen.print(line, soft_wrap=True, highlight=False)
                 shown = state.seconds + 5.0
 
-        found = drained.drain(config, node, timeout_s=timeout_s, told=told)
+        found = drained.drain(config, node, timeout_s=timeout_s, told=told, stop=stop)
     _answer(as_json, found, drained.text_of(found, str(file)))
     if found.outcome != "drained":
         raise SystemExit(1)
@@ -384,11 +384,11 @@ def doctor(file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from launch import doctor as examined
-    from launch.supervise import signals_as_exceptions
+    from launch.supervise import stop_on_signals
 
     config = None if file is None else _running(file)
-    with signals_as_exceptions(), Console(stderr=True).status("examining …"):
-        report = examined.examine(config, file)
+    with stop_on_signals() as stop, Console(stderr=True).status("examining …"):
+        report = examined.examine(config, file, stop)
     _answer(as_json, report, examined.report_table(report))
     if report.broken:
         raise SystemExit(1)

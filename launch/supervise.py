@@ -29,11 +29,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Literal, NoReturn, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from launch import _tethered
 from pd_cache.cluster import SupervisorConfig
@@ -107,31 +106,14 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere."""
+    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere.
+
+    An exception out of a handler could leave a lock held for ever: a `threading.Condition` takes its own in Python.
+    """
     flag = StopFlag()
-    with _handling(lambda number, frame: flag.set()):
-        yield flag
-
-
-class StoppedError(SystemExit):
-    """A signal asked the process to stop, while `signals_as_exceptions` was in force. Its code is 128 and the signal's number."""
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise StoppedError(128 + number)
-
-
-def signals_as_exceptions() -> AbstractContextManager[None]:
-    """Makes signals that ask to stop raise StoppedError, so that what was opened is closed. Main thread only."""
-    return _handling(_raise)
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has signals that ask to stop go to `handler` while the block runs, and to their earlier handlers after that."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    before = {number: signal.signal(number, lambda *_: flag.set()) for number in stop_signals()}
     try:
-        yield
+        yield flag
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)

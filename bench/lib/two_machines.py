@@ -12,6 +12,7 @@ authenticated.
 from __future__ import annotations
 
 import importlib
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ import zmq
 
 import pd_cache
 from bench.lib.pool import config_option
-from launch.supervise import end, signals_as_exceptions, spawn_child
+from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
@@ -294,7 +295,8 @@ def main(site: str, address: str, host: str) -> None:
     module, _, name = site.partition(":")
     kind: type[Site] = getattr(importlib.import_module(module), name)
     path = Path(address.removeprefix("ipc://"))
-    with signals_as_exceptions():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever is not ended by it is killed
+    with suppress(KeyboardInterrupt):
         serve_site(kind, address, Location(path.name, host, load_config(path.parent / "cluster.yaml")))
 
 

@@ -21,7 +21,7 @@ import msgspec
 from launch.discovery import known_master
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.status import cluster_status
-from launch.supervise import StopFlag, StoppedError, end, spawn_child
+from launch.supervise import StopFlag, end, spawn_child
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes, shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
@@ -65,9 +65,11 @@ class Drain(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-def drain(config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[[Drain], None]) -> Drain:
+def drain(
+    config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[[Drain], None], stop: StopFlag
+) -> Drain:
     """Moves the objects of a node to the others, and returns how that ended. If the node is being drained already, this helps, and follows it.
-    After `timeout_s` seconds it cancels what it began, as it does on a signal (`signals_as_exceptions`); that takes up to 20 seconds more.
+    After `timeout_s` seconds it cancels what it began, as it does when `stop` is set; that takes up to 20 seconds more.
 
     Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
     the master stops to answer.
@@ -98,7 +100,7 @@ def drain(config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[
     with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
         try:
             job = begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)
-            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, told)
+            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, told, stop)
         except (OSError, ValueError) as error:
             raise PdCacheError(f"the master did not answer: {error}; {_again(name)}") from error
 
@@ -164,19 +166,16 @@ class _Follower:
         self._ask_again = 0.0
         self._begin = time.monotonic()
 
-    def follow(self, timeout_s: float, told: Callable[[Drain], None]) -> Drain:
+    def follow(self, timeout_s: float, told: Callable[[Drain], None], stop: StopFlag) -> Drain:
         state, canceled = self._state, False
-        try:
-            while (status := self._look()) == "DRAINING":
-                told(state)
-                if not self._targets or state.seconds > timeout_s:
-                    canceled, status = True, self._cancel()
-                    break
-                if not self._moving and time.monotonic() > self._ask_again:
-                    self._move_leased()
-                time.sleep(_POLL_S)
-        except StoppedError:
-            canceled, status = True, self._cancel()
+        while (status := self._look()) == "DRAINING":
+            told(state)
+            if not self._targets or state.seconds > timeout_s or stop.is_set():
+                canceled, status = True, self._cancel()
+                break
+            if not self._moving and time.monotonic() > self._ask_again:
+                self._move_leased()
+            stop.wait(_POLL_S)
         outcomes: dict[str, Literal["drained", "failed", "canceled", "goes on"]]
         outcomes = {"DRAINED": "drained", "DRAINING": "goes on"}
         state.outcome = outcomes.get(status, "canceled" if canceled else "failed")
@@ -238,7 +237,7 @@ class _Follower:
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
     def _cancel(self) -> str:
-        """Cancels the job, and returns the segment's status. A second signal ends the attempt. A job of another command goes on."""
+        """Cancels the job, and returns the segment's status. A job of another command goes on."""
         status = self._look()  # for a list of its keys, a master that stands still is waited for much longer
         if self._job is None:
             return status

@@ -408,7 +408,6 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
     once = once or not console.is_terminal or console.is_dumb_terminal
     nodes = WatchedNodes(_STALE_S + interval_s, since_start=once)
     with (
-        # a flag: an exception out of a signal's handler could leave a lock of the asker's threads held
         stop_on_signals() as stop,
         open_directory(config) as directory,
         contextlib.closing(Asker(proxy_access(config), interval_s)) as asker,

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 import yaml
 
-from launch.doctor import DoctorReport, Finding, Verdict
+from launch.doctor import DoctorReport, Finding, Verdict, examine
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
-from launch.supervise import StoppedError
+from launch.supervise import StopFlag
 from launch.up import LocalCluster
 from pd_cache.cluster import load_config
+from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
 from tests.support.pool import Pool, free_port
@@ -143,15 +144,22 @@ def _probe(pool: Pool) -> list[Finding]:
     )
 
 
+def test_a_signal_ends_it_after_the_check_under_way() -> None:
+    stop = StopFlag()
+    stop.set()
+    with pytest.raises(PdCacheError, match="stopped by a signal"):
+        examine(None, None, stop)
+
+
 def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def stopped(*_: Any, **__: Any) -> Any:
         seen.extend(keys_of_doctors(pool))
-        raise StoppedError(signal.SIGTERM)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(MooncakeStore, "start_get", stopped)
-    with pytest.raises(StoppedError):
+    with pytest.raises(KeyboardInterrupt):
         _probe(pool)
     assert len(seen) == 16
     assert keys_of_doctors(pool) == []

@@ -16,7 +16,7 @@ from launch.masters import Segment, begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
 from launch.operate.drain import Drain, drain, drain_local
 from launch.status import cluster_status
-from launch.supervise import StopFlag, StoppedError
+from launch.supervise import StopFlag
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, run_program
@@ -114,15 +114,16 @@ def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(ho
     pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
     put(pool, 0, 200, 4096)
     states: list[Drain] = []
+    stop = StopFlag()
 
     def told(state: Drain) -> None:
         states.append(state)
         if how == "a signal" and state.moved:
-            raise StoppedError(130)
+            stop.set()
 
     config = load_config(pool.file)
     timeout_s = 3600.0 if how == "a signal" else 1.5
-    found = drain(config, "store-0", timeout_s=timeout_s, told=told)
+    found = drain(config, "store-0", timeout_s=timeout_s, told=told, stop=stop)
     assert found.outcome == "canceled"
     assert found.moved + found.left == 200
     assert found.moved > 0
@@ -192,10 +193,9 @@ def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callab
     put(pool, 0, 40, 4096)
     assert begin_drain(pool.metrics, [pool.segment(0)], 4) is not None
 
-    def told(state: Drain) -> None:
-        raise StoppedError(130)
-
-    found = drain(load_config(pool.file), "store-0", timeout_s=60, told=told)
+    stop = StopFlag()
+    stop.set()
+    found = drain(load_config(pool.file), "store-0", timeout_s=60, told=lambda _: None, stop=stop)
     assert found.outcome == "goes on"
     wait_for(lambda: segment(pool, 0).status == "DRAINED", what="the first drain's end")
 
@@ -221,7 +221,7 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
             assert client.put(key, b"odd", config) == 0
         leased = [*odd, *(f"0/{number}" for number in range(70))]
         assert client.batch_is_exist(leased) == [1] * len(leased)
-        found = drain(load_config(pool.file), "store-0", timeout_s=120, told=lambda _: None)
+        found = drain(load_config(pool.file), "store-0", timeout_s=120, told=lambda _: None, stop=StopFlag())
         assert (found.outcome, found.moved) == ("drained", 73)
         assert len(lists) == 1
         pool.stop("store-0")
@@ -239,7 +239,7 @@ def test_a_drain_whose_last_target_goes_ends_at_once_and_the_node_takes_objects_
             pool.stop("store-1")
 
     with pytest.raises(PdCacheError, match=r"no other node takes objects any more: \d+ objects are still on store-0"):
-        drain(load_config(pool.file), "store-0", timeout_s=600, told=told)
+        drain(load_config(pool.file), "store-0", timeout_s=600, told=told, stop=StopFlag())
     assert segment(pool, 0).status == "OK"
 
 
@@ -255,7 +255,7 @@ def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool:
     with pytest.raises(
         Exception, match=r"the master no longer knows the job, because it was started anew; what was moved"
     ):
-        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, told=told)
+        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, told=told, stop=StopFlag())
 
 
 def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Callable[..., Pool]) -> None:
@@ -267,23 +267,24 @@ def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Calla
             pool.kill("store-0")
 
     with pytest.raises(PdCacheError, match=r"store-0 has stopped, or was started anew: what it had not moved yet is"):
-        drain(load_config(pool.file), "store-0", timeout_s=600, told=told)
+        drain(load_config(pool.file), "store-0", timeout_s=600, told=told, stop=StopFlag())
 
 
 def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(make_pool, monkeypatch):
     pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
     put(pool, 0, 100, 4096)
     monkeypatch.setattr(drained_by, "_CALL_S", 1.0)
+    stop = StopFlag()
     (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
 
     def told(state: Drain) -> None:
         master.suspend()
-        raise StoppedError(130)
+        stop.set()
 
     begin = time.monotonic()
     try:
         with pytest.raises(PdCacheError, match="the master has not answered for 1 s"):
-            drain(load_config(pool.file), "store-0", timeout_s=60, told=told)
+            drain(load_config(pool.file), "store-0", timeout_s=60, told=told, stop=stop)
     finally:
         master.resume()
     assert time.monotonic() - begin < 60, "the list of its keys has minutes"

@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ from launch.engines.reference.requests import (
     QueueFullError,
 )
 from launch.openai import ApiError, ServerLog, errors, given_id, overloaded
-from launch.supervise import StoppedError, signals_as_exceptions, stop_signals
+from launch.supervise import stop_on_signals, stop_signals
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
 
@@ -273,9 +272,11 @@ def serve(
         stop = asyncio.Event()
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        if stopped.is_set():  # before the loop had the signals
+            return
         await server.run(host, port, ready, stop, on_stop=on_stop)
 
-    with suppress(StoppedError), signals_as_exceptions():
+    with stop_on_signals() as stopped:
         server = open_server()
         try:
             _logger.warning(
