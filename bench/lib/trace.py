@@ -4,7 +4,8 @@ The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped
 
 `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of 512 prompt tokens, the last
 one maybe not full, equal in two requests where their prompts are equal up to that block's end. Public ones are in
-https://github.com/kvcache-ai/Mooncake under FAST25-release/traces.
+https://github.com/kvcache-ai/Mooncake under FAST25-release/traces. What `aiperf synthesize agentic-code` writes is read, too: there a line has
+a `session_id`, and says what a call adds to its session, and how many ms after the answer before it comes.
 
 A cache is asked for a prompt's blocks and answers how many of them, from the first, it held; afterwards it holds them all, as far as it
 has room. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
@@ -18,6 +19,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -29,6 +31,8 @@ from launch.proxy.prefixes import leading
 BLOCK_TOKENS = 512
 
 _LONGEST_LINE = 16 << 20
+_SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
+"""AIPerf's sessions begin one after the other within an hour, and a token of their answers takes so long: what its own report assumes."""
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -53,7 +57,17 @@ class Request(msgspec.Struct):
         return self.hash_ids[: self.input_length // BLOCK_TOKENS]
 
 
-_decode = msgspec.json.Decoder(Request).decode
+class _Call(msgspec.Struct):
+    """A line of AIPerf's. Its `hash_ids` count only where the session begins: blocks of what is added are not those of the prompt."""
+
+    session_id: str
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: list[_Block]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+_decode, _decode_call = msgspec.json.Decoder(Request).decode, msgspec.json.Decoder(_Call).decode
 
 
 def read_request(line: bytes) -> Request:
@@ -62,6 +76,10 @@ def read_request(line: bytes) -> Request:
         request = _decode(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no request of a trace: {error}") from None
+    return _checked(request)
+
+
+def _checked(request: Request) -> Request:
     blocks = -(-request.input_length // BLOCK_TOKENS)
     if len(request.hash_ids) != blocks:
         raise ValueError(
@@ -76,16 +94,39 @@ def read_request(line: bytes) -> Request:
 def read_trace(file: Path, limit: int | None = None) -> list[Request]:
     """Returns the first `limit` requests of a trace, in the order of their times. TraceError names the line that does not fit."""
     requests: list[Request] = []
+    sessions: dict[str, list[Request]] = {}
+    fresh = count(1 << 61)
     for number, line in _lines(file):
         if len(requests) == limit:
             break
         try:
-            requests.append(read_request(line))
+            requests.append(_read_call(line, sessions, fresh) if b'"session_id"' in line else read_request(line))
         except ValueError as error:
             raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
         raise TraceError(f"{file}: holds no requests")
+    for number, session in enumerate(sessions.values()):
+        for request in session:
+            request.timestamp += _SESSIONS_MS * number / len(sessions)
     return sorted(requests, key=lambda request: request.timestamp)
+
+
+def _read_call(line: bytes, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
+    """Adds a call to its session, whose prompt is all that was said in it before. Its time is that since the session began."""
+    try:
+        call = _decode_call(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no call of a session: {error}") from None
+    session = sessions.setdefault(call.session_id, [])
+    now, tokens, blocks = 0.0, call.input_length, call.hash_ids
+    if session:
+        before = session[-1]
+        now = before.timestamp + before.output_length * _ANSWER_MS + call.delay
+        tokens += before.input_length + before.output_length
+        blocks = before.whole_blocks
+        blocks = [*blocks, *islice(fresh, -(-tokens // BLOCK_TOKENS) - len(blocks))]
+    session.append(_checked(Request(now, tokens, blocks, call.output_length)))
+    return session[-1]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -84,14 +84,17 @@ _PUBLISHED: dict[tuple[str, Router], str] = {
     ("conversation", "longest_prefix"): "hits 2.22, time 0.76",
     ("toolagent", "longest_prefix"): "hits 1.38, time 0.74",
     ("synthetic", "longest_prefix"): "hits 2.36, time 0.52",
-    ("agents", "round_robin"): "0.017, 0.922; > 0.95",
+    ("conversation", "round_robin"): "8 engines: 0.118, 0.524, time 0.64",
+    ("agents", "round_robin"): "0.017, 0.922",
+    ("dataset", "round_robin"): "> 0.95",
     ("customers", "random"): "92.6",
     ("customers", "least_loaded"): "94.9",
     ("customers", "guess"): "31.1",
     ("customers", "events"): "0.54",
 }
-"""What others measured: FAST'25, section 5.3.2, of three traces; vLLM's article, of one prefill node without and with a pool, and of up to
-60 GPUs with it; llm-d, p90 of the time to first token."""
+"""What others measured: FAST'25, section 5.3.2, of three traces; PegaFlow, of eight caches of 62.5 GiB and one of 500, on a trace that is
+not named; vLLM's article, of one prefill node without and with a pool, and of 1 to 5 with it on AIPerf's `dataset.jsonl`
+(docs/performance.md); llm-d, p90 of the time to first token."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 

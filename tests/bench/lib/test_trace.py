@@ -24,6 +24,25 @@ def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path: Path
     assert read_trace(write_trace(tmp_path / "trace.jsonl", requests[::-1])) == requests
 
 
+def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path: Path) -> None:
+    file = tmp_path / "dataset.jsonl"
+    lines = [
+        {"session_id": "a", "timestamp": 0.0, "input_length": 1100, "output_length": 60, "hash_ids": [0, 1, 7]},
+        {"session_id": "a", "delay": 500.0, "input_length": 700, "output_length": 60, "hash_ids": [8, 9]},
+        {"session_id": "b", "timestamp": 0.0, "input_length": 1030, "output_length": 60, "hash_ids": [0, 1, 10]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second, other = read_trace(file)
+    assert (first.timestamp, second.timestamp, other.timestamp) == (0, 60 * 1000 / 60 + 500, 3_600_000 / 2)
+    assert second.input_length == 1100 + 60 + 700
+    assert second.hash_ids[:2] == [0, 1]
+    assert len({*first.hash_ids, *second.hash_ids}) == 3 + 2
+    assert hit_rate([first, second, other], SimulatedLru()) == 2 * 1024 / (1100 + 1860 + 1030)
+    file.write_text(json.dumps({**lines[0], "hash_ids": [0, 1]}))
+    with pytest.raises(TraceError, match="line 1: 2 hash_ids"):
+        read_trace(file)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
