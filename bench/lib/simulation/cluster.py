@@ -15,6 +15,7 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Statio
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import SimulatedRequest
+from launch.engines.reference.cache import FIRST_POLL_S, LONGEST_POLL_S
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission, Client
@@ -22,8 +23,6 @@ from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
-_POLL_S = 0.01
-"""Seconds between two lookups of a decode node that waits for what was announced."""
 _MASTER = MasterNode(name="master")
 
 
@@ -112,17 +111,18 @@ class _Node:
         """Looks up once, or until what was announced is there; then loads."""
         cluster, names = self._cluster, generating.request.names
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
-        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), _POLL_S
+        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), FIRST_POLL_S
         while names:
             found = yield from cluster.look_up(self.machine, names)
             if found * size >= generating.announced or time.now >= deadline:
                 generating.loaded = size * (yield from cluster.load(self, names[:found]))
                 return
             yield time.after(min(pause, deadline - time.now))
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, LONGEST_POLL_S)
 
     def store(self, generating: Generating) -> Happening:
-        names = generating.request.names[generating.loaded // self._cluster.costs.engine.chunk_tokens :]
+        size = self._cluster.costs.engine.chunk_tokens
+        names = generating.request.names[generating.stored // size : generating.position // size]
         return self._cluster.time.start(self._cluster.store(self, names))
 
 

@@ -26,13 +26,14 @@ class Generating:
         """`output`: tokens to generate. `announced`: tokens that a prefill node is storing. `on_tokens` is called with the number of tokens
         that have come, the first one alone."""
         self.request, self.output, self.announced, self.on_tokens = request, output, announced, on_tokens
-        self.loaded = 0
-        """Prompt tokens that were loaded."""
+        self.loaded = self.stored = 0
+        """Prompt tokens that were loaded, and that were loaded or are being stored."""
         self.position = 0
         self.produced = 0
         self.first, self.ended = Happening(), Happening()
-        self.stored = Happening()
-        """The engine's blocks are free of the store of its prompt."""
+        self.storing = Happening()
+        """The engine's blocks are free of the last store of its prompt's chunks."""
+        self.storing.happen()
 
     @property
     def needed(self) -> int:
@@ -50,8 +51,8 @@ class SimulatedEngine:
         load: Callable[[Generating], Process],
         store: Callable[[Generating], Happening],
     ) -> None:
-        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was computed; it happens when the
-        engine's blocks are free of it."""
+        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was computed, from token `stored` to
+        `position`; it happens when the engine's blocks are free of it."""
         self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
@@ -105,6 +106,7 @@ class SimulatedEngine:
         self._loading -= 1
         # the last token is computed even if it was loaded
         generating.position = min(generating.loaded, generating.request.tokens - 1)
+        generating.stored = generating.loaded
         self._prefilling.append(generating)
         self._wake.happen()
 
@@ -115,10 +117,14 @@ class SimulatedEngine:
         self.asked += seconds
         yield self._time.after(seconds)
         one.position = end
+        if (
+            end == one.request.tokens or one.storing.done
+        ):  # what is complete goes to the pool while the rest is computed
+            one.storing = self._store(one)
+            one.stored = end
         if end < one.request.tokens:
             return
         self._prefilling.popleft()
-        one.stored = self._store(one)
         one.produced = 1
         one.first.happen()
         one.on_tokens(1)
@@ -152,4 +158,4 @@ class SimulatedEngine:
             self._free += generating.needed
             self._wake.happen()
 
-        generating.stored.then(free)
+        generating.storing.then(free)

@@ -87,6 +87,17 @@ def test_a_prefill_node_computes_and_a_decode_node_loads() -> None:
     assert set(uses) >= {"master", "proxy", "prefill", "decode", "links"}
 
 
+def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is() -> None:
+    costs = msgspec.structs.replace(
+        _COSTS, engine=msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
+    )
+    cluster = SimulatedCluster(ClusterPlan(0, 2, proxy=ProxyConfig(direct_tokens=0)), costs)
+    outcomes, _ = cluster.run(
+        [_request(0.0, 1), _request(0.6, 1)]
+    )  # to the other node, while the first half is computed
+    assert [one.cached for one in outcomes] == [0, 500]
+
+
 def test_a_resource_is_full_between_the_numbers_of_nodes_around() -> None:
     assert full_at([(1, 0.1), (10, 0.5), (20, 1.5)]) == pytest.approx(15)
     assert full_at([(1, 1.2)]) == 1
