@@ -30,6 +30,10 @@ class MasterHealth(msgspec.Struct, frozen=True):
     service_ready: bool = False
 
 
+class _Version(msgspec.Struct, frozen=True):
+    display_version: str
+
+
 def master_health(metrics: str, timeout: float = ANSWER_S) -> MasterHealth:
     """Returns what the master with these metrics says about itself. Raises OSError or ValueError if it does not answer."""
     return decode_json(fetch(f"{metrics}/health", timeout), MasterHealth)
@@ -38,11 +42,11 @@ def master_health(metrics: str, timeout: float = ANSWER_S) -> MasterHealth:
 def mooncake_of(record: NodeRecord) -> str:
     """Returns the version of Mooncake of a master with metrics; empty if it does not say.
 
-    Masters answer from 0.3.14 on, `0.3.14 (git: e1ea5d3)`. Of others, the process that has started them says it at its port for versions.
+    Masters answer from 0.3.14 on, `{"version":"2.0.0","display_version":"0.3.14 (git: e1ea5d3)"}`. Of others, the process that has started them says it at its port for versions.
     """
     with contextlib.suppress(OSError, ValueError):
-        told = fetch(f"{record.metrics}/version").decode("ascii").split()
-        return read_about(msgspec.json.encode({"mooncake": told[0] if told else ""})).mooncake
+        told = decode_json(fetch(f"{record.metrics}/version"), _Version).display_version.partition(" ")[0]
+        return read_about(msgspec.json.encode({"mooncake": told})).mooncake
     if record.versions is not None:
         with contextlib.suppress(OSError, ValueError):
             return read_about(fetch(f"{record.versions}/health")).mooncake

@@ -74,7 +74,7 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     command, settings = master_command(config, node), config.supervisor
 
     def hint() -> str:
-        return f"are the ports {node.port} and {node.metrics_port} of {node.host} free?"
+        return f"are the ports {node.port} and {node.metrics_port} of {node.host} free, and does `pd-cache doctor` find its libraries?"
 
     def spawn() -> Process:
         return spawn_child(command, stdout=subprocess.DEVNULL)
