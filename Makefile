@@ -1,8 +1,9 @@
-# make demo | test | test-vllm | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
-#      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
+# make demo | test | test-vllm | test-next | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
+#      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm NEXT_VENV=.venv-next LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS ?= tests/vllm
+NEXT_VENV ?= .venv-next
 LMCACHE_VENV ?= .venv-lmcache
 SGLANG_VENV ?= .venv-sglang
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install manifests demo test install-vllm test-vllm install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
+.PHONY: install manifests demo test install-vllm test-vllm install-next test-next install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
 
 install: $(VENV)/.installed
 
@@ -41,6 +42,21 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest tests/contracts/test_adapters.py -k vllm-tier  # apart: tests/vllm changes Mooncake's patience
 	$(VLLM_VENV)/bin/python -m pytest -o timeout=1800 -o faulthandler_timeout=0 $(VLLM_TESTS)  # a server has 15 minutes to start
+
+install-next: $(NEXT_VENV)/.installed
+
+$(NEXT_VENV)/.installed: $(VLLM_VENV)/.installed tools/install-next.sh
+	VLLM_VENV=$(VLLM_VENV) NEXT_VENV=$(NEXT_VENV) bash tools/install-next.sh
+	touch $@
+
+# the releases to come: what calls Mooncake, also in a pool of the other version; and what vLLM calls
+MIXED := -n 2 --dist loadfile tests/transfer/test_lookup_rpc.py tests/transfer/test_direct_reads.py
+test-next: install-next
+	$(NEXT_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/transfer tests/contracts/test_tiers.py \
+		tests/contracts/test_lookup.py tests/pd_cache/test_end_to_end.py tests/pd_cache/test_outages.py tests/launch/test_pool.py tests/launch/test_status.py
+	POOL_PYTHON=$(VLLM_VENV)/bin/python $(NEXT_VENV)/bin/python -m pytest $(MIXED)
+	POOL_PYTHON=$(NEXT_VENV)/bin/python $(VLLM_VENV)/bin/python -m pytest $(MIXED)
+	$(NEXT_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm/test_units.py tests/vllm/test_random_histories.py tests/vllm/test_tier.py
 
 install-lmcache: $(LMCACHE_VENV)/.installed
 
@@ -90,4 +106,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(NEXT_VENV) $(SGLANG_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ missing() {
     programs nginx || [ -x /usr/sbin/nginx ] || echo nginx-light
     [ "$1" = test ] && return
     programs make || echo make
+    { programs cc && programs nm; } || echo gcc
     "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
 }
 

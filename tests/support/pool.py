@@ -125,7 +125,8 @@ class Node(Process):
 
     def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
         self.role, self.address = role, ""
-        command = (sys.executable, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
+        python = os.environ.get("POOL_PYTHON", sys.executable)  # with it, a pool of another version of Mooncake
+        command = (python, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
         super().__init__(name, command if host is None else host.inside(*command))
         if wait:
             self.wait_ready()

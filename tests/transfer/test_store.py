@@ -161,7 +161,8 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
-def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("library", "package"), [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")])
+def test_the_missing_system_library_is_named(monkeypatch, library, package):
     import builtins
 
     from transfer.errors import MissingLibraryError
@@ -170,9 +171,9 @@ def test_the_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.startswith("mooncake"):
-            raise ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
+            raise ImportError(f"{library}.so.1: cannot open shared object file: No such file or directory")
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingLibraryError, match="apt-get install libibverbs1"):
+    with pytest.raises(MissingLibraryError, match=f"apt-get install {package}"):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
