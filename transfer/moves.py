@@ -176,19 +176,21 @@ class Moves:
 
     def get(self, batch: Batch, deadline: float) -> list[int]:
         """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the first begins after `deadline`."""
-        codes: list[int] = []
-        for part in batch.parts(self._step):
+        now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
+        buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
+        unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S  # the client would wait as long again
+        codes = [_NO_ANSWER] * len(batch.keys) if unanswered else []
+        for part in () if unanswered else batch.parts(self._step):
             late = bool(codes) and time.monotonic() >= deadline
-            codes += [LATE] * len(part.keys) if late else self._get_part(part)
+            codes += [LATE] * len(part.keys) if late else self._get_part(part, buffers, leased)
         self._breaker.judge("a transfer", codes)
         return codes
 
-    def _get_part(self, part: Batch) -> list[int]:
-        now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
+    def _get_part(self, part: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
+        now = time.monotonic()
         # 1. objects of silent peers are left out: each would hold this thread for seconds
-        buffers = self._buffers(part.keys) if self.direct is not None or self.peers.any_silent(now) else {}
-        if not buffers and time.monotonic() - now > _UNANSWERED_S:  # the client would wait as long again
-            return [_NO_ANSWER] * len(part.keys)
+        if not buffers and self.peers.any_silent(now):
+            buffers = self._buffers(part.keys)
         where = {key: buffer.transport_endpoint for key, buffer in buffers.items()}
         wanted = self._from_others_than_silent_peers(part.keys, where, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part
