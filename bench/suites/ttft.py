@@ -182,16 +182,17 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
     )
     file = folder / "cluster.yaml"
     file.write_text(dump_config(config))
+    (folder / "steps").touch()
 
     def start(node: str) -> AbstractContextManager[str]:
         flag = connector_flag(
             "PdCacheConnector",
             {"a": "kv_producer", "b": "kv_consumer"}[node],
-            kv_connector_module_path="pd_cache.vllm.connector",
+            kv_connector_module_path="bench.lib.counted_steps",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"config_file": str(file), "node": node},
         )
-        return vllm(model, flags, {}, flag)
+        return vllm(model, flags, {"PD_CACHE_BENCH_STEPS": str(folder / "steps")}, flag)
 
     return start
 
@@ -332,6 +333,15 @@ def main(
             measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
         troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), prompts, found)
+        # a line for each load, of which the last are measured; none for a load that never began, of which a check tells
+        lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
+        lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
+        for place, tokens in enumerate(reversed(lengths)):
+            several = lines[len(lines) - (place + 1) * (rounds + 1) :][: rounds + 1]
+            found.counted(tokens, "ours_empty_steps", statistics.median(count for count, _, _ in several))
+            for _, seconds, processor in several:
+                found.took(tokens, "ours_empty_steps", seconds)
+                found.took(tokens, "ours_empty_steps_processor", processor)
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), prompts, found)
