@@ -4,8 +4,8 @@
     pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
 
 Servers of one model are up one after the other, because several on one machine slow each other down: a plain one, and of each
-connector A, which computes and stores, and B, which takes what A stored. Runs in an environment that has vLLM (`make test-vllm` sets one
-up).
+connector A, which computes and stores, and B, which takes what A stored. Of B's load, `ours_empty_steps` are vLLM's steps meanwhile,
+their time, and the engine thread's processor time in them. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
