@@ -20,7 +20,6 @@ import aiohttp
 from aiohttp import web
 
 from launch.discovery import View
-from launch.openai import ApiError
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.routing import Hop, NodePool, Reason, Target
@@ -35,8 +34,6 @@ CONNECT_TIMEOUT_S = 2.0
 HEALTH_INTERVAL_S = HEALTH_TIMEOUT_S = 2.0
 _MAX_ANSWER = 64 << 10
 _AT_A_TIME = 64
-_REMEMBERED_S = 300.0
-"""How long a model whose nodes have all left is expected back. Meanwhile requests for it get 503, not 404."""
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 _KEEPALIVE_S = 4.0
 """How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a closing connection."""
@@ -203,8 +200,6 @@ class NodePools:
         self._view = View(())
         self._told: dict[str, About] = {}
         self._differences: dict[str, str] = {}
-        self._seen: dict[str, float] = {}
-        """For each model, when a node was last known to serve it."""
 
     def update(self, view: View) -> None:
         before, now = _addresses(self._view), _addresses(view)
@@ -222,23 +217,6 @@ class NodePools:
         if self._told.get(url, About()) != told:
             self._told[url] = told
             self._compare()
-
-    def served(self, model: str | None, now: float) -> str | None:
-        """Returns the model that a node must serve to be asked, or None if every node may be asked.
-
-        It is `model` if nodes say that they serve it, or did so lately. If all nodes serve one model, every node may be asked, because
-        another name may be that of an adapter. Raises ApiError 404 if the nodes serve several models, none of that name.
-        """
-        here = set().union(*(pool.models() for pool in self.pools.values()))
-        self._seen = {name: at for name, at in self._seen.items() if now - at < _REMEMBERED_S} | dict.fromkeys(
-            here, now
-        )
-        if model in self._seen:
-            return model
-        if len(here) > 1:
-            what = "`model` is missing" if model is None else f"No node serves the model {model[:200]!r}"
-            raise ApiError(404, f"{what}; there are: {', '.join(sorted(here))}", param="model", code="model_not_found")
-        return None
 
     def stale_s(self, now: float) -> float:
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
@@ -291,7 +269,7 @@ def _usual(records: list[NodeRecord]) -> tuple[tuple[Namespace, ...], str | None
 def _target(record: NodeRecord) -> Target:
     capacity = record.capacity
     address = record.address.rstrip("/")
-    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.model, record.streams)
+    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams)
 
 
 def _addresses(view: View) -> dict[str, str]:

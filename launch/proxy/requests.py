@@ -68,14 +68,12 @@ _NO_TOKENIZE_S = 30.0
 _MOST_SLOW = 3
 _LONG = 1 << 14
 """The tokens from which a text may take a tokenizer long."""
-_LIST_S = 10.0
-"""How long the whole list of models may take."""
 _LIST_AT_ONE_S = 1.0
 _MOST_PREFETCHED = 64
 _PREFETCH_REFUSED_S = 0.1
 """How long a node has to refuse a prompt that it should prefetch."""
 _MOST_ASKED = 2
-"""The most nodes that are asked for one model."""
+"""The most nodes that are asked for their models."""
 _STREAM_ID = "-stream"
 """What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
 
@@ -99,8 +97,6 @@ class Exchange:
         """How long the prefill hop took; None without one."""
         self.cut_status: int | None = None
         """The status of the error with which its answer ended after the first byte; None if it did not."""
-        self.model: str | None = None
-        """The model that the nodes must serve; None for any."""
         self.share = share
         """The memory that its body takes."""
         self.response: web.StreamResponse | None = None
@@ -189,7 +185,6 @@ class Requests:
         """The last requests."""
         self._config = config
         self._keys = keys
-        self._nodes = nodes
         self._pools = nodes.pools
         self._direct = direct
         self._hints = hints
@@ -271,7 +266,7 @@ class Requests:
 
     async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
         with self.admission.admitted(exchange.client):
-            return await self._finish(exchange, self._models(exchange), min(_LIST_S, self._config.request_timeout_s))
+            return await self._finish(exchange, self._models(exchange), self._config.request_timeout_s)
 
     async def _read_and_hint(self, exchange: Exchange) -> web.StreamResponse:
         self.admission.check(exchange.client)
@@ -367,8 +362,7 @@ class Requests:
         nbytes = len(body)
         tenant = exchange.client.tenant
         completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))
-        exchange.model = self._nodes.served(completion.model(), exchange.started)
-        if not self._pools["decode"].count(exchange.model):
+        if not self._pools["decode"].urls():
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
@@ -390,7 +384,7 @@ class Requests:
             exchange.hinted = asyncio.create_task(taking)
         if why is not None:
             result: str = why
-        elif self._pools["prefill"].count(exchange.model):
+        elif self._pools["prefill"].urls():
             prompt = prompt._replace(named=named)
             await self._begin_stream(exchange, completion, prompt, nbytes)
             handoff = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
@@ -450,7 +444,7 @@ class Requests:
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
         now = time.monotonic()
-        node = self._pools["decode"].out_of_turn(now, self._nodes.served(self._direct.model or completion.model(), now))
+        node = self._pools["decode"].out_of_turn(now)
         if node is None or now < self._tokenize_after:
             return None
         try:
@@ -522,7 +516,7 @@ class Requests:
         limit_s = self._config.prefill_timeout_s
         until = time.monotonic() + limit_s
         pool = self._pools["prefill"]
-        attempts = Attempts(pool, exchange.trial, prompt, exchange.model)
+        attempts = Attempts(pool, exchange.trial, prompt)
         while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
             exchange.nodes["prefill"] = node
             try:
@@ -556,7 +550,7 @@ class Requests:
         # half of the memory for bodies is for requests that are to be answered
         if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
             return
-        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), model=exchange.model)
+        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic())
         if node is None or not pool.streams(node):
             return
         body = await self._computed(nbytes, completion.for_stream)
@@ -595,7 +589,7 @@ class Requests:
         """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Sender`."""
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
-        node = pool.pick(now, model=self._nodes.served(completion.model(), now))
+        node = pool.pick(now)
         if node is None:
             raise ApiError(400, "no decode node can be asked")
         if not pool.streams(node):
@@ -626,7 +620,7 @@ class Requests:
 
     async def _decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         pool = self._pools["decode"]
-        attempts = Attempts(pool, exchange.trial, model=exchange.model, first=exchange.decodes)
+        attempts = Attempts(pool, exchange.trial, first=exchange.decodes)
         refusals: dict[Reason, Refusal] = {}
         while (node := attempts.next(time.monotonic())) is not None:
             exchange.nodes["decode"] = node
@@ -661,9 +655,7 @@ class Requests:
             return passed_on(refusal)
         if attempts.blamed:
             raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
-        raise overloaded(
-            "No decode node could answer", self._pools["decode"].retry_after(time.monotonic(), exchange.model)
-        )
+        raise overloaded("No decode node could answer", self._pools["decode"].retry_after(time.monotonic()))
 
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
@@ -700,35 +692,28 @@ class Requests:
     # The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
 
     async def _models(self, exchange: Exchange) -> web.Response:
-        """Returns the list of one decode node for each model. Leaves out a model if none of its nodes answers."""
-        pool, found = self._pools["decode"], list[msgspec.Raw]()
+        """Returns the list of a decode node."""
+        pool, tried = self._pools["decode"], list[str]()
         refusal: Refusal | None = None
-        models: list[str | None] = [*sorted(pool.models())]
-        # one after the other, so that a request holds one connection at a time
-        for model in models or [None]:
-            tried: list[str] = []
-            while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), model, tried)) is not None:
-                tried.append(node)
-                exchange.nodes["decode"] = node
-                try:
-                    url = node + exchange.request.path
-                    asking = self._whole(exchange, exchange.span, "GET", url, None, read_models)
-                    found += await asyncio.wait_for(asking, _LIST_AT_ONE_S)
-                    pool.reached(node)
-                    break
-                except TimeoutError:
-                    failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
-                    self._failed(exchange, "decode", node, None, failure)
-                except HopError as error:
-                    refusal = error.refusal or refusal
-                    self._failed(exchange, "decode", node, None, error)
-                except Refusal as refused:
-                    refusal = refusal or refused
-                    pool.reached(node)
-                    break
-        if found:
-            body = msgspec.json.encode({"object": "list", "data": found})
-            return web.Response(body=body, content_type="application/json")
+        while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
+            tried.append(node)
+            exchange.nodes["decode"] = node
+            try:
+                asking = self._whole(exchange, exchange.span, "GET", node + exchange.request.path, None, read_models)
+                found = await asyncio.wait_for(asking, _LIST_AT_ONE_S)
+            except TimeoutError:
+                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+                self._failed(exchange, "decode", node, None, failure)
+            except HopError as error:
+                refusal = error.refusal or refusal
+                self._failed(exchange, "decode", node, None, error)
+            except Refusal as refused:
+                pool.reached(node)
+                return passed_on(refused)
+            else:
+                pool.reached(node)
+                body = msgspec.json.encode({"object": "list", "data": found})
+                return web.Response(body=body, content_type="application/json")
         if refusal is not None:
             return passed_on(refusal)
         raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))

@@ -58,8 +58,6 @@ class Target(NamedTuple):
     """How many tokens its own cache holds; 0 if it does not say."""
     max_running: int = 0
     """How many requests it computes at a time; 0 if it does not say."""
-    model: str | None = None
-    """The only model that requests for it may name; None if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
 
@@ -79,9 +77,6 @@ class _RoutedNode:
         self.prefixes = PrefixIndex(0)
         self.cache: KnownCache | None = None
         """What its KV events say, if it has any."""
-
-    def takes(self, model: str | None) -> bool:
-        return model is None or self.target.model in (None, model)
 
 
 class NodePool:
@@ -133,14 +128,6 @@ class NodePool:
     def urls(self) -> list[str]:
         return list(self._nodes)
 
-    def models(self) -> set[str]:
-        """Returns the models that the nodes serve, as far as they say."""
-        return {node.target.model for node in self._nodes.values() if node.target.model is not None}
-
-    def count(self, model: str | None) -> int:
-        """Returns how many nodes take requests for `model`; None stands for any."""
-        return sum(node.takes(model) for node in self._nodes.values())
-
     def health(self, now: float) -> dict[str, bool]:
         """Returns, for each node, whether it would be tried at `now`."""
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
@@ -153,16 +140,15 @@ class NodePool:
         now: float,
         prompt: RoutedPrompt = NO_PROMPT,
         tried: Collection[str] = (),
-        model: str | None = None,
         *,
         proven_first: bool = False,
     ) -> str | None:
-        """Returns the cheapest node that takes `model`, is not skipped and is not in `tried`; None if there is none.
+        """Returns the cheapest node that is not skipped and is not in `tried`; None if there is none.
 
         `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only then cheaper ones. The answer
         of a proven node shows whether the request or the node that failed it is at fault.
         """
-        candidates = self._candidates(now, tried, model)
+        candidates = self._candidates(now, tried)
         if not candidates:
             return None
         node = min(
@@ -181,19 +167,15 @@ class NodePool:
         """Returns whether the node can load a prompt while another node computes it."""
         return self._node(url).target.streams
 
-    def out_of_turn(self, now: float, model: str | None = None, tried: Collection[str] = ()) -> str | None:
-        """Returns a node that takes `model`, is not skipped and is not in `tried`; None if there is none.
+    def out_of_turn(self, now: float, tried: Collection[str] = ()) -> str | None:
+        """Returns a node that is not skipped and is not in `tried`; None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
-        return next((node.target.url for node in self._candidates(now, tried, model)), None)
+        return next((node.target.url for node in self._candidates(now, tried)), None)
 
-    def _candidates(self, now: float, tried: Collection[str], model: str | None) -> list[_RoutedNode]:
-        allowed = [
-            node
-            for url, node in self._nodes.items()
-            if url not in tried and node.takes(model) and node.breaker.allows(now)
-        ]
+    def _candidates(self, now: float, tried: Collection[str]) -> list[_RoutedNode]:
+        allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
         # if no check succeeds, the checks are more likely at fault than every node
         return [node for node in allowed if node.alive] or allowed
 
@@ -246,9 +228,9 @@ class NodePool:
         if alive:
             self.reached(url)
 
-    def retry_after(self, now: float, model: str | None = None) -> int:
-        """Returns the whole seconds, at least 1, until a node that takes `model` would be tried again."""
-        wait = min((node.breaker.wait(now) for node in self._nodes.values() if node.takes(model)), default=0.0)
+    def retry_after(self, now: float) -> int:
+        """Returns the whole seconds, at least 1, until a node would be tried again."""
+        wait = min((node.breaker.wait(now) for node in self._nodes.values()), default=0.0)
         return max(1, -int(-wait // 1))
 
     def _room_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
@@ -374,7 +356,6 @@ class Attempts:
         pool: NodePool,
         trial: Trial,
         prompt: RoutedPrompt = NO_PROMPT,
-        model: str | None = None,
         *,
         first: str | None = None,
     ) -> None:
@@ -383,7 +364,6 @@ class Attempts:
         self._pool = pool
         self._trial = trial
         self._prompt = prompt
-        self._model = model
         self._tried: set[str] = set()
         self._suspects: list[tuple[str, Reason]] = []
         self._failures = 0
@@ -402,7 +382,7 @@ class Attempts:
             return None
         node, self._first = self._first, None
         if node is None or not self._pool.health(now).get(node, False):
-            node = self._pool.pick(now, self._prompt, self._tried, self._model, proven_first=again)
+            node = self._pool.pick(now, self._prompt, self._tried, proven_first=again)
         if node is not None:
             self._pool.sent(node, now)
             self._tried.add(node)

@@ -139,15 +139,6 @@ async def _record_good_ones(found: list[str]) -> None:
         await to.ask("health without nodes", "GET", "/health")
         c.proxy.update(view([], [c.decode[0].url]))
         await to.ask("completion without prefill nodes", "POST", "/v1/completions", PROMPT)
-    async with cluster(prefill=2, decode=2) as c:
-        models = {
-            node.url: {"model": model} for pair in (c.prefill, c.decode) for node, model in zip(pair, "ab", strict=True)
-        }
-        c.proxy.update(view([node.url for node in c.prefill], [node.url for node in c.decode], models))
-        to = Recorder(c, found)
-        await to.ask("model that no node serves", "POST", "/v1/completions", PROMPT)
-        await to.ask("no model, with several", "POST", "/v1/completions", {"prompt": "Hi"})
-        await to.ask("models of several", "GET", "/v1/models")
 
 
 async def _record_refusals(found: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes are asked: by policy, by model, by health; and the end of the proxy itself."""
+"""Which nodes are asked: by policy, by health; and the end of the proxy itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from aiohttp import web
 
 from launch.discovery import View
 from launch.proxy import nodes
-from pd_cache.cluster import NodeRecord
 from tests.support.proxy import (
     EVENTS,
     Behaviour,
-    Cluster,
     Node,
     answers,
     begin,
@@ -71,67 +69,18 @@ async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
         await asyncio.wait({long})
 
 
-# --- several models --------------------------------------------------------------------------------------------------
-
-
-def serving(c: Cluster, *models: str | None) -> View:
-    """The cluster's prefill and decode nodes, the first ones serving the first model, and so on."""
-    pairs = zip(c.prefill, c.decode, models, strict=True)
-    records = [
-        NodeRecord(name=f"{role}-{index}", role=role, address=node.url, model=model)
-        for index, (prefill, decode, model) in enumerate(pairs)
-        for role, node in (("prefill", prefill), ("decode", decode))
-    ]
-    return View(tuple(records))
-
-
-@pytest.mark.parametrize(
-    ("served", "asked_for", "statuses", "asked"),
-    [
-        ("abb", "ababa", [200] * 5, [3, 1, 1]),
-        ("aa", ["an adapter", None], [200, 200], [1, 1]),  # an adapter of the only model
-        ("ab", ["an adapter", None], [404, 404], [0, 0]),
-        (["a", None], "aa", [200, 200], [1, 1]),  # a node that does not say its model takes every request
-    ],
-    ids=["of its model", "one model", "several models", "unsaid"],
-)
-@scenario
-async def test_a_request_goes_to_nodes_of_its_model(served, asked_for, statuses, asked):
-    async with cluster(len(served), len(served)) as c:
-        c.proxy.update(serving(c, *served))
-        for model, status in zip(asked_for, statuses, strict=True):
-            async with c.post({"prompt": "x"} if model is None else {"model": model, "prompt": "x"}) as response:
-                assert response.status == status
-        assert [len(node.bodies) for node in c.prefill] == [len(node.bodies) for node in c.decode] == asked
-
-
-@pytest.mark.parametrize("left", [True, False], ids=["left", "failing"])
-@scenario
-async def test_a_model_whose_nodes_have_left_or_fail_is_asked_of_no_other_and_will_be_back(left: bool) -> None:
-    async with cluster(2, 2) as c:
-        c.proxy.update(serving(c, "a", "b"))
-        async with c.post({"model": "a", "prompt": "x"}) as response:
-            assert response.status == 200
-        c.decode[0].default = disconnects
-        if left:
-            c.proxy.update(View(tuple(node for node in serving(c, "a", "b").nodes if node.model == "b")))
-        async with c.post({"model": "a", "prompt": "x"}) as response:
-            assert response.status == 503
-            assert response.headers["Retry-After"]
-        assert c.prefill[1].bodies == c.decode[1].bodies == []
+# --- the list of models ----------------------------------------------------------------------------------------------
 
 
 @scenario
-async def test_models_of_all_nodes_are_listed_but_those_of_which_none_answers() -> None:
-    async with cluster(3, 3) as c:
-        c.proxy.update(serving(c, "a", "b", "c"))
-        for node, default in zip(c.decode, ("a", "b", disconnects), strict=True):
-            listed = {"object": "list", "data": [{"id": default, "max_model_len": 9}]}
-            node.default = answers(200, listed) if isinstance(default, str) else default
+async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fails() -> None:
+    async with cluster(0, 2) as c:
+        entry = {"id": "a", "max_model_len": 9}
+        c.decode[0].default, c.decode[1].default = disconnects, answers(200, {"object": "list", "data": [entry]})
         async with c.get("/v1/models") as response:
             assert response.status == 200
             assert response.content_type == "application/json"
-            assert [entry["id"] for entry in (await response.json())["data"]] == ["a", "b"]
+            assert (await response.json())["data"] == [entry]
         for default, status in ((answers(401), 401), (says(b"{}"), 503)):
             for node in c.decode:
                 node.default = default
