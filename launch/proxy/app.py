@@ -79,9 +79,7 @@ class Proxy:
         self.requests = Requests(
             config, keys, self._pools, self._direct, self._hints, tenants, self.metrics, recent, tracing
         )
-        self._ui = UiPages(
-            config.ui_followers, cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips
-        )
+        self._ui = UiPages(cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies)
 
     def update(self, view: View) -> None:

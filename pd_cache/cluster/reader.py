@@ -58,6 +58,7 @@ REMOVED: dict[str, str] = {
     "proxy.health_timeout_s": _BY_DEFAULT,
     "proxy.idle_timeout_s": _BY_NGINX,
     "proxy.node_cache_tokens": "went in 0.2.0: nodes report how large their caches are; leave it out",
+    "proxy.ui_followers": "went in 0.2.0: 32 browsers may follow; keys decide who (proxy.monitor_keys_file); leave it out",
     "proxy.write_timeout_s": _BY_NGINX,
     "nodes.store.threads": "went in 0.2.0 with transfer.client: host; leave it out",
     "transfer.client": _HOST_CLIENT,

@@ -426,8 +426,6 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """If it is None, the proxy speaks plain HTTP."""
     max_requests_per_key: Positive | None = None
     """The most requests in flight of one key. One more is answered 429 with Retry-After."""
-    ui_followers: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 32
-    """The most browsers that may follow the cluster at `/ui` at a time. 0 switches the page off."""
     drain_s: Seconds = 5.0
     """How long requests in flight may go on after the proxy was told to stop."""
 

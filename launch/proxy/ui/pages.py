@@ -42,6 +42,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_FOLLOWERS = 32
+"""The most at a time."""
 _INTERVAL_S = 2.0
 """How often each node is asked, and an event is sent."""
 _WRITE_S = 10.0
@@ -53,9 +55,8 @@ _MOST_SHOWN = 200
 class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
-    def __init__(self, most: int, cluster: str, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
-        """`most`: the most followers at a time. `cluster`: its name."""
-        self._most = most
+    def __init__(self, cluster: str, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
+        """`cluster`: its name."""
         self._cluster = cluster
         self._pools = pools
         self._trips = trips
@@ -74,9 +75,6 @@ class UiPages:
         self.followers = 0
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the pages; none if there may be no followers."""
-        if not self._most:
-            return
         for path, name in (("/ui", "page.html"), ("/ui/page.css", "page.css"), ("/ui/page.js", "page.js")):
             app.router.add_get(path, self._page(name))
         app.router.add_get("/ui/events", self._follow, allow_head=False)
@@ -109,8 +107,8 @@ class UiPages:
         authorization = _authorization(request)
         if not self._keys.may_watch(authorization):
             return _key_needed()
-        if self._closing or self.followers >= self._most:
-            raise overloaded(f"{self._most} browsers follow this proxy already", retry_after=10)
+        if self._closing or self.followers >= _FOLLOWERS:
+            raise overloaded(f"{_FOLLOWERS} browsers follow this proxy already", retry_after=10)
         self.followers += 1
         try:
             if self.followers == 1:
