@@ -175,6 +175,3 @@ class ServerSettings(Section, frozen=True, kw_only=True):
     """Threads that serve engines: one answers lookups, the others move bytes."""
     session_s: Seconds = 60.0
     """How long a lookup protects what it found from eviction if nothing loads it."""
-    idle_s: Seconds = 600.0
-    """How long the server keeps the memory for a chunk size after the last engine with that size has left. The size that has the segment
-    keeps its memory, and while there is no engine at all, so does the size that was used last."""

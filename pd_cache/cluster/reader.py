@@ -48,6 +48,7 @@ REMOVED: dict[str, str] = {
     "nodes.master.events_chunks": _POOLS_EVENTS,
     "nodes.master.events_interval_ms": _POOLS_EVENTS,
     "nodes.master.events_port": _POOLS_EVENTS,
+    "nodes.cache-server.idle_s": "went in 0.2.0: the memory of a chunk size that no engine has is freed when one with another size comes; leave it out",
     "nodes.cache-server.max_in_flight": _BY_DEFAULT,
     "nodes.master.put_discard_timeout_s": _BY_DEFAULT,
     "proxy.body_timeout_s": _BY_NGINX,

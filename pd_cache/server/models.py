@@ -20,8 +20,6 @@ from pd_cache.server.protocol import EngineIdentity, FurtherLayers, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
 OpenBackend = Callable[[NodeSettings, int], StorageBackend]
-_Released = tuple[StorageBackend, list[ChunkMover]]
-"""A backend that is to be closed, with all that moves its chunks."""
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +107,7 @@ class ServedModels:
         self._opening = threading.Lock()
         self._models: dict[EngineGroup, Model] = {}
         self._backends: dict[int, StorageBackend] = {}
-        """Backends by payload size. The one with the latest registration comes last."""
-        self._idle_since: dict[int, float] = {}
-        """When each size was first seen without a worker, by `time.monotonic()`."""
+        """By payload size."""
         self._segment_of: int | None = None
         """The size whose backend has given the segment to the pool. Only one backend gives it."""
 
@@ -177,9 +173,6 @@ class ServedModels:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
             model.workers.add(client)
-            size = model.mover.backend.payload_bytes
-            self._backends[size] = self._backends.pop(size)
-            self._idle_since.pop(size, None)
             self._forget_models()
             return model
 
@@ -196,23 +189,6 @@ class ServedModels:
         """The backends, one for each size of chunk."""
         return list(self._backends.values())
 
-    def release_idle(self, idle_s: float, now: float) -> None:
-        """Closes backends that have been without a worker for `idle_s` seconds. Call it now and then.
-
-        The backend with the segment stays, because other nodes have chunks in it. If no engine is left at all, the size that was used
-        last stays, too, because its engine will probably come back.
-        """
-        released: list[_Released] = []
-        with self._opening:
-            idle = self._without_workers()
-            self._idle_since = {size: self._idle_since.get(size, now) for size in idle}
-            last = idle[-1] if idle and len(idle) == len(self._backends) else None
-            for size in idle:
-                if now - self._idle_since[size] >= idle_s and size not in (self._segment_of, last):
-                    released.append(self._take_out(size))
-        for one in released:  # takes a while, so without the lock: others may register meanwhile
-            self._close(one, f"their last engine went {idle_s:g} s ago")
-
     def close(self) -> None:
         """Closes the backends. No store or retrieve may be running any more."""
         for backend in self.backends:
@@ -222,7 +198,8 @@ class ServedModels:
         """Returns the backend for payloads of up to this size."""
         if payload_bytes in self._backends:
             return self._backends[payload_bytes]
-        if len(self._backends) >= _MAX_BACKENDS and not self._release_one():
+        self._make_room()
+        if len(self._backends) >= _MAX_BACKENDS:
             raise RefusalError(
                 "mismatch",
                 f"chunks of {payload_bytes} bytes would be size number {_MAX_BACKENDS + 1} on this server, which already serves "
@@ -240,35 +217,21 @@ class ServedModels:
             self._segment_of = payload_bytes
         return opened
 
-    def _release_one(self) -> bool:
-        """Closes a backend without a worker, because another needs its place. Returns False if every backend has a worker.
-
-        The one that was used longest ago goes first. The one with the segment goes last, because other nodes have chunks in it.
-        """
-        idle = self._without_workers()
-        if not idle:
-            return False
-        size = min(idle, key=lambda one: one == self._segment_of)
-        self._close(self._take_out(size), "their last engine has gone, and engines of another size need the room")
-        return True
-
-    def _without_workers(self) -> list[int]:
-        """Returns the sizes that no worker uses, the most recently used last."""
+    def _make_room(self) -> None:
+        """Closes the backends without a worker, because engines of another size need the memory. The one with the segment goes only if there
+        is no place without it, because other nodes have chunks in it."""
         used = {id(model.mover.backend) for model in self if model.workers}
-        return [size for size, backend in self._backends.items() if id(backend) not in used]
+        idle = [size for size, backend in self._backends.items() if id(backend) not in used]
+        for size in sorted(idle, key=lambda one: one == self._segment_of):
+            if size != self._segment_of or len(self._backends) >= _MAX_BACKENDS:
+                self._close(size)
 
-    def _take_out(self, size: int) -> _Released:
-        """Takes a backend out of the tables. The caller must pass the result to `_close`."""
+    def _close(self, size: int) -> None:
         backend = self._backends.pop(size)
         if size == self._segment_of:
             self._segment_of = None
-        groups = [group for group, model in self._models.items() if model.mover.backend is backend]
-        return backend, [self._models.pop(group).mover for group in groups]
-
-    def _close(self, released: _Released, why: str) -> None:
-        backend, movers = released
-        for mover in movers:
-            mover.close(self._settings.transfer.timeouts.close_ms / 1000)
+        for group in [group for group, model in self._models.items() if model.mover.backend is backend]:
+            self._models.pop(group).mover.close(self._settings.transfer.timeouts.close_ms / 1000)
         self._released(backend)
         backend.close()
-        log.info("no longer serving chunks of %d bytes: %s", backend.payload_bytes, why)
+        log.info("no longer serving chunks of %d bytes, which no engine has any more", backend.payload_bytes)

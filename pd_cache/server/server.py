@@ -60,7 +60,6 @@ MAX_IN_FLIGHT = 256
 """The most lookups, and the most moves, that are queued or running. One more is answered `busy`, which engines count as a miss."""
 _MAX_CLIENTS = 256
 _TICK_S = 0.5
-_IDLE_TICK_S = 10.0
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
 """The most lookups that become one request to a backend."""
@@ -206,10 +205,7 @@ class CacheServer:
             self._link = ServerLink(url, path, self._handle, self._gone, self.metrics)
             stack.callback(self._link.close)
             self._resources = stack.pop_all()
-        self._threads = [
-            threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True),
-            threading.Thread(target=self._let_go, name="pd-cache-idle", daemon=True),
-        ]
+        self._threads = [threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True)]
         for index in range(node.threads):
             work, name = (self._move, f"pd-cache-move-{index}") if index else (self._find, "pd-cache-find")
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
@@ -416,14 +412,6 @@ class CacheServer:
                             backend.batched_contains(keys[start : start + _LEASE_BATCH])
             except Exception:  # this thread runs as long as the server
                 log.exception("house keeping failed")
-
-    def _let_go(self) -> None:
-        """The thread that closes idle backends. Closing one takes a while, and leases must be renewed meanwhile."""
-        while not self._stop.wait(min(_IDLE_TICK_S, self.node.idle_s / 2)):
-            try:
-                self.models.release_idle(self.node.idle_s, time.monotonic())
-            except Exception:  # this thread runs as long as the server
-                log.exception("could not free the memory of a backend that no engine uses")
 
     def _forget_silent(self, now: float) -> None:
         """Forgets clients without a Unix socket, which died before they had one, once they have been silent for `session_s`."""

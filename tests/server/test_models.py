@@ -74,40 +74,9 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served: 
         one.workers.clear()
     for heads in (5, 6, 7):
         served.come(heads, "b")
-    assert served.closed(*everyone) == [False, True, True, True]
+        assert served.closed(*everyone) == [False, True, True, True], "engines of another size need their memory"
     assert served.come(8, "b").mover.backend.segment_size  # type: ignore[attr-defined]
     assert served.closed(*everyone) == [True] * 4
-
-
-def test_the_memory_of_a_size_that_no_engine_has_any_more_is_let_go_of_after_a_while(served: Served) -> None:
-    with_segment, idle, used = everyone = [served.come(heads) for heads in (1, 2, 3)]
-    for one in (with_segment, idle):
-        one.workers.clear()
-    served.models.release_idle(600, now=1000.0)
-    served.come(2, "b").workers.clear()  # one came and left, unseen: the time begins anew
-    served.come(3)
-    served.models.release_idle(600, now=1700.0)
-    served.models.release_idle(600, now=2299.9)
-    assert served.closed(*everyone) == [False] * 3, "an engine that comes back finds its chunks"
-    served.models.release_idle(600, now=2300.0)
-    assert served.closed(*everyone) == [False, True, False]
-    assert served.come(2, "b").mover.backend is not idle.mover.backend
-    used.workers.clear()
-    served.come(2, "b").workers.clear()
-    for now in (3000.0, 4000.0):
-        served.models.release_idle(600, now)
-    assert served.closed(with_segment, used) == [False, True]
-    assert served.models.get(idle.group) is not None, "the size that was used last stays if there is no engine at all"
-
-
-def test_others_register_while_a_backend_is_closed_that_nobody_uses(served: Served) -> None:
-    _, idle, _ = (served.come(heads) for heads in (1, 2, 3))
-    idle.workers.clear()
-    came: list[Model] = []
-    idle.mover.backend.close = lambda: came.append(served.come(3, "b"))  # type: ignore[method-assign]
-    for now in (1000.0, 1600.0):
-        served.models.release_idle(600, now)
-    assert came
 
 
 def test_groups_whose_engines_have_left_are_not_remembered_without_end(served: Served) -> None:

@@ -352,7 +352,7 @@ class Cluster:
             "nodes": [
                 at("master", "master", metrics_port=_PORTS["metrics"], lease_ttl_ms=LONGEST_MS),
                 *(at(name, "store", segment_size=segment) for name in STORES),
-                at("cache", "cache-server", url=f"ipc://{self.folder}/cache.sock", metrics_port=_PORTS["scraped"], idle_s=10),
+                at("cache", "cache-server", url=f"ipc://{self.folder}/cache.sock", metrics_port=_PORTS["scraped"]),
                 at("prefill", "prefill"),
                 at("decode", "decode"),
                 at("proxy", "proxy"),
