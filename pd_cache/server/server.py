@@ -3,7 +3,7 @@
 The link's threads receive requests and answer those that need no waiting; the one that belongs to an engine maps the memory that it lends.
 One thread answers lookups, so that no transfer holds them up; it takes all that are waiting at once. A pool of threads moves bytes, in
 turns, so that a long store lets others in between. One keeps house: it renews leases, ends late sessions, and forgets clients that are
-gone. One closes backends that no engine uses.
+gone.
 
 When a client goes, whether it says goodbye or is killed, the server gives up the client's tensors and its sessions.
 """

@@ -751,6 +751,6 @@ class LocalDiskBackend(StorageBackend):
             self.folder.drop(*evicted)
             if refusal is None:
                 self.index.fill(digest, name)
-            elif refusal is not Status.OK:
+            elif refusal is Status.NO_SPACE:  # a tier that was closed meanwhile leaves its files to the next
                 self.folder.drop(name)
         self._count()

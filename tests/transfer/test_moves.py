@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_for
+from transfer.direct_reads import DirectReads
 from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker
 from transfer.moves import LATE, Batch, Moves, Watch, keys_per_step
@@ -197,6 +198,17 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(stag
     assert moves.get(whole(["a1", "b0"], slots[:2]), soon()) == [FAILED, 4096]
     assert client.gets == [["a0", "b0"], ["b0"]]
     assert not staging.forfeited_bytes, "it failed at once"
+
+
+def test_a_step_without_objects_of_a_silent_peer_does_not_use_up_the_peers_trial(slots: list[Slot]) -> None:
+    client = Client()
+    moves = moves_of(client)
+    keys = [*(f"well-{index}" for index in range(8)), "back"]
+    client.peer_of = {key: key.split("-")[0] for key in keys}
+    moves.direct = DirectReads()
+    moves.peers.failed("back", time.monotonic() - 10)
+    assert moves.get(whole(keys, slots[:9]), soon()) == [4096] * 9
+    assert client.located == 1, "one question for all steps"
 
 
 def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pd_cache.tiers.base import PutOutcome
-from pd_cache.tiers.disk import digest_of
+from pd_cache.tiers.disk import ObjectFolder, digest_of
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
 from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
@@ -62,6 +62,21 @@ def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk: 
     second = open_disk(objects=3)
     assert second.get(KEYS[:6]) == ["missing"] * 3 + [value(key) for key in KEYS[3:6]]
     wait_for(lambda: len(files(second)) == 3)
+
+
+def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_files_to_the_next(open_disk, monkeypatch):
+    first = open_disk()
+    first.put(all_values())
+    first.backend.close()
+    scan, go_on = ObjectFolder._scan, threading.Event()
+    monkeypatch.setattr(ObjectFolder, "_scan", lambda folder: (go_on.wait(60), scan(folder))[1])
+    second = open_disk(wait=False, timeouts=msgspec.structs.replace(TIMEOUTS, close_ms=1))
+    second.backend.close()
+    go_on.set()
+    disk = disk_of(second)
+    disk._keeper.join(60)
+    disk.folder.close()
+    assert len(files(first)) == 8
 
 
 def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk: Open) -> None:
