@@ -213,7 +213,7 @@ class ServedModels:
         except (ValueError, PdCacheError) as error:
             raise RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None
         self._backends[payload_bytes] = opened
-        if self._segment_of is None:
+        if settings.segment_size:
             self._segment_of = payload_bytes
         return opened
 

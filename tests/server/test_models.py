@@ -30,8 +30,8 @@ class FakeBackend:
 class Served:
     """The models of a server, and what closes."""
 
-    def __init__(self) -> None:
-        settings = NodeSettings(master="", segment_size=16 << 20, cache=CacheConfig(chunk_size=CHUNK))
+    def __init__(self, segment_size: int = 16 << 20) -> None:
+        settings = NodeSettings(master="", segment_size=segment_size, cache=CacheConfig(chunk_size=CHUNK))
         self.released: list[Any] = []
         self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)  # type: ignore[arg-type]
 
@@ -77,6 +77,14 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served: 
         assert served.closed(*everyone) == [False, True, True, True], "engines of another size need their memory"
     assert served.come(8, "b").mover.backend.segment_size  # type: ignore[attr-defined]
     assert served.closed(*everyone) == [True] * 4
+
+
+def test_where_the_server_gives_no_segment_the_first_size_makes_room_like_any_other() -> None:
+    served = Served(segment_size=0)
+    first = served.come(1)
+    first.workers.clear()
+    served.come(2)
+    assert served.closed(first) == [True]
 
 
 def test_groups_whose_engines_have_left_are_not_remembered_without_end(served: Served) -> None:
