@@ -739,6 +739,13 @@ class LocalDiskBackend(StorageBackend):
         if not self.folder.is_held:
             self.index.clear()
             self._take_in(self.folder.open())
+            room = os.statvfs(self.folder.root)
+            if (self.index.capacity - len(self.index)) * self.folder.file_bytes > room.f_bavail * room.f_frsize:
+                log.warning(
+                    "tier %s: %s has less room than `capacity`: once it is full, nothing is evicted or written",
+                    self._metrics.tier,
+                    self.folder.root,
+                )
         self.folder.sweep()
         if self.state is not Status.OK:
             self.folder.probe()

@@ -210,8 +210,11 @@ def leave_room_for(objects: int, folder: Path) -> Path:
     return ballast
 
 
-def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk):
+def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk, caplog):
+    open_disk(objects=50)
+    assert "less room than `capacity`" not in caplog.text
     subject = open_disk(small_disk, objects=50)
+    assert "less room than `capacity`" in caplog.text
     subject.put({"early": value("early")})
     ballast = leave_room_for(0, small_disk)
     for _ in range(2):
