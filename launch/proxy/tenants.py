@@ -42,8 +42,10 @@ LOOK_S = 0.1
 """How often `Tenants.remove` is to be called."""
 _LEASED_S = 15.0
 """For how long after its use a chunk is probably leased by it: longer than the usual lease."""
+_COMES_S = 5.0
+"""For how long after its use a chunk that the pool lacks goes on to count, because it is probably about to come."""
 _STORED_WITHIN_S = 60.0
-"""How long after a prompt its chunks may still be on their way into the pool, also if they were removed meanwhile."""
+"""How long after they were removed, or were missing, chunks may still come into the pool."""
 _MOST_CHUNKS = 1 << 21
 """The most chunks that are counted for all tenants: 350 MB."""
 _MOST_REMOVED = 4096
@@ -70,13 +72,16 @@ class Ledger:
             self._used.move_to_end(name)
             self._removed.pop(name, None)
 
-    def hold(self, names: Sequence[bytes]) -> Callable[[], None]:
-        """Keeps a prompt's chunks from `oldest`, until what it returns is called."""
+    def hold(self, names: Sequence[bytes], clock: Callable[[], float]) -> Callable[[], None]:
+        """Keeps a prompt's chunks from `oldest`, until what it returns is called: until then they are in use, and may be leased anew."""
         self._under_way.update(names)
 
         def let_go() -> None:
             self._under_way.subtract(names)
+            now = clock()
             for name in names:
+                if name in self._used:
+                    self._used[name] = now
                 if not self._under_way[name]:
                     del self._under_way[name]
 
@@ -107,7 +112,7 @@ class Ledger:
                 continue  # it is used again, and possibly stored again
             if status is Status.BUSY:
                 self._used.move_to_end(name)
-            elif status is Status.OK or (status is Status.MISSING and now - used > _STORED_WITHIN_S):
+            elif status is Status.OK or (status is Status.MISSING and now - used > _COMES_S):
                 del self._used[name]
                 self._removed[name] = now
         return statuses.count(Status.OK)
@@ -185,7 +190,7 @@ class Tenants:
         if self.chunks(tenant, "quota") is not None:
             ledger = self._ledgers.setdefault(tenant, Ledger())
             ledger.use(named.names, self._clock())
-            until.callback(ledger.hold(named.names))
+            until.callback(ledger.hold(named.names, self._clock))
             if (over := sum(map(len, self._ledgers.values())) - _MOST_CHUNKS) > 0:
                 max(self._ledgers.values(), key=len).forget(over)
 
