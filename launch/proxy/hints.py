@@ -13,7 +13,7 @@ them again and again, before their leases end. What of a pinned prompt is not in
 5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, so one alone takes
    at most half, two a third each, and the next finds room. Chunks are shared out by the same rule, unless a tenant's own bound says how many.
 6. Of a finished branch, the end goes that its client's own requests had, and no pin and no other recent prompt here: when no lease holds it any
-   more, unless a request here asks for it before that.
+   more, and no request here waits for its first byte with it, unless another asks for it before that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack
 from itertools import chain, islice
 from operator import eq
 from typing import Annotated, Any, Literal, NamedTuple
@@ -264,9 +265,13 @@ class Hints:
         self._recent_chunks = 0
         self._leaving: dict[bytes, float] = {}
         """Chunks that are to be removed, the next first, and until when that is tried."""
+        self._under_way: dict[ExitStack, Sequence[bytes]] = {}
+        """The chunks of requests under way."""
 
-    def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
-        """Takes in the prompt of a client's request, and remembers it for hints that name the request."""
+    def note(self, client: Client, request_id: str, named: NamedPrompt, until: ExitStack) -> None:
+        """Takes in the prompt of a client's request, which is under way until `until` is closed. Hints may name the request later."""
+        self._under_way[until] = named.names
+        until.callback(self._under_way.pop, until)
         for name in named.names if self._leaving else ():
             self._leaving.pop(name, None)
         if self.pins:
@@ -468,10 +473,11 @@ class Hints:
         self._show()
 
     async def evict(self) -> None:
-        """Removes what is to leave the pool, as far as it is not leased."""
+        """Removes what is to leave the pool, as far as it is neither leased nor of a request under way."""
         now, pinned = self._clock(), frozenset(self.pins.chunks() if self._leaving else ())
         self._leaving = {one: until for one, until in self._leaving.items() if until > now and one not in pinned}
-        names = list(islice(self._leaving, _MOST_REMOVED))
+        awaited = frozenset(chain.from_iterable(self._under_way.values()) if self._leaving else ())
+        names = list(islice((one for one in self._leaving if one not in awaited), _MOST_REMOVED))
         statuses = await self._direct.remove(names, force=False) if names else []
         for name, status in zip(names, statuses, strict=False):
             if (until := self._leaving.pop(name, 0.0)) and status is not Status.OK:

@@ -110,7 +110,7 @@ class Exchange:
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
-        """Ends what the decode node needs until its first byte: streams, and that no chunk is removed for a quota."""
+        """Ends what the decode node needs until its first byte: streams, and that no chunk is removed for a quota or a hint."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the hints that came with it, if some did."""
 
@@ -374,7 +374,7 @@ class Requests:
             self._tenants.note(tenant, named, exchange.until_answered)
             span.note(direct=why or "")
         if named is not None:
-            self._hints.note(exchange.client, exchange.id, named)
+            self._hints.note(exchange.client, exchange.id, named, exchange.until_answered)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 _, exchange.decodes, stream = self._prefetched.pop(last)

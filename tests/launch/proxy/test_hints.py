@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any
 
@@ -185,10 +185,11 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
     root, a, b = [1] * 2 * CHUNK, [2] * CHUNK, [3] * CHUNK
 
     async def asked(client: str, *parts: list[int]) -> Sequence[bytes]:
-        """A request with this prompt."""
+        """A request with this prompt, which has its first byte."""
         named = await k.direct.look_up([*chain(*parts)], None, "r")
         assert named is not None
-        k.hints.note(Client(client), f"{client}-{len(k.hints._recent)}", named)
+        with ExitStack() as until_answered:
+            k.hints.note(Client(client), f"{client}-{len(k.hints._recent)}", named, until_answered)
         return named.names
 
     async def evict(client: str, *parts: list[int]) -> Any:
@@ -217,6 +218,18 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
         await asked("eve", root, a, a, b)
         await k.hints.evict()
         assert k.client.removed.pop() == [names[4]], "what is asked for again stays"
+        waits = ExitStack()
+        named = await k.direct.look_up([*root, *b], None, "r")
+        assert named is not None
+        k.hints.note(Client("ann"), "r", named, waits)
+        assert (await evict("ann", root, b))["evicting"] == CHUNK, (
+            "such as by a hint that comes with the request itself"
+        )
+        await k.hints.evict()
+        assert k.client.removed == [], "its decode node may be about to load it"
+        waits.close()
+        await k.hints.evict()
+        assert k.client.removed.pop() == [named.names[2]]
         assert (await evict("ann", root, b))["evicting"] == CHUNK
         k.now = 60.0
         await k.hints.evict()
@@ -235,10 +248,10 @@ async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_
             assert (await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once))[
                 "status"
             ] == "accepted"
-        k.hints.note(Client("ben"), "r", named)
-        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]))
+        k.hints.note(Client("ben"), "r", named, ExitStack())
+        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]), ExitStack())
         assert len(k.hints.pins) == 2
-        k.hints.note(Client("ann"), "r2", named)
+        k.hints.note(Client("ann"), "r2", named, ExitStack())
         assert (await k.ask("kv.release", "x", "ann", action_id="used"))["status"] == "refused"
         assert (await k.ask("kv.release", "x", "ann", action_id="kept"))["released"] == 1
 
@@ -431,14 +444,14 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
 def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
     hints = Hints(HintsConfig(), rule(Renewing()), ProxyMetrics())
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
-    hints.note(Client("alice"), "0", long)
+    hints.note(Client("alice"), "0", long, ExitStack())
     for number in range(1100):
-        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]))
+        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]), ExitStack())
     assert len(hints._recent) == 1000
-    hints.note(Client("alice"), "1", long)
-    hints.note(Client("alice"), "1", long)
+    hints.note(Client("alice"), "1", long, ExitStack())
+    hints.note(Client("alice"), "1", long, ExitStack())
     assert hints._recent_chunks == (1 << 16) + 999
-    hints.note(Client("alice"), "2", long)
+    hints.note(Client("alice"), "2", long, ExitStack())
     assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
     hints._direct.close()
 
