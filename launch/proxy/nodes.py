@@ -198,6 +198,7 @@ class NodePools:
         self._direct = direct
         self._master = master or (lambda view: None)
         self._view = View(())
+        self._versions = ""
         self._told: dict[str, About] = {}
         self._differences: dict[str, str] = {}
 
@@ -250,8 +251,11 @@ class NodePools:
         else:
             namespaces, model = usual
             prefill.load_cost = self.caches.load_cost(namespaces)
-            versions = [one.versions for one in self._view.by_role("master") if one.versions is not None]
-            self._direct.use(Pool(namespaces, master, model, ",".join(sorted(versions))))
+            # A master whose record is gone comes back. Without its authority, lookups would find chunks of old weights, and each client that is
+            # opened costs 26 MiB for ever.
+            if masters := self._view.by_role("master"):
+                self._versions = ",".join(sorted(one.versions for one in masters if one.versions is not None))
+            self._direct.use(Pool(namespaces, master, model, self._versions))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:
         told = self._told.get(record.address.rstrip("/"))

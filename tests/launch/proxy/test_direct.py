@@ -10,8 +10,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.nodes import NodePools
 from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
+from pd_cache.cluster import NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found, MissReason
 from tests.support.proxy import NAMESPACE, Behaviour, answers, cluster, hangs, says, scenario, until
@@ -253,3 +256,25 @@ def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
     direct.use(POOL._replace(master="127.0.0.1:2"))
     direct.close()
     assert [client.closed for client in opened] == [True, True]
+
+
+def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there() -> None:
+    opened: list[Pool] = []
+
+    def opens(pool: Pool) -> LookupClient:
+        opened.append(pool)
+        return Lookups(0)
+
+    direct = DirectRule(256, opens)
+    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
+    decode = NodeRecord(name="d", role="decode", address="http://127.0.0.1:2", **NAMESPACE.described())
+    master = NodeRecord(name="m", role="master", address="127.0.0.1:1", versions="http://127.0.0.1:3")
+    for records in (
+        (decode, master),
+        (decode,),
+        (decode, master),
+        (decode, msgspec.structs.replace(master, versions="http://h:4")),
+    ):
+        pools.update(View(records))
+    direct.close()
+    assert [pool.versions for pool in opened] == ["http://127.0.0.1:3", "http://h:4"]
