@@ -295,7 +295,7 @@ def main(site: str, address: str, host: str) -> None:
     module, _, name = site.partition(":")
     kind: type[Site] = getattr(importlib.import_module(module), name)
     path = Path(address.removeprefix("ipc://"))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever is not ended by it is killed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that does not end then is killed
     with suppress(KeyboardInterrupt):
         serve_site(kind, address, Location(path.name, host, load_config(path.parent / "cluster.yaml")))
 

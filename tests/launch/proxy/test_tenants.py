@@ -197,7 +197,7 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(
         c.proxy._tenants._clock = lambda: time.monotonic() + 20
         await c.proxy._tenants.remove()
         assert client.removed[3:] == [*reversed(names[0][1:])]
-        assert client.forced == 3, "whoever has leased it meanwhile is another proxy"
+        assert client.forced == 3, "the leases of its own requests are over: another proxy's requests hold these"
         c.proxy._tenants._clock = lambda: time.monotonic() + 90
         await c.proxy._tenants.remove()
         assert client.removed[5:] == client.removed[:5], "a late store may have brought them back"
