@@ -163,13 +163,14 @@ def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iter
             connected = stack.enter_context(socket.create_connection((host, port), timeout))
         except OSError as error:
             raise type(error)(f"{parts.netloc}: {error.strerror or error}") from None
+        connected.settimeout(None)  # the timer bounds all that follows, and says so
         late = threading.Event()
         timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
         timer.daemon = True
         timer.start()
         stack.callback(timer.join)
         stack.callback(timer.cancel)
-        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        connection = http.client.HTTPConnection(host, port)
         stack.callback(connection.close)
         try:
             if parts.scheme == "https":

@@ -40,6 +40,7 @@ _POLL_S = 0.5
 _CALL_S = 10.0
 _CANCEL_S = 20.0
 _LISTING_S = 300.0
+"""For a list of the keys of 15 million objects; `_CANCEL_S` suffices for a million."""
 
 
 class Drain(msgspec.Struct, kw_only=True):
@@ -69,7 +70,7 @@ def drain(
     config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[[Drain], None], stop: StopFlag
 ) -> Drain:
     """Moves the objects of a node to the others, and returns how that ended. If the node is being drained already, this helps, and follows it.
-    After `timeout_s` seconds it cancels what it began, as it does when `stop` is set; that takes up to 20 seconds more.
+    After `timeout_s` seconds it cancels what it began, as it does when `stop` is set; that takes up to a minute more.
 
     Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
     the master stops to answer.
@@ -112,7 +113,7 @@ def _again(name: str) -> str:
 def drain_local(file: Path, config: ClusterConfig, limit_s: float, stop: StopFlag) -> None:
     """Moves what this machine's nodes hold to those of others, one node after the other, each by a `pd-cache drain` in a process of its own.
 
-    What is not moved within `limit_s` seconds, or when `stop` is set, stays; that takes up to 20 seconds more.
+    What is not moved within `limit_s` seconds, or when `stop` is set, stays; that takes up to a minute more.
     """
     giving = {row.name for row in cluster_status(config).nodes if row.record.capacity.segment_bytes}
     mine = [node.name for node in local_nodes(config) if node.name in giving]
@@ -171,7 +172,7 @@ class _Follower:
         while (status := self._look()) == "DRAINING":
             told(state)
             if not self._targets or state.seconds > timeout_s or stop.is_set():
-                canceled, status = True, self._cancel()
+                canceled, status = True, self._cancel(status)
                 break
             if not self._moving and time.monotonic() > self._ask_again:
                 self._move_leased()
@@ -179,7 +180,7 @@ class _Follower:
         outcomes: dict[str, Literal["drained", "failed", "canceled", "goes on"]]
         outcomes = {"DRAINED": "drained", "DRAINING": "goes on"}
         state.outcome = outcomes.get(status, "canceled" if canceled else "failed")
-        left = set() if state.outcome == "drained" else set(self._left())
+        left = set() if state.outcome == "drained" else set(self._left(_CANCEL_S if canceled else _LISTING_S))
         state.left = len(left)
         state.moved += len(self._asked_for - left)
         if not self._targets and state.outcome != "drained":
@@ -218,9 +219,9 @@ class _Follower:
         state.seconds = time.monotonic() - self._begin
         return own.status
 
-    def _left(self) -> list[str]:
-        """Returns the keys that are known to be still there."""
-        return keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)[0]
+    def _left(self, limit_s: float) -> list[str]:
+        """Returns the keys that are known to be still there. Raises as `keys_in`."""
+        return keys_in(self._metrics, self._own.te_endpoint, limit_s)[0]
 
     def _move_leased(self) -> None:
         """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
@@ -236,14 +237,13 @@ class _Follower:
                 self._asked_for.add(key)
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
-    def _cancel(self) -> str:
-        """Cancels the job, and returns the segment's status. A job of another command goes on."""
-        status = self._look()  # for a list of its keys, a master that stands still is waited for much longer
+    def _cancel(self, status: str) -> str:
+        """Cancels the job, and returns the segment's status, which was `status`. A job of another command goes on."""
         if self._job is None:
             return status
-        keys = self._left()
-        self._store.wait_open(_CALL_S)
         deadline = time.monotonic() + _CANCEL_S
+        keys = self._left(_CANCEL_S)
+        self._store.wait_open(_CALL_S)
         while status == "DRAINING" and time.monotonic() < deadline:
             # the master cancels only while no move is under way, and begins no move of a leased object
             self._store.batch_exist(keys, timeout=_CALL_S)

@@ -20,7 +20,7 @@ from pd_cache.lookup import MooncakeLookupClient
 from pd_cache.tiers.hybrid import HybridBackend
 from tests.support.backends import count
 from tests.support.engines import CHUNK, FAST, Host, host
-from tests.support.pool import Pool
+from tests.support.pool import Pool, suspend
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
@@ -131,8 +131,7 @@ def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_th
 def _stop_master(blue: Pool) -> None:
     node = blue.nodes["master"]
     for process in (psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children()):
-        process.suspend()
-    wait_for(lambda: psutil.Process(node.process.pid).status() == psutil.STATUS_STOPPED)
+        suspend(process)
 
 
 OUTAGES: dict[str, Callable[[Pool], object]] = {

@@ -16,7 +16,7 @@ from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
-from tests.support.pool import Pool
+from tests.support.pool import Pool, suspend
 from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -40,7 +40,7 @@ def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool],
             # a question to Mooncake would wait now; the master's role itself still answers which weights are current
             stopped = [of["store-0"], *of["master"].children()]
             for process in stopped:
-                process.suspend()
+                suspend(process)
             try:
                 assert second.lookup("hit", TOKENS) == len(TOKENS)
                 assert second.retrieve("hit", TOKENS, 20) == set()

@@ -38,6 +38,12 @@ _PORTS = 2000
 _next_port = itertools.count()
 
 
+def suspend(process: psutil.Process) -> None:
+    """Stops a process, and returns once none of its threads runs."""
+    process.suspend()
+    wait_for(lambda: _is_stopped(process.pid), what=f"{process} has stopped")
+
+
 def _is_stopped(pid: int) -> bool:
     """Returns whether no thread runs. After SIGSTOP, those that have work go on until one of them has taken the signal."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
@@ -96,9 +102,10 @@ class Process:
             del self.errors[:-200]
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
         if number is signal.SIGSTOP:
-            wait_for(lambda: _is_stopped(self.process.pid), what=f"{self.name} has stopped")
+            suspend(psutil.Process(self.process.pid))
+        else:
+            self.process.send_signal(number)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Send the signal, wait for the end, and return the exit status."""

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.pool import Pool
+from tests.support.pool import Pool, suspend
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
@@ -107,8 +107,7 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
     ):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
-        master.suspend()
-        # its threads go on until one of them has taken the signal
+        suspend(master)
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], 20, "a time-out")
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], 20, "the breaker")
         master.resume()
