@@ -105,8 +105,6 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     fresh: bool
     """Whether discovery answers. If not, the list may lack nodes, and may have nodes that are gone."""
     nodes: list[NodeStatus]
-    unreadable: dict[str, str] = {}
-    """Why a record in discovery cannot be read, by the name under which it stands."""
     weights: list[str] = []
     """Which version of each model's weights is current, if they have changed, and which processes have another one."""
     segments: list[Segment] | None = None
@@ -154,8 +152,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Whether discovery and all nodes answer, one master leads, no namespace differs, and every record can be read."""
-        return self.fresh and not self.unreadable and all(node.well for node in self.nodes) and not self.problems
+        """Whether discovery and all nodes answer, one master leads, and no namespace differs."""
+        return self.fresh and all(node.well for node in self.nodes) and not self.problems
 
 
 SKEW_FAILS = "every put between these fails, without a word in any log; install one version on all nodes"
@@ -195,7 +193,7 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
             row.state += "; not registered again since discovery was away"
     fresh = synced and view.stale_since is None
     source = _source(config, view, synced)
-    found = ClusterStatus(source, fresh, rows, dict(view.unreadable), elected=config.masters.ha)
+    found = ClusterStatus(source, fresh, rows, elected=config.masters.ha)
     segments = _segments(found.leading)
     for row in rows:
         mine = {segment.shown_status for segment in segments or () if segment.segment_name in row.segments}
@@ -346,12 +344,11 @@ def status_table(status: ClusterStatus) -> Group:
             errors = ", ".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())
             details.append(Text(f"{row.name}: errors since its start: {errors}", "yellow"))
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
-    unreadable = [Text(f"{name}: its record cannot be read: {why}", "red") for name, why in status.unreadable.items()]
     problems = [Text(problem, "red") for problem in status.problems]
     weights = [Text(line) for line in status.weights]
     if (skew := status.skew) is not None and not skew.fails:
         differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
-    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing, *unreadable)
+    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
 
 
 def as_dict(status: ClusterStatus) -> dict[str, object]:
@@ -366,5 +363,4 @@ def as_dict(status: ClusterStatus) -> dict[str, object]:
         "problems": status.problems,
         "weights": status.weights,
         "nodes": nodes,
-        "unreadable": status.unreadable,
     }

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,19 +231,12 @@ class EtcdRegistration:
             client.put(key, value, lease=self._lease)
             return
         found, _ = client.get(key)
-        if found == value or found in self._others:
-            return
-        try:
-            other = decode_record(found or b"")
-        except RecordError:
+        if found is None:
             client.put(key, value, lease=self._lease)
-            return
-        # it stays, because two processes must not overwrite each other
-        self._others.add(found)
-        log.warning(
-            "another process registered as %s, at %s (this one is at %s); give each node its own name",
-            record.name, other.address, record.address,
-        )  # fmt: skip
+        elif found != value and found not in self._others:
+            # it stays, because two processes must not overwrite each other
+            self._others.add(found)
+            log.warning("another process registered as %s; give each node its own name", record.name)
 
 
 class EtcdValues:
@@ -347,7 +340,7 @@ class EtcdWatch(Directory):
         self._client = client
         try:
             answer = client.get_prefix_response(self._prefix)
-            self._sync([_read(kv, self._prefix) for kv in answer.kvs])
+            self._sync([record for kv in answer.kvs if (record := _read(kv, self._prefix)) is not None])
             key, since = utils.to_bytes(self._prefix), answer.header.revision + 1
             create = etcdrpc.WatchCreateRequest(key=key, range_end=utils.increment_last_byte(key), start_revision=since)
             requests = iter([etcdrpc.WatchRequest(create_request=create)])
@@ -384,12 +377,10 @@ class EtcdWatch(Directory):
         if client is not None:
             client.close()
 
-    def _sync(self, entries: Sequence[tuple[str, NodeRecord | str]]) -> None:
-        records = [found for _, found in entries if isinstance(found, NodeRecord)]
-        unreadable = {name: found for name, found in entries if isinstance(found, str)}
+    def _sync(self, records: list[NodeRecord]) -> None:
         with self._lock:
             away_since = self._membership.view().stale_since
-            self._membership.sync(records, time.monotonic(), unreadable)
+            self._membership.sync(records, time.monotonic())
             if away_since is not None:
                 log.info("etcd answers again after %.1f s", time.monotonic() - away_since)
             self._publish()
@@ -398,13 +389,10 @@ class EtcdWatch(Directory):
     def _apply(self, events: Iterable[Any]) -> None:
         with self._lock:
             for event in events:
-                name, found = _read(event.kv, self._prefix)
                 if event.type == event.DELETE:
-                    self._membership.delete(name, time.monotonic())
-                elif isinstance(found, NodeRecord):
-                    self._membership.put(found)
-                else:
-                    self._membership.spoil(name, found)
+                    self._membership.delete(_name(event.kv, self._prefix), time.monotonic())
+                elif (record := _read(event.kv, self._prefix)) is not None:
+                    self._membership.put(record)
             self._publish()
 
     def _lost(self, why: str) -> None:
@@ -420,14 +408,22 @@ class EtcdWatch(Directory):
             self._on_change(self._membership.view())
 
 
-def _read(kv: Any, prefix: str) -> tuple[str, NodeRecord | str]:
-    """Returns an entry's name, and its record or the reason why it has none."""
-    name = one_line(kv.key.decode(errors="replace").removeprefix(prefix))
+def _name(kv: Any, prefix: str) -> str:
+    return one_line(kv.key.decode(errors="replace").removeprefix(prefix))
+
+
+def _read(kv: Any, prefix: str) -> NodeRecord | None:
+    """Returns the record that an entry holds; None if it holds none, which the log says."""
+    name = _name(kv, prefix)
     try:
         record = decode_record(kv.value)
+        if record.name == name:
+            return record
+        why = f"it says that its node is {record.name}"
     except RecordError as error:
-        return name, str(error)
-    return name, record if record.name == name else f"it says that its node is {record.name}"
+        why = str(error)
+    log.warning("%s in etcd is left out: %s", name, why)
+    return None
 
 
 # --- the election of masters --------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@
 2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could keep one alive, or the source
    came back empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, in which they register again.
 3. Otherwise a node that vanishes is gone at once.
-4. A record that cannot be read changes nothing: the node of its name stays as it was last known, and the view lists the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,8 +25,6 @@ class View:
     """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
     doubted: frozenset[str] = frozenset()
     """The names of nodes that have been missing since an outage."""
-    unreadable: tuple[tuple[str, str], ...] = ()
-    """The names of entries that are not readable records, each with the reason; sorted."""
 
     def by_role(self, *roles: str) -> list[NodeRecord]:
         """Returns the nodes of these roles."""
@@ -66,7 +63,6 @@ class Membership:
         self._grace_s = grace_s
         self._nodes = {record.name: record for record in seeds}
         self._doubted: set[str] = set()
-        self._unreadable: dict[str, str] = {}
         self._stale_since: float | None = None
         self._settled_at = float("-inf")
 
@@ -77,11 +73,9 @@ class Membership:
         self._stale_since = now
         return True
 
-    def sync(self, records: Iterable[NodeRecord], now: float, unreadable: Mapping[str, str] | None = None) -> None:
-        """Notes a full list, which ends an outage. `unreadable`: its unreadable entries, by name, with the reason."""
-        self._unreadable = dict(unreadable or {})
+    def sync(self, records: Iterable[NodeRecord], now: float) -> None:
+        """Notes a full list, which ends an outage."""
         listed = {record.name: record for record in records}
-        listed |= {name: self._nodes[name] for name in self._unreadable if name in self._nodes}
         if self._stale_since is not None:
             self._settled_at = now + self._grace_s
             self._stale_since = None
@@ -95,17 +89,11 @@ class Membership:
 
     def put(self, record: NodeRecord) -> None:
         """Notes that a node is there."""
-        self._unreadable.pop(record.name, None)
         self._nodes[record.name] = record
         self._doubted.discard(record.name)
 
-    def spoil(self, name: str, why: str) -> None:
-        """Notes that the entry under a name is not a readable record now."""
-        self._unreadable[name] = why
-
     def delete(self, name: str, now: float) -> None:
         """Notes that a node has vanished."""
-        self._unreadable.pop(name, None)
         if name not in self._nodes:
             return
         if self._stale_since is not None or now < self._settled_at:
@@ -126,4 +114,4 @@ class Membership:
     def view(self) -> View:
         """Returns the current view."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
-        return View(nodes, self._stale_since, frozenset(self._doubted), tuple(sorted(self._unreadable.items())))
+        return View(nodes, self._stale_since, frozenset(self._doubted))

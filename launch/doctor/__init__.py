@@ -72,15 +72,9 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     }
     yield checks.memory_finding(config, mine, running)
     yield probe.listening_finding(mine)
-    yield probe.discovery_finding(config, status)
+    yield from probe.cluster_findings(status)
     if not any(row.answers for row in status.nodes):
-        yield probe.stopped_finding(status)
         return
-    yield from probe.node_findings(status)
-    yield from probe.pool_findings(status)
-    yield from probe.version_findings(status.nodes)
-    yield probe.mooncake_finding(status)
-    yield from probe.fingerprint_findings(status.nodes)
     yield from _network(config, status)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)

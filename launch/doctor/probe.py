@@ -15,16 +15,16 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 import pd_cache
-from launch.doctor.reachability import PeerAddress, Reach, reach
+from launch.doctor.reachability import PeerAddress, reach
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
-from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus, NodeStatus
+from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode, Node
 from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.config import NodeSettings
@@ -35,38 +35,28 @@ from transfer.settings import BreakerSettings, Placement, Timeouts
 # --- what nodes report -------------------------------------------------------------------------------------------------
 
 
-_UP = "pd-cache up -c FILE"
-
-
-def discovery_finding(config: ClusterConfig, status: ClusterStatus) -> Finding:
-    """Returns whether discovery's view is fresh."""
-    check, kind = "cluster.discovery", str(config.discovery.__struct_config__.tag)
-    if status.source == kind:
-        return ok(check, f"{kind}: {len(status.nodes)} nodes")
-    return broken(
-        check, status.source, why="nodes that come are not found, and those that left are still asked",
-        repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
-    )  # fmt: skip
-
-
-def stopped_finding(status: ClusterStatus) -> Finding:
-    """Returns that no node answers."""
-    return broken(
-        "cluster.node", f"nothing of this cluster runs: none of its {len(status.nodes)} nodes answers", why="or this machine does not reach it",
-        repair=f"start it: {_UP}; what each node said: pd-cache status -c FILE",
-    )  # fmt: skip
-
-
-def node_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Yields which nodes answer, as `pd-cache status` sees it."""
+def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
+    """Judges what `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If no node answers, the last finding says so."""
+    check, up = "cluster.discovery", "pd-cache up -c FILE"
+    if status.fresh:
+        yield ok(check, f"{status.source}: {len(status.nodes)} nodes")
+    else:
+        yield broken(
+            check, status.source, why="nodes that come are not found, and those that left are still asked",
+            repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
+        )  # fmt: skip
     check = "cluster.node"
-    for name, why in status.unreadable.items():
-        yield broken(check, why, name, why="no process that starts now finds the node of that name", repair="start that node again; if there is none: etcdctl del, under /pd-cache")  # fmt: skip
+    if not any(row.answers for row in status.nodes):
+        yield broken(
+            check, f"nothing of this cluster runs: none of its {len(status.nodes)} nodes answers", why="or this machine does not reach it",
+            repair=f"start it: {up}; what each node said: pd-cache status -c FILE",
+        )  # fmt: skip
+        return
     for row in status.nodes:
         if row.silent:
             yield broken(
                 check, row.state, row.name, why=f"a {row.record.role} node is missing",
-                repair=f"on {row.host}: {_UP}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
+                repair=f"on {row.host}: {up}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
             )  # fmt: skip
         elif row.state.startswith("degraded"):
             yield broken(
@@ -75,64 +65,45 @@ def node_findings(status: ClusterStatus) -> Iterator[Finding]:
             )  # fmt: skip
         elif row.asked:
             yield ok(check, row.state, row.name)
-
-
-def version_findings(rows: Iterable[NodeStatus]) -> Iterator[Finding]:
-    """Nodes with another version of pd-cache than this one."""
-    check, ours = "cluster.version", pd_cache.__version__
-    same = []
-    for row in rows:
-        if row.record.version == ours:
-            same.append(row.name)
-        elif row.record.version:
-            yield warning(
-                check, f"{row.record.version}, and {ours} here", row.name,
-                why="versions may name chunks in other ways, and cache servers refuse engines of another one",
-                repair=f"on {row.host}: install the wheel of pd-cache {ours}, as README.md says",
-            )  # fmt: skip
-    if same:
-        yield ok(check, f"{ours} on {', '.join(same)}")
-
-
-def mooncake_finding(status: ClusterStatus) -> Finding:
-    """Returns whether the nodes' versions of Mooncake work together."""
-    check, skew = "cluster.mooncake", status.skew
-    versions = sorted({row.record.mooncake for row in status.nodes if row.record.mooncake})
-    if skew is None:
-        return ok(check, ", ".join(versions)) if versions else skipped(check, "no node says its version of Mooncake")
-    repair = "pip install the same version of Mooncake's wheel on all of them, the master first"
-    if skew.fails:
-        return broken(check, skew.found, why=SKEW_FAILS, repair=repair)
-    return warning(check, skew.found, why=SKEW_UNTRIED, repair=repair)
-
-
-def fingerprint_findings(rows: Sequence[NodeStatus]) -> Iterator[Finding]:
-    """Nodes that never share a hit with the others. Nodes that serve another model are not meant to."""
-    check = "cluster.fingerprint"
-    known = [row for row in rows if row.record.fingerprint]
-    if known and not any(row.difference for row in known):
-        names = ", ".join(row.name for row in known)
-        yield ok(check, f"{names}: one namespace, so they share hits")
-    usual = {row.record.model for row in known if not row.difference}
-    for row in known:
-        if row.difference:
-            make = broken if row.record.model in usual else warning
-            yield make(
-                check, row.difference, row.name, why="what one of them stores, the other computes again",
-                repair="make cache and engine of the file, and the model's folder, the same on both",
-            )  # fmt: skip
-
-
-def pool_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Yields what is wrong with the masters and the memory that they know, as `pd-cache status` says it."""
-    problems = [
-        problem for problem in status.problems if status.skew is None or not problem.startswith(status.skew.found)
-    ]
+    skew = status.skew
+    problems = [problem for problem in status.problems if skew is None or not problem.startswith(skew.found)]
     for problem in problems:
         found, _, repair = problem.partition("; ")
         yield broken("cluster.pool", found, why="chunks are not found, or have no room", repair=repair)
     if not problems:
         yield ok("cluster.pool", f"{len(status.leading)} master leads, and has the memory that nodes give")
+    check, ours = "cluster.version", pd_cache.__version__
+    if same := [row.name for row in status.nodes if row.record.version == ours]:
+        yield ok(check, f"{ours} on {', '.join(same)}")
+    for row in status.nodes:
+        if row.record.version not in ("", ours):
+            yield warning(
+                check, f"{row.record.version}, and {ours} here", row.name,
+                why="versions may name chunks in other ways, and cache servers refuse engines of another one",
+                repair=f"on {row.host}: install the wheel of pd-cache {ours}, as README.md says",
+            )  # fmt: skip
+    check, repair = (
+        "cluster.mooncake",
+        "pip install the same version of Mooncake's wheel on all of them, the master first",
+    )
+    versions = sorted({row.record.mooncake for row in status.nodes if row.record.mooncake})
+    if skew is not None and skew.fails:
+        yield broken(check, skew.found, why=SKEW_FAILS, repair=repair)
+    elif skew is not None:
+        yield warning(check, skew.found, why=SKEW_UNTRIED, repair=repair)
+    else:
+        yield ok(check, ", ".join(versions)) if versions else skipped(check, "no node says its version of Mooncake")
+    check, known = "cluster.fingerprint", [row for row in status.nodes if row.record.fingerprint]
+    if known and not any(row.difference for row in known):
+        yield ok(check, f"{', '.join(row.name for row in known)}: one namespace, so they share hits")
+    usual = {row.record.model for row in known if not row.difference}
+    for row in known:
+        if row.difference:  # nodes that serve another model are not meant to share hits
+            make = broken if row.record.model in usual else warning
+            yield make(
+                check, row.difference, row.name, why="what one of them stores, the other computes again",
+                repair="make cache and engine of the file, and the model's folder, the same on both",
+            )  # fmt: skip
 
 
 # --- what is reached from here ------------------------------------------------------------------------------------------
@@ -142,17 +113,16 @@ _WHY_HERE = "what this machine cannot reach, its engines cannot load from or sto
 MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
 
 
-def reach_findings(reached: Sequence[Reach]) -> Iterator[Finding]:
+def reach_findings(reached: Mapping[PeerAddress, str]) -> Iterator[Finding]:
     """Judges the outcome of connections from here."""
     check = "network.from_here"
-    good = [one for one in reached if one.ok]
-    if good:
-        peers = len({one.target.peer for one in good})
+    if good := [target for target, error in reached.items() if not error]:
+        peers = len({target.peer for target in good})
         yield ok(check, f"{len(good)} addresses of {peers} nodes, segments and services take connections")
-    for one in reached:
-        if not one.ok:
-            found = f"{one.target.what} at {one.target.address}: {one.error}"
-            yield broken(check, found, one.target.peer, why=_WHY_HERE, repair=_open_port(one.target))
+    for target, error in reached.items():
+        if error:
+            found = f"{target.what} at {target.address}: {error}"
+            yield broken(check, found, target.peer, why=_WHY_HERE, repair=_open_port(target))
 
 
 def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:
@@ -207,7 +177,8 @@ def listening_finding(nodes: Iterable[Node], root: Path = Path("/")) -> Finding:
         for other in sorted(addresses - written)
         for port in sorted(ports)
     ]
-    taken = sorted({one.target.address.rpartition(":")[0] for one in asyncio.run(reach(targets)) if one.ok})
+    reached = asyncio.run(reach(targets))
+    taken = sorted({target.address.rpartition(":")[0] for target, error in reached.items() if not error})
     if not taken:
         return ok(_LISTENING, "Mooncake's ports can be reached at no address that the file does not name")
     first, last = _client_ports()

@@ -28,18 +28,6 @@ class PeerAddress(msgspec.Struct, frozen=True):
     """`host:port`."""
 
 
-class Reach(msgspec.Struct, frozen=True):
-    """The outcome of connecting to a target."""
-
-    target: PeerAddress
-    error: str = ""
-    """Why there is no connection; empty if it was made."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.error
-
-
 def targets_of(
     config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
 ) -> list[PeerAddress]:
@@ -78,21 +66,21 @@ def _targets_of_node(record: NodeRecord) -> Iterator[PeerAddress]:
             yield PeerAddress(record.name, what, f"{host_of(address)}:{port_of(address)}")
 
 
-async def reach(targets: Iterable[PeerAddress]) -> list[Reach]:
-    """Tries to connect to each, some at a time; sends nothing."""
+async def reach(targets: list[PeerAddress]) -> dict[PeerAddress, str]:
+    """Tries to connect to each, some at a time; sends nothing. Returns why there is no connection, or an empty string if it was made."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(target: PeerAddress) -> Reach:
+    async def one(target: PeerAddress) -> str:
         host, port = host_of(target.address), port_of(target.address)
         async with places:
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
             except TimeoutError:
-                return Reach(target, f"no answer within {CONNECT_S:g} s")
+                return f"no answer within {CONNECT_S:g} s"
             except (OSError, ValueError) as error:  # ValueError: not a valid name
                 number = getattr(error, "errno", None)
-                return Reach(target, os.strerror(number) if number and number > 0 else str(error))
+                return os.strerror(number) if number and number > 0 else str(error) or repr(error)
             writer.close()
-            return Reach(target)
+            return ""
 
-    return list(await asyncio.gather(*(one(target) for target in targets)))
+    return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))

@@ -212,11 +212,8 @@ HISTORIES = {
         (0, "sync", "a", "a"), (1, "outage", "", "a!"), (2, "sync", "", "a?"), (3, "outage", "", "a?!"),
         (99, "expire", "", "a?!"), (100, "sync", "", "a?"), (104, "expire", "", "a?"), (105, "expire", "", ""),
     ],
-    "a record that becomes unreadable leaves its node as it was": [
-        (0, "sync", "a", "a"), (1, "spoil", "a", "a#"), (2, "spoil", "b", "a#b#"), (3, "put", "a", "ab#"), (4, "delete", "b", "a"),
-    ],
 }  # fmt: skip
-"""Events with their time, and the view after each: `?` is doubted, `#` an unreadable record, `!` at the end an outage."""
+"""Events with their time, and the view after each: `?` is doubted, `!` at the end an outage."""
 
 
 @pytest.mark.parametrize("events", HISTORIES.values(), ids=HISTORIES)
@@ -234,8 +231,6 @@ def happen(members: Membership, what: str, nodes: str, now: float) -> None:
         members.sync([node(name) for name in nodes], now)
     elif what == "put":
         members.put(node(nodes))
-    elif what == "spoil":
-        members.spoil(nodes, "why")
     elif what == "delete":
         members.delete(nodes, now)
     else:
@@ -243,19 +238,15 @@ def happen(members: Membership, what: str, nodes: str, now: float) -> None:
 
 
 def shown(view: View) -> str:
-    unreadable = dict(view.unreadable)
-    text = "".join(
-        f"{name}{'?' if name in view.doubted else ''}{'#' if name in unreadable else ''}"
-        for name in sorted({*names(view), *unreadable})
-    )
+    text = "".join(f"{name}{'?' if name in view.doubted else ''}" for name in names(view))
     return text + ("" if view.stale_since is None else "!")
 
 
 def test_the_nodes_of_the_file_are_believed_until_the_first_list() -> None:
     members = Membership(5, [node("a"), node("b")])
     assert shown(members.view()) == "ab"
-    members.sync([], 0, {"b": "why"})
-    assert shown(members.view()) == "b#", "an unreadable record in a list leaves its node as it was"
+    members.sync([node("b")], 0)
+    assert shown(members.view()) == "b"
 
 
 @given(

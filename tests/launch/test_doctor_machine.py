@@ -17,14 +17,7 @@ from launch.doctor.checks import (
     memory_finding,
     rdma_findings,
 )
-from launch.doctor.probe import (
-    advertised_findings,
-    fingerprint_findings,
-    mooncake_finding,
-    node_findings,
-    pool_findings,
-    version_findings,
-)
+from launch.doctor.probe import advertised_findings, cluster_findings
 from launch.doctor.reachability import targets_of
 from launch.masters import LEADER, Segment
 from launch.status import ClusterStatus, NodeStatus
@@ -208,16 +201,21 @@ def test_of_elected_masters_only_the_leader_takes_calls() -> None:
 # --- cluster ---------------------------------------------------------------------------------------------------------
 
 
+def of_cluster(check: str, rows: list[NodeStatus], **more: Any) -> list[Finding]:
+    status = ClusterStatus("static", True, rows, **more)
+    return [one for one in cluster_findings(status) if one.check == f"cluster.{check}"]
+
+
 def test_nodes_of_another_version_are_a_warning() -> None:
     rows = [node("a", version="0.0.9"), node("b", version=pd_cache.__version__), node("c")]
-    found = {one.about: one.verdict for one in version_findings(rows)}
+    found = {one.about: one.verdict for one in of_cluster("version", rows)}
     assert found == {"a": Verdict.WARNING, "": Verdict.OK}
 
 
 @pytest.mark.parametrize(
     ("versions", "verdict", "found"),
     [
-        ((), Verdict.SKIPPED, "no node says its version of Mooncake"),
+        (("",), Verdict.SKIPPED, "no node says its version of Mooncake"),
         (("0.3.13.post1", "", "0.3.14"), Verdict.OK, "0.3.13.post1, 0.3.14"),
         (("0.4.0", "0.4.0.post2"), Verdict.OK, "0.4.0, 0.4.0.post2"),
         (("0.3.13", "0.3.12.post1", "0.3.13"), Verdict.BROKEN, "Mooncake 0.3.12.post1 (b) beside 0.3.13 (a, c)"),
@@ -230,8 +228,8 @@ def test_nodes_of_another_version_are_a_warning() -> None:
 def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(versions, verdict, found):
     rows = [node("abcdefgh"[index], mooncake=version) for index, version in enumerate(versions)]
     status = ClusterStatus("static", True, rows)
-    finding = mooncake_finding(status)
-    assert (finding.check, finding.verdict, finding.found) == ("cluster.mooncake", verdict, found)
+    (finding,) = of_cluster("mooncake", rows)
+    assert (finding.verdict, finding.found) == (verdict, found)
     assert status.problems == ([f"{found}: {finding.why}"] if verdict is Verdict.BROKEN else [])
     assert status.well is (verdict is not Verdict.BROKEN)
 
@@ -243,7 +241,7 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
         node("b", model="m", fingerprint="1"),
         node("c", model=model, fingerprint="2", difference="chunk_size 64 here, 256 on a: these two never share a hit"),
     ]
-    assert [(one.about, one.verdict) for one in fingerprint_findings(rows)] == [("c", verdict)]
+    assert [(one.about, one.verdict) for one in of_cluster("fingerprint", rows)] == [("c", verdict)]
 
 
 def test_a_silent_node_is_to_be_started_and_one_that_is_not_well_is_not() -> None:
@@ -253,7 +251,7 @@ def test_a_silent_node_is_to_be_started_and_one_that_is_not_well_is_not() -> Non
         node("c", state="degraded: /health answers 503"),
         node("s", state="not asked: store"),
     ]
-    found = {one.about: (one.verdict, one.repair) for one in node_findings(ClusterStatus("static", True, rows))}
+    found = {one.about: (one.verdict, one.repair) for one in of_cluster("node", rows)}
     assert set(found) == {"a", "b", "c"}
     assert found["a"][0] is Verdict.BROKEN
     assert "pd-cache launch" in found["a"][1]
@@ -265,8 +263,8 @@ def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
     store = node("s", "store", "10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))
     master = node("m", "master", "10.0.0.1:50051")
     master.leads = LEADER
-    status = ClusterStatus("static", True, [master, store], segments=[Segment("10.0.0.1:9", GIB, "")])
-    assert [one.verdict for one in pool_findings(status)] == [Verdict.OK]
-    (found,) = pool_findings(msgspec.structs.replace(status, segments=[]))
+    given = [Segment("10.0.0.1:9", GIB, "")]
+    assert [one.verdict for one in of_cluster("pool", [master, store], segments=given)] == [Verdict.OK]
+    (found,) = of_cluster("pool", [master, store], segments=[])
     assert found.found == "m has 0 B of the 1.0 GiB that nodes give"
     assert found.repair.startswith("start those that do not run")
