@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import logging
@@ -36,16 +35,8 @@ _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
 
-def _only_one(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> Path | None:
-    if len(files) > 1:
-        raise click.BadParameter(f"{len(files)} files were given; a command works with one", ctx, param)
-    return files[0] if files else None
-
-
 def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.") -> Callable[[F], F]:
-    return click.option(
-        "-c", "--config", "file", type=_FILE, required=required, help=says, multiple=True, callback=_only_one
-    )
+    return click.option("-c", "--config", "file", type=_FILE, required=required, help=says)
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
@@ -80,15 +71,7 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
-        try:
-            return super().main(*args, **extra)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            with contextlib.suppress(OSError):
-                sys.stdout.close()
-            click.echo(f"pd-cache: {error.strerror}", err=True)
-            sys.exit(1)
+        return super().main(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -175,20 +175,6 @@ def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
     assert "prefill-0" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["--help"], ["config", "example", "cluster"]])
-def test_output_that_does_not_fit_on_its_disk_is_one_line(command: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(program(*command), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "pd-cache: No space left on device\n")
-
-
-@pytest.mark.parametrize(
-    "command", [["status"], ["up"], ["doctor"], ["demo"], ["top"], ["reset"], ["explain", "x"], ["launch", "master"]]
-)
-def test_two_files_are_refused_not_the_last_one_used(command: list[str]) -> None:
-    assert "2 files were given" in refused(*command, "-c", "a.yaml", "-c", "b.yaml")
-
-
 def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_those_of_others(tmp_path: Path) -> None:
     nodes = [
         {"name": "m", "role": "master", "host": "198.51.100.1", "port": 50051},
