@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from random import Random
 from typing import Any, NoReturn
 
 import msgspec
@@ -58,19 +57,17 @@ class Proxy:
         pool_bytes: PoolBytes = lambda view: 0,
         files: WatchedFiles | None = None,
         tracing: Tracing = UNTRACED,
-        rng: Random | None = None,
     ) -> None:
         """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
 
         `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's
-        size, for hints. `files` watches the key files. `rng` orders nodes that were never taken. The caller closes
-        `tracing`. Raises ConfigError if a key file cannot be used.
+        size, for hints. `files` watches the key files. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self._config = config
         self._files = files or WatchedFiles()
         self._direct = direct or DirectRule(0)
-        self._pools = NodePools(config, self._direct, master, rng)
+        self._pools = NodePools(config, self._direct, master)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
         self._tenants = tenants = Tenants(config, self._files, self._direct, self.metrics)

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import msgspec
+
 from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
 from pd_cache.errors import ConfigError
@@ -220,31 +222,14 @@ class Admission:
 _LOOK_S = 2.0
 
 
-class _WatchedFile:
-    def __init__(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        self.what, self._files, self._load = what, files, load
-        self._seen = _digests(files)  # first, so that a file that changes while it is read is read again
-        self._said = ""
-        """What was logged about unusable files. It is logged once, and the files are tried again at each look."""
-        load()
-
-    def look(self) -> None:
-        if (digests := _digests(self._files)) == self._seen:
-            self._said = ""
-            return
-        try:
-            self._load()
-        except ConfigError as error:
-            if self._said != str(error):
-                log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
-            self._said = str(error)
-        else:
-            self._seen, self._said = digests, ""
-            log.info("%s changed and was read again", self.what)
-
-    def follow(self, stop: threading.Event) -> None:
-        while not stop.wait(_LOOK_S):
-            self.look()
+class _WatchedFile(msgspec.Struct):
+    what: str
+    files: Sequence[str]
+    load: Callable[[], None]
+    seen: list[bytes]
+    """The digests of what was loaded."""
+    refused: list[bytes] | None = None
+    """Those of what could not be used. It is tried again once it changes."""
 
 
 class WatchedFiles:
@@ -258,28 +243,40 @@ class WatchedFiles:
 
         `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
         """
-        self._watched.append(_WatchedFile(what, files, load))
+        seen = _digests(files)  # first, so that a file that changes while it is read is read again
+        load()
+        self._watched.append(_WatchedFile(what, files, load, seen))
 
     def look(self) -> None:
-        for watched in self._watched:
-            watched.look()
+        for one in self._watched:
+            if (digests := _digests(one.files)) in (one.seen, one.refused):
+                continue
+            try:
+                one.load()
+            except ConfigError as error:
+                one.refused = digests
+                log.error("%s changed and cannot be used; the previous contents stay in force: %s", one.what, error)
+            else:
+                one.seen, one.refused = digests, None
+                log.info("%s changed and was read again", one.what)
 
     def follow(self) -> threading.Event:
-        """Looks every two seconds, until the returned event is set.
-
-        Each entry has a thread of its own, for which nothing waits: a file may be on a server that does not answer.
-        """
+        """Looks every two seconds, on a thread of its own, until the returned event is set."""
         stop = threading.Event()
-        for watched in self._watched:
-            threading.Thread(target=watched.follow, args=(stop,), name=watched.what, daemon=True).start()
+
+        def follow() -> None:
+            while not stop.wait(_LOOK_S):
+                self.look()
+
+        threading.Thread(target=follow, name="proxy-files", daemon=True).start()
         return stop
 
 
-def _digests(files: Sequence[str]) -> list[bytes] | None:
+def _digests(files: Sequence[str]) -> list[bytes]:
     try:
         return [hashlib.sha256(Path(file).read_bytes()).digest() for file in files]
     except (OSError, ValueError):  # ValueError: a name with a NUL in it
-        return None
+        return []
 
 
 class ServerTls:

@@ -10,10 +10,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from random import Random
 from typing import Any, NoReturn
 
 import aiohttp
@@ -23,7 +21,6 @@ from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.routing import Hop, NodePool, Reason, Target
-from pd_cache.chunks import Namespace
 from pd_cache.cluster import About, NodeRecord, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
 
@@ -189,10 +186,9 @@ class NodePools:
         config: ProxyConfig,
         direct: DirectRule,
         master: Callable[[View], str | None] | None = None,
-        rng: Random | None = None,
     ) -> None:
-        """`master` returns the address of the master of a view's pool. `rng` orders nodes that were never taken."""
-        self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy, rng=rng) for hop in _HOPS}
+        """`master` returns the address of the master of a view's pool."""
+        self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy) for hop in _HOPS}
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -243,31 +239,24 @@ class NodePools:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        usual, master = _usual(records), self._master(self._view)
-        if usual is None:
+        decode = next((one for one in records if one.role == "decode" and one.cache_namespaces), None)
+        master = self._master(self._view)
+        if decode is None:
             self._direct.use("no decode node reports its namespace")
         elif master is None:
             self._direct.use("no master of the pool is known")
         else:
-            namespaces, model = usual
+            namespaces = decode.cache_namespaces
             prefill.load_cost = self.caches.load_cost(namespaces)
             # A master whose record is gone comes back. Without its authority, lookups would find chunks of old weights, and each client that is
             # opened costs 26 MiB for ever.
             if masters := self._view.by_role("master"):
                 self._versions = ",".join(sorted(one.versions for one in masters if one.versions is not None))
-            self._direct.use(Pool(namespaces, master, model, self._versions))
+            self._direct.use(Pool(namespaces, master, decode.model, self._versions))
 
     def _completed(self, record: NodeRecord) -> NodeRecord:
         told = self._told.get(record.address.rstrip("/"))
         return record if told is None else record.telling(told)
-
-
-def _usual(records: list[NodeRecord]) -> tuple[tuple[Namespace, ...], str | None] | None:
-    """Returns the namespaces and the model of most decode nodes, because only these nodes could load what a lookup found."""
-    known = [
-        (spaces, record.model) for record in records if record.role == "decode" and (spaces := record.cache_namespaces)
-    ]
-    return Counter(known).most_common(1)[0][0] if known else None
 
 
 def _target(record: NodeRecord) -> Target:

@@ -64,16 +64,10 @@ _LAST_WORDS_S = 1.0
 """How long it may take to inform a client that its stream broke."""
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
-_NO_TOKENIZE_S = 30.0
-_MOST_SLOW = 3
-_LONG = 1 << 14
-"""The tokens from which a text may take a tokenizer long."""
 _LIST_AT_ONE_S = 1.0
 _MOST_PREFETCHED = 64
 _PREFETCH_REFUSED_S = 0.1
 """How long a node has to refuse a prompt that it should prefetch."""
-_MOST_ASKED = 2
-"""The most nodes that are asked for their models."""
 _STREAM_ID = "-stream"
 """What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
 
@@ -196,10 +190,6 @@ class Requests:
         self._large = ThreadPoolExecutor(1, "proxy-large")  # one thread, because each keeps memory for the next body
         self._judging = 0
         """How many prompts are being tokenized or looked up."""
-        self._tokenize_after = 0.0
-        """The time until which no node is asked for tokens."""
-        self._slow = 0
-        """How many judgements of prompts in a row took too long."""
         self._prefetched: dict[bytes, _Prefetched] = {}
         """By the names of prompts' last chunks."""
 
@@ -429,12 +419,7 @@ class Requests:
                 if tokens is None or ((why := direct.why(len(tokens))) is not None and not name):
                     return why, None
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
-        except TimeoutError:
-            self._slow += prompt.tokens < _LONG  # a long one is slow by its own fault, and once may a short one be
-            if self._slow == _MOST_SLOW:
-                self._pause_tokenizing()
-            return why, None
-        except ValueError:
+        except (TimeoutError, ValueError):
             return why, None
         finally:
             self._judging -= 1
@@ -443,30 +428,16 @@ class Requests:
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
-        now = time.monotonic()
-        node = self._pools["decode"].out_of_turn(now)
-        if node is None or now < self._tokenize_after:
+        node = self._pools["decode"].out_of_turn(time.monotonic())
+        if node is None:
             return None
         try:
             url, body = f"{node}/tokenize", completion.for_tokenize()
-            tokens = await self._whole(exchange, exchange.span, "POST", url, body, read_tokens)
-        except HopError as error:
-            if error.reason in ("busy", "error"):
-                return None  # possibly this prompt's own fault
-            why = str(error)
-        except Refusal as refusal:
-            if refusal.status in (400, 422):
-                return None  # this prompt's own fault
-            why = str(refusal)
-        else:
-            self._slow = 0
-            return tokens
-        self._pause_tokenizing()
-        log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, why)
-        return None
-
-    def _pause_tokenizing(self) -> None:
-        self._slow, self._tokenize_after = 0, time.monotonic() + _NO_TOKENIZE_S
+            return await self._whole(exchange, exchange.span, "POST", url, body, read_tokens)
+        except (HopError, Refusal) as error:
+            if self._sparse.admit((node, "tokenize")) is not None:
+                log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
+            return None
 
     async def _ask(
         self, exchange: Exchange, span: TraceSpan, method: str, url: str, body: bytes | None
@@ -689,13 +660,11 @@ class Requests:
         self.trips.note(exchange.id, exchange.trip())
 
     # --- the list of models --------------------------------------------------------------------------------------
-    # The answer says nothing about how a node computes, so it never counts for or against the node. Only a refused connection counts.
 
     async def _models(self, exchange: Exchange) -> web.Response:
-        """Returns the list of a decode node."""
+        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a refused connection counts against it."""
         pool, tried = self._pools["decode"], list[str]()
-        refusal: Refusal | None = None
-        while len(tried) < _MOST_ASKED and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
+        while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
             tried.append(node)
             exchange.nodes["decode"] = node
             try:
@@ -705,7 +674,6 @@ class Requests:
                 failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
                 self._failed(exchange, "decode", node, None, failure)
             except HopError as error:
-                refusal = error.refusal or refusal
                 self._failed(exchange, "decode", node, None, error)
             except Refusal as refused:
                 pool.reached(node)
@@ -714,8 +682,6 @@ class Requests:
                 pool.reached(node)
                 body = msgspec.json.encode({"object": "list", "data": found})
                 return web.Response(body=body, content_type="application/json")
-        if refusal is not None:
-            return passed_on(refusal)
         raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
 
 

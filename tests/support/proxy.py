@@ -255,6 +255,7 @@ async def cluster(
     ask for them."""
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.object(routing, "BREAKER_FAILURES", failures))
+        stack.enter_context(patch.object(routing, "Random", InOrder))
         stack.enter_context(patch.object(nodes, "HEALTH_INTERVAL_S", health_interval_s))
         started: dict[str, list[Node]] = {"prefill": [], "decode": []}
         urls: dict[str, list[str]] = {"prefill": [], "decode": []}
@@ -267,7 +268,7 @@ async def cluster(
                     started[hop].append(node)
                 urls[hop].append(given or node.url)
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
-        proxy = Proxy(settings, direct, cluster=name, rng=InOrder())
+        proxy = Proxy(settings, direct, cluster=name)
         proxy.update(view(**urls))
         server = TestServer(proxy.app())
         await server.start_server()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import ssl
-import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_nod
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.etcd import make_certificates
-from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, until, view
+from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, view
 
 KEY = "sk-0123456789abcdef"
 Certificates = dict[str, tuple[str, str]]
@@ -154,28 +153,6 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path:
                 status = response.status
             sent = c.decode[0].headers[-1]["Authorization"] if c.decode[0].headers else ""
             await asyncio.sleep(0.05)
-
-
-@scenario
-async def test_a_file_whose_reading_hangs_holds_up_no_other(tmp_path: Path) -> None:
-    hangs, other, first = threading.Event(), tmp_path / "other", [True]
-    other.write_text("first")
-
-    def load() -> None:
-        if not first:
-            hangs.wait(60)
-        first.clear()
-
-    keys = KeysFile(tmp_path)
-    keys.files.add("a file", [str(other)], load)
-    stop = keys.files.follow()
-    try:
-        other.write_text("second")
-        keys.path.write_text(f"alice {KEY}-2")
-        await until(lambda: keys.keys.may_watch(f"Bearer {KEY}-2"), "the other file was read")
-    finally:
-        stop.set()
-        hangs.set()
 
 
 # --- the certificate -------------------------------------------------------------------------------------------------

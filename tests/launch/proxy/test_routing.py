@@ -308,7 +308,7 @@ def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_i
 
 
 def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() -> None:
-    pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0), rng=Random(0))
+    pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0))
     pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))
     with pool.working("http://a:1", RoutedPrompt(3)):
