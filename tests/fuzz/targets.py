@@ -427,13 +427,13 @@ def _handed_over(data: bytes) -> None:
 
 def _reference(data: bytes) -> None:
     request = parse_completion(data, "m")
-    assert request.max_tokens >= 1
+    assert request.fields.max_tokens >= 1
     assert request.prompt
-    assert 0 <= request.announced_prefix < 2**31
+    assert 0 <= request.announced.prefix_tokens < 2**31
     if isinstance(request.prompt, str):
         request.prompt.encode()
-    if request.cache_salt is not None:
-        request.cache_salt.encode()
+    if request.fields.cache_salt is not None:
+        request.fields.cache_salt.encode()
 
 
 def _params(data: bytes) -> None:

@@ -553,16 +553,7 @@ class ReferenceEngine:
         arrival = active.generation.request.arrival
         assert arrival is not None
         ttft = time.monotonic() - arrival
-        active.generation.describe(
-            GenerationStats(
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                computed_tokens=prompt - cached,
-                prefix_tokens=announced,
-                ttft_ms=ttft * 1000,
-                report=report,
-            )
-        )
+        active.generation.describe(GenerationStats(prefix_tokens=announced, ttft_ms=ttft * 1000, report=report))
         metrics.ttft.observe(ttft)
 
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -20,24 +20,14 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
     "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
-    "prompt_logprobs": (False,),
-    "suffix": ("",),
     "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "top_k": (0, -1),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
 }
 """Unsupported parameters, and the values (besides null) that make them change nothing."""
 
@@ -51,8 +41,8 @@ def _refused(message: str, *, param: str | None = None, code: str = "invalid_val
     return ApiError(status, message, param=param, code=code)
 
 
-class _Fields(msgspec.Struct, frozen=True):
-    """The fields that are read."""
+class CompletionFields(msgspec.Struct, frozen=True):
+    """The fields of a `/v1/completions` request that are read."""
 
     model: str = ""
     prompt: Any = None
@@ -62,19 +52,14 @@ class _Fields(msgspec.Struct, frozen=True):
     kv_transfer_params: dict[str, Any] = {}
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a `/v1/completions` request. Everything is checked except what needs the model."""
+class CompletionRequest(NamedTuple):
+    """A `/v1/completions` request. Everything is checked except what needs the model."""
 
     prompt: str | tuple[int, ...]
-    max_tokens: int
-    stream: bool
-    cache_salt: str | None
-    for_remote_decode: bool
+    fields: CompletionFields
+    announce: bool
     """Whether a proxy asks this node to compute the prompt for another node, which gives the answer."""
-    announced_prefix: int
-    loads_only: bool
-    """Whether it only has the prompt's chunks loaded as they appear."""
-    prefill: PrefillWork | None
+    announced: Announcement
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
@@ -84,14 +69,14 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
     except UndecodableError as error:
         raise _refused(f"the body is no JSON object: {error}", code="invalid_json") from None
     given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
-    for name in given.keys() - set(_Fields.__struct_fields__):
+    for name in given.keys() - set(CompletionFields.__struct_fields__):
         if name not in _ONLY_NEUTRAL:
             raise _refused(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
         if not any(_same(given[name], neutral) for neutral in _ONLY_NEUTRAL[name]):
             message = f"{name} is not supported by this engine; leave it out"
             raise _refused(message, param=name, code="unsupported_parameter")
     try:
-        fields = msgspec.convert(given, _Fields)
+        fields = msgspec.convert(given, CompletionFields)
     except msgspec.ValidationError as error:
         where = _AT.search(str(error))
         raise _refused(str(error), param=where and where[1], code="invalid_type") from None
@@ -102,17 +87,7 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
         handoff = read_params(fields.kv_transfer_params)
     except BadParams as error:
         raise _refused(str(error), param=".".join(filter(None, ("kv_transfer_params", error.path)))) from None
-    announced = handoff.announced or Announcement()
-    return CompletionRequest(
-        prompt=_prompt(fields.prompt),
-        max_tokens=fields.max_tokens,
-        stream=fields.stream,
-        cache_salt=fields.cache_salt,
-        for_remote_decode=handoff.announce,
-        announced_prefix=announced.prefix_tokens,
-        loads_only=announced.stream,
-        prefill=announced.prefill,
-    )
+    return CompletionRequest(_prompt(fields.prompt), fields, handoff.announce, handoff.announced or Announcement())
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
@@ -149,26 +124,27 @@ class AnswerBuilder:
         It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a proxy what to hand to the
         decode node.
         """
+        report = stats.report
         answer = {
             **self.chunk(text, tokens, "length"),
             "usage": {
-                "prompt_tokens": stats.prompt_tokens,
+                "prompt_tokens": report.asked,
                 "completion_tokens": produced,
-                "total_tokens": stats.prompt_tokens + produced,
-                "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+                "total_tokens": report.asked + produced,
+                "prompt_tokens_details": {"cached_tokens": report.loaded},
             },
             "pd_cache": {
                 "self": {
-                    "cached_tokens": stats.cached_tokens,
-                    "computed_tokens": stats.computed_tokens,
+                    "cached_tokens": report.loaded,
+                    "computed_tokens": report.computed,
                     "ttft_ms": round(stats.ttft_ms, 3),
                 },
-                "report": msgspec.to_builtins(stats.report),
-                "prefill": msgspec.to_builtins(self._request.prefill),
+                "report": msgspec.to_builtins(report),
+                "prefill": msgspec.to_builtins(self._request.announced.prefill),
             },
         }
-        if self._request.for_remote_decode:
-            work = PrefillWork(stats.cached_tokens, stats.computed_tokens, stats.report.reason)
+        if self._request.announce:
+            work = PrefillWork(report.loaded, report.computed, report.reason)
             answer["kv_transfer_params"] = write_params(Announcement(prefix_tokens=stats.prefix_tokens, prefill=work))
         return answer
 

@@ -34,12 +34,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's prompt came from. `cached_tokens + computed_tokens == prompt_tokens`."""
+    """What became of a request's prompt."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens whose KV was loaded from the pool."""
-    computed_tokens: int
     prefix_tokens: int
     """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
     ttft_ms: float

@@ -169,10 +169,10 @@ class ReferenceServer:
             request, tokens = await self._read(http)
             asked = GenerationRequest(
                 prompt=tokens,
-                max_tokens=request.max_tokens,
-                cache_salt=request.cache_salt,
-                announced_prefix=request.announced_prefix,
-                streams=request.loads_only,
+                max_tokens=request.fields.max_tokens,
+                cache_salt=request.fields.cache_salt,
+                announced_prefix=request.announced.prefix_tokens,
+                streams=request.announced.stream,
                 arrival=arrival,
                 trace=span.headers,
             )
@@ -182,14 +182,14 @@ class ReferenceServer:
             raise
         try:
             builder = AnswerBuilder(request, self._model, identifier, int(time.time()))
-            if request.stream:
+            if request.fields.stream:
                 return await self._stream(http, builder, generation)
             return await self._whole(builder, generation)
         finally:
             if generation.described:
-                stats = generation.stats
-                span.note(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, ttft_ms=stats.ttft_ms)
-                self._reports.note(known_as, stats.report)
+                report, ttft_ms = generation.stats.report, generation.stats.ttft_ms
+                span.note(prompt_tokens=report.asked, cached_tokens=report.loaded, ttft_ms=ttft_ms)
+                self._reports.note(known_as, report)
             generation.cancel()
 
     async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:

@@ -50,7 +50,7 @@ def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(make_engine, expecte
     for cached in (0, min(whole, length - 1)):
         tokens, stats = answered(make_engine(cache), request)
         assert tokens == expected(request)
-        assert (stats.cached_tokens, stats.computed_tokens, stats.prompt_tokens) == (cached, length - cached, length)
+        assert (stats.report.loaded, stats.report.computed, stats.report.asked) == (cached, length - cached, length)
         assert stats.prefix_tokens == whole
         if whole:
             cache.wait_for_chunks(whole // 16)
@@ -63,7 +63,7 @@ def test_chunks_and_steps_of_any_size_go_together(make_engine, expected, chunk, 
         tokens, stats = answered(make_engine(cache, step_tokens=step), request)
         assert tokens == expected(request)
         cache.wait_for_chunks(130 // chunk)
-    assert stats.cached_tokens == 130 // chunk * chunk
+    assert stats.report.loaded == 130 // chunk * chunk
 
 
 def test_only_the_computed_chunks_are_stored_and_computed_in_aligned_steps(make_engine):
@@ -76,7 +76,7 @@ def test_only_the_computed_chunks_are_stored_and_computed_in_aligned_steps(make_
     _, stats = answered(engine, longer)
     cache.wait_for_chunks(5)
     assert engine.model.steps == [[(32, 16)], [(48, 24)], [(72, 8)], [(80, 1)]]
-    assert (stats.cached_tokens, stats.prefix_tokens) == (32, 80)
+    assert (stats.report.loaded, stats.prefix_tokens) == (32, 80)
     assert sum(cache.store_sizes) == 5, "what was loaded is not stored again"
     assert cache.named == 2, "each prompt is named once, for its load and its store"
     answered(engine, longer)
@@ -94,9 +94,9 @@ def test_salts_keep_requests_apart(make_engine):
     cache = FakeCache()
     engine = make_engine(cache)
     for count, salt in enumerate((None, "a", "b"), 1):
-        assert answered(engine, request_of(40, cache_salt=salt))[1].cached_tokens == 0
+        assert answered(engine, request_of(40, cache_salt=salt))[1].report.loaded == 0
         cache.wait_for_chunks(2 * count)
-    assert answered(engine, request_of(40, cache_salt="a"))[1].cached_tokens == 32
+    assert answered(engine, request_of(40, cache_salt="a"))[1].report.loaded == 32
 
 
 # --- a cache that fails ----------------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
     wait_for(lambda: metric(decode, "running") == 1)
     answered(prefill, request_of(40, max_tokens=1))
     assert tokens_of(waiting) == expected(request_of(40))
-    assert waiting.stats.cached_tokens == 32
+    assert waiting.stats.report.loaded == 32
     beyond_the_prompt = request_of(40, announced_prefix=10**6)
-    assert answered(decode, beyond_the_prompt)[1].cached_tokens == 32
+    assert answered(decode, beyond_the_prompt)[1].report.loaded == 32
 
 
 def test_a_decode_node_waits_no_longer_than_configured_and_takes_what_is_there(make_engine, expected):
@@ -191,7 +191,7 @@ def test_a_decode_node_waits_no_longer_than_configured_and_takes_what_is_there(m
     longer = GenerationRequest(prompt=prompt_of(40) + prompt_of(40, seed=2), announced_prefix=80, max_tokens=4)
     tokens, stats = answered(make_engine(cache, wait_ms=80), longer)
     assert tokens == expected(longer)
-    assert stats.cached_tokens == 32
+    assert stats.report.loaded == 32
     assert stats.ttft_ms >= 80
     assert answered(make_engine(cache, wait_ms=1), request_of(40, seed=3, announced_prefix=32))[1].report.reason == "deadline"  # fmt: skip
 
@@ -262,7 +262,7 @@ def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_wait
     wait_for(lambda: decode._streams and decode._streams[0].load.awaited.loaded == 32)
     tokens, stats = answered(decode, request_of(64))
     assert tokens == expected(request_of(64))
-    assert (stats.cached_tokens, stats.report.streamed) == (32, 32)
+    assert (stats.report.loaded, stats.report.streamed) == (32, 32)
     stream.cancel()
     ends_as("aborted", stream)
 
@@ -334,7 +334,7 @@ def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expect
     cache.epoch, _ = "other weights", cache.chunks.clear()
     tokens, stats = answered(engine, request_of(64, announced_prefix=64))
     assert tokens == expected(request_of(64))
-    assert (stats.cached_tokens, stats.report.streamed) == (0, 0)
+    assert (stats.report.loaded, stats.report.streamed) == (0, 0)
     stream.cancel()
     ends_as("aborted", stream)
 
@@ -453,7 +453,7 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
             assert index in cancelled
         else:
             assert tokens == expected(request)
-            assert generation.stats.cached_tokens + generation.stats.computed_tokens == len(request.prompt)
+            assert generation.stats.report.loaded + generation.stats.report.computed == len(request.prompt)
         if index % 2 and streams:
             streams.pop(chance.randrange(len(streams))).cancel()
     for stream in streams:

@@ -31,6 +31,7 @@ REFUSED = {
     "logit_bias": ({"5": 1},),
     "repetition_penalty": (1.1,),
     "top_k": (5,),
+    "best_of": (1,),
     "response_format": ({"type": "json_object"},),
     "sampling_strategy": ("beam",),
     "max_token": (5,),
@@ -56,7 +57,7 @@ def test_what_changes_nothing_is_taken():
     harmless = {"user": "u", "stream_options": {"include_usage": True}, "seed": 3, "ignore_eos": True}
     read = ("max_tokens", "stream", "cache_salt", "kv_transfer_params")
     assert parsed(**neutral, **harmless, **dict.fromkeys(read)) == parsed()
-    assert parsed().max_tokens == 16
+    assert parsed().fields.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,10 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_one_of_them(prompt, read):
 def test_a_handoff_is_read_where_the_prefill_was_remote_and_other_connectors_keys_are_not():
     ours = {"prefix_tokens": 512, "prefill": {"cached_tokens": 256, "computed_tokens": 300}}
     request = parsed(kv_transfer_params={"do_remote_prefill": True, "pd_cache": ours, "remote_engine_id": None})
-    assert request.announced_prefix == 512
-    assert request.prefill == PrefillWork(256, 300)
-    assert not request.for_remote_decode
-    assert parsed(kv_transfer_params={"pd_cache": ours}).announced_prefix == 0
+    assert request.announced.prefix_tokens == 512
+    assert request.announced.prefill == PrefillWork(256, 300)
+    assert not request.announce
+    assert parsed(kv_transfer_params={"pd_cache": ours}).announced.prefix_tokens == 0
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
