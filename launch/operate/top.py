@@ -273,28 +273,24 @@ def columns_for(width: int) -> list[Column]:
 
 def table(rows: Sequence[NodeRow], width: int, screen: Screen | None = None) -> RenderableType:
     """Returns the rows as a table that is as wide as `width`; silent nodes come last, with the reason in place of figures."""
-    columns = columns_for(width)
+    columns, silent = columns_for(width), list[Text]()
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    silent = Table.grid(padding=(0, 1, 0, 0), expand=True)
     for column in columns:
         chosen = screen is not None and column.title == screen.order.title
         shown.add_column(
             Text(column.title, "bold underline" if chosen else "bold"),
             width=column.width, no_wrap=True, justify="left" if column.left else "right",
         )  # fmt: skip
-        if column.title in ("node", "role", "state"):
-            silent.add_column(width=column.width, no_wrap=True)
-    silent.add_column(no_wrap=True, ratio=1)
     for row in rows:
         style = "reverse" if screen is not None and row.name == screen.selected else ""
-        cells = [_trend(row, one.width) if one.title == _TREND else one.cell(row) for one in columns]
         if row.state == "silent":
             since = "" if row.silent_s is None else f" for {shown_age(row.silent_s)}"
-            texts = [*cells[: len(silent.columns) - 1], f"no answer{since}: {row.why}"]
-            silent.add_row(*(Text(text, "" if text == row.name else "red") for text in texts), style=style)
+            line = Text(f"{row.name:<{COLUMNS[0].width}} ", style, no_wrap=True, overflow="ellipsis")
+            silent.append(line.append(f"silent no answer{since}: {row.why}", "red"))
         else:
+            cells = [_trend(row, one.width) if one.title == _TREND else one.cell(row) for one in columns]
             shown.add_row(*(Text(text, _STYLES.get(text, "")) for text in cells), style=style)
-    return Group(shown, silent)
+    return Group(shown, *silent)
 
 
 def _bar(used: float, size: float, name: str = "") -> str:

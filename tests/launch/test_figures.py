@@ -146,9 +146,9 @@ def test_reasons_are_the_latest_first_and_a_whole_hit_is_none() -> None:
     assert found.missed == (("never_stored", 5.0, 0.0), ("evicted", 7.0, 4.0))
 
 
-def test_labels_are_cut_and_printable() -> None:
-    reading = read_node(read_samples(f'pd_cache_missed_tokens_total{{reason="\\n<script>{"x" * 500}"}} 1\n'), 0.0)
-    assert all(len(label) < 60 and label.isprintable() for _, label in reading.counts)
+def test_labels_are_printable() -> None:
+    reading = read_node(read_samples('pd_cache_missed_tokens_total{reason="\\n<script>"} 1\n'), 0.0)
+    assert all(label.isprintable() for _, label in reading.counts)
 
 
 VLLM = """
@@ -198,13 +198,11 @@ def test_what_is_no_count_is_left_out() -> None:
         "<html><body>no metrics</body></html>",
         "pd_cache_x one",
         'pd_cache_x{a="1 2',
-        'pd_cache_x{a="1"' + " " * 100_000 + "!",
-        "pd_cache_x 1\n" * 20_001,
     ],
-    ids=["a page", "no number", "no end", "a line that is too long", "too many"],
+    ids=["a page", "no number", "no end"],
 )
 def test_anything_else_is_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a line|more than"):
+    with pytest.raises(ValueError, match="not a line"):
         read_samples(text)
 
 
