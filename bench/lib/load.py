@@ -262,5 +262,4 @@ def summarize(load: Load) -> dict[str, Any]:
         "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
         if told
         else None,
-        "within_500ms_per_s": sum(first <= 0.5 for first in firsts) / seconds if seconds else 0.0,
     }

@@ -6,7 +6,6 @@ The report is tables for people, one JSON object for scripts, and a page with pl
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import io
 import json
 import os
@@ -31,7 +30,7 @@ from rich.text import Text
 
 import pd_cache
 from pd_cache.cluster import ClusterConfig
-from transfer.settings import ByteSize
+from transfer.settings import ByteSize, mooncake_version
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +137,6 @@ class LinePlot(NamedTuple):
 
 # --- how it was measured ---------------------------------------------------------------------------------------------
 
-_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
 _LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
 """Before the bench, which is a load itself."""
 
@@ -150,7 +148,7 @@ def about(config: ClusterConfig | None = None) -> dict[str, str]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
         "machine": machine(),
-        "versions": versions(),
+        "versions": f"pd-cache {pd_cache.__version__}, Mooncake {mooncake_version()}, Python {platform.python_version()}",
     }
     if config is not None:
         facts["cluster"] = config.name
@@ -162,17 +160,6 @@ def machine() -> str:
     """Returns name, processors, memory and kernel of this machine, and its load when this process began."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{socket.gethostname()}: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}, load {_LOAD}"
-
-
-def versions() -> str:
-    """Returns the versions of pd-cache, Mooncake's wheel and Python."""
-    found = [f"pd-cache {pd_cache.__version__}"]
-    for name in _MOONCAKE:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
 def _changed(section: msgspec.Struct) -> str:

@@ -1,4 +1,4 @@
-"""SGLang's own host pools on a CPU, and storage backends over them. For the bench, and for the tests."""
+"""SGLang's own host pools on a CPU, and storage backends over them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mha_pool(
     keys, values = tuple(device[::2]), tuple(device[1::2])
     info = MHABufferInfo(
         buffers=KVBuffers(
-            k=keys, v=values, k_data_ptrs=_pointers(keys), v_data_ptrs=_pointers(values), layout=KVBufferLayout.NHD
+            k=keys, v=values, k_data_ptrs=pointers(keys), v_data_ptrs=pointers(values), layout=KVBufferLayout.NHD
         ),
         page_size=tokens,
         head_num=heads,
@@ -54,35 +54,7 @@ def mha_pool(
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return MHATokenToKVPoolHost(info, start_layer=0, end_layer=layers, **_sizes(layout, pages, tokens, tokens))
-
-
-def mla_pool(layout: str, *, pages: int, tokens: int, layers: int, rank: int = 512, rope: int = 64) -> Any:
-    """Returns a host pool for `pages` pages of latents of `rank` and `rope` numbers."""
-    import_sglang()
-    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-
-    device = [torch.zeros((tokens, 1, rank + rope), dtype=torch.bfloat16) for _ in range(layers)]
-    info = MLABufferInfo(
-        buffers=tuple(device),
-        data_ptrs=_pointers(device),
-        layer_indices=tuple(range(layers)),
-        device_layer_num=layers,
-        page_size=tokens,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        kv_cache_dim=rank + rope,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-    return MLATokenToKVPoolHost(
-        info,
-        start_layer=0,
-        end_layer=layers,
-        target_layer_num=layers,
-        **_sizes(layout, pages, tokens, tokens),
-    )
+    return MHATokenToKVPoolHost(info, start_layer=0, end_layer=layers, **sizes(layout, pages, tokens))
 
 
 def our_options(**further: Any) -> dict[str, Any]:
@@ -137,17 +109,19 @@ def open_backend(kind: str, host: Any, config: Any) -> Any:
     return backend
 
 
-def _pointers(tensors: Any) -> torch.Tensor:
+def pointers(tensors: Any) -> torch.Tensor:
+    """Returns the addresses of tensors as SGLang takes them."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
-def _sizes(layout: str, pages: int, tokens: int, device_tokens: int) -> dict[str, Any]:
+def sizes(layout: str, pages: int, tokens: int) -> dict[str, Any]:
+    """Returns what every host pool is given, for `pages` pages of `tokens` tokens."""
     return {
         "host_to_device_ratio": 1.0,
         "host_size": 0,
         "page_size": tokens,
         "layout": layout,
         "pin_memory": False,
-        "device_capacity_tokens": device_tokens,
+        "device_capacity_tokens": tokens,
         "host_token_capacity": pages * tokens,
     }

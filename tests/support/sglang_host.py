@@ -23,7 +23,7 @@ TOKENS = 4
 """Tokens of a page."""
 
 mha_pool = partial(sglang_pools.mha_pool, pages=PAGES, tokens=TOKENS, layers=3, heads=2, width=8)
-mla_pool = partial(sglang_pools.mla_pool, pages=PAGES, tokens=TOKENS, layers=3, rank=24, rope=8)
+_LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "kv_cache_dim": 24 + 8, "dtype": torch.bfloat16}
 
 
 def need_sglang() -> None:
@@ -34,6 +34,21 @@ def need_sglang() -> None:
     from sglang.srt.mem_cache.pool_host import base
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = -(1 << 50)  # SGLang wants 10 GiB free beside the smallest pool
+
+
+def mla_pool(layout: str) -> Any:
+    """A host pool for latents of a model with three layers."""
+    sglang_pools.import_sglang()
+    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = [torch.zeros((TOKENS, 1, 24 + 8), dtype=torch.bfloat16) for _ in range(3)]
+    info = MLABufferInfo(
+        buffers=tuple(device), data_ptrs=sglang_pools.pointers(device), layer_indices=(0, 1, 2), device_layer_num=3,
+        page_size=TOKENS, device=torch.device("cpu"), **_LATENT,
+    )  # fmt: skip
+    sizes = sglang_pools.sizes(layout, PAGES, TOKENS)
+    return MLATokenToKVPoolHost(info, start_layer=0, end_layer=3, target_layer_num=3, **sizes)
 
 
 def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
