@@ -20,14 +20,19 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
     "n": (1,),
+    "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
     "stop": ([], ""),
+    "stop_token_ids": ([],),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "top_k": (0, -1),
+    "response_format": ({"type": "text"},),
 }
 """Unsupported parameters, and the values (besides null) that make them change nothing."""
 
