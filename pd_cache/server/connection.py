@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 _GREETING_S = 2.0
 _REGISTER_S = 120.0
 """Mapping and touching a large cache, and opening the backend for it, take a while."""
-_AGAIN_S = 0.2
-_SOON_S = 0.02
+_SOON_S, _AGAIN_S = 0.02, 0.2
+"""The first and the longest pause between two attempts to connect, or to say hello: ZMQ connects a moment later than the Unix socket."""
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 
@@ -168,15 +168,15 @@ class ServerConnection:
     # --- the keeper's thread -------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        pause = _SOON_S
         while not self._closing:
-            again = self._connected and not self.ready
-            event = self.link.watch(_AGAIN_S if again else _WATCH_S)
-            if event is True:
-                self._connected = True
-            elif event is False:
-                self._lose("the connection to the cache server broke")
-            if self._connected and not self.ready and not self._closing:
+            if not self._connected and self.link.attach():
+                self._connected, pause = True, _SOON_S
+            if self._connected and not self.ready:
                 self._greet()
+            if not self.link.watch(_WATCH_S if self.ready else pause) and self._connected:
+                self._lose("the connection to the cache server broke")
+            pause = min(2 * pause, _AGAIN_S)
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -234,8 +234,6 @@ class ServerConnection:
                 f"{before.hash_seed} when this engine started",
             )
         self.welcome = welcome
-        if welcome.socket:
-            self.link.attach(welcome.socket)  # in vain if the server has just ended: the keeper notices
 
     def _register(self, kv_caches: KVCaches, kind: PageKind | None) -> None:
         shared = share_tensors(kv_caches)
@@ -245,7 +243,7 @@ class ServerConnection:
         finally:
             close_all(shared.descriptors)
         while not future.query():
-            if self.link.watch(_SOON_S) is False:  # no other thread would notice that the server has ended meanwhile
+            if not self.link.watch(_SOON_S):  # no other thread would notice that the server has ended meanwhile
                 self._lose("the cache server ended while it mapped the KV tensors")
             if self._closing:  # after `close` has failed what was outstanding
                 raise ServerLostError("the connection is being closed")

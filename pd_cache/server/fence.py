@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.server.memory import SealError, check_sealed, sealed_memory
+from pd_cache.server.memory import new_memory
 
 SLOTS = 1024
 """The most moves of one worker at a time."""
@@ -83,7 +83,7 @@ class Fence:
     """The engine's side of a fence. Thread-safe."""
 
     def __init__(self) -> None:
-        descriptor = sealed_memory("pd-cache-fence", _NBYTES)
+        descriptor = new_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
         self._page.clear()  # so that the page's memory is allocated, and charged to this process
         self.descriptor = descriptor
@@ -157,10 +157,7 @@ class FenceView:
     """The server's side of a fence. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the fence. The caller keeps ownership of `descriptor`. Raises SealError if it is no fence."""
-        check_sealed(descriptor, _NBYTES)
-        if os.fstat(descriptor).st_size != _NBYTES:
-            raise SealError(f"a fence has {_NBYTES} bytes, this file has {os.fstat(descriptor).st_size}")
+        """Maps the fence. The caller keeps ownership of `descriptor`."""
         # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need our own open file
         self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
         self._turns = [threading.Lock() for _ in range(SLOTS)]

@@ -2,7 +2,7 @@
 
 Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that ZMQ cannot do. It carries file
 descriptors, so that shared memory needs no name and nothing is left over when a process is killed: a request with descriptors goes over
-this socket, and its answer over ZMQ. And the kernel closes it when the process ends, so that the server learns of that immediately.
+this socket, and its answer over ZMQ. And the kernel closes it when a process ends, so that the other side learns of that immediately.
 
 Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two thread switches, and beside a
 thread that spins, the owner would get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers
@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import zmq
 from zmq import Context as Context
-from zmq.utils.monitor import recv_monitor_message
 
 from pd_cache.errors import CacheServerError, NoAnswerError, ServerLostError, ServerRefusedError
 from pd_cache.metrics import CacheMetrics
@@ -61,6 +60,11 @@ _BESIDE_BYTES = 1 << 20
 _AWAKE_S = 0.0002
 """How long a thread that waits for an answer polls before it sleeps. A lookup takes less, and to fall asleep and wake up would take as
 long as the rest of it."""
+
+
+def path_beside(url: str) -> Path:
+    """Returns where the Unix socket of the server at `url` listens."""
+    return Path(f"{url.removeprefix('ipc://')}.fds")
 
 
 class _Wire:
@@ -147,7 +151,7 @@ class Future:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
         self._link.wait(self)
         assert self.answer is not None
-        return self.answer.reason if isinstance(self.answer, Refused | CacheServerError) else self.answer
+        return self.answer.reason if isinstance(self.answer, CacheServerError) else self.answer
 
     def result(self) -> Answer:
         """Does the same, but raises a `CacheServerError` if there is no answer."""
@@ -155,15 +159,14 @@ class Future:
         assert self.answer is not None
         if isinstance(self.answer, CacheServerError):
             raise self.answer
-        if isinstance(self.answer, Refused):
-            raise ServerRefusedError(self.answer.reason, self.answer.message)
         return self.answer
 
 
 class ClientLink:
     """Sends requests to one server. Thread-safe; has no thread of its own, and never waits to send.
 
-    It reconnects by itself. `watch` reports connections and losses; the caller then fails all outstanding requests (`fail_all`).
+    ZMQ reconnects by itself. The Unix socket shows whether a server is there: the caller opens it (`attach`), waits for its end (`watch`), and
+    then fails all outstanding requests (`fail_all`).
     """
 
     def __init__(
@@ -192,7 +195,6 @@ class ClientLink:
         ):
             requests.setsockopt(option, value)
         requests.setsockopt(zmq.IDENTITY, name.encode())
-        self._monitor = requests.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._wire = _Wire(requests)
         self._changed = threading.Condition(self._wire.lock)
         self._futures: dict[int, Future] = {}
@@ -202,7 +204,7 @@ class ClientLink:
         self._closed = False
         self._nudged = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._unix: socket.socket | None = None
-        """The socket for descriptors. The thread that calls `watch` opens and closes it."""
+        """The Unix socket. The thread that calls `watch` opens and closes it."""
         try:
             requests.connect(url)
         except zmq.ZMQError as error:
@@ -219,7 +221,7 @@ class ClientLink:
             self._next += 1
             frame = encode(future.number, message)
             problem: CacheServerError | None = None
-            if self._closed:
+            if self._closed or (descriptors is not None and self._unix is None):
                 problem = ServerLostError("the connection is closed")
             elif len(frame) > MAX_FRAME:  # the server would end the connection
                 problem = ServerRefusedError(
@@ -227,10 +229,6 @@ class ClientLink:
                 )
             elif len(self._futures) >= _OUTSTANDING:
                 problem = ServerRefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
-            elif descriptors is not None and self._unix is None:
-                problem = ServerRefusedError(
-                    "mismatch", "no file descriptor reaches the server: engines and their cache server share a host"
-                )
             else:
                 try:
                     if descriptors is not None and self._unix is not None:
@@ -292,39 +290,36 @@ class ClientLink:
 
     # --- for the one thread that keeps the connection up -----------------------------------------------------------
 
-    def watch(self, timeout: float) -> bool | None:
-        """Returns True if a connection was made, False if one was lost, None if neither happened within `timeout` seconds.
-
-        Returns early after `nudge`.
-        """
-        if not self._monitor.poll(0):
-            poll = select.poll()
-            poll.register(self._monitor.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
-            poll.register(self._nudged, select.POLLIN)
-            if self._unix is not None:
-                poll.register(self._unix, select.POLLIN)
-            poll.poll(timeout * 1000)
+    def watch(self, timeout: float) -> bool:
+        """Waits until the server ends, until `nudge`, or for `timeout` seconds. Returns whether the Unix socket is open at both ends."""
+        poll = select.poll()
+        poll.register(self._nudged, select.POLLIN)
+        if self._unix is not None:
+            poll.register(self._unix, select.POLLIN)
+        poll.poll(timeout * 1000)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._nudged)
-        if self._monitor.poll(0):
-            return bool(recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        return False if self._unix is not None and self._has_ended(self._unix) else None
+        if self._unix is None:
+            return False
+        try:
+            return bool(self._unix.recv(1, socket.MSG_DONTWAIT))  # the server never sends anything there
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def nudge(self) -> None:
         """Makes `watch` return, now or at its next call. Any thread may call it."""
         if not self._closed:
             os.eventfd_write(self._nudged, 1)
 
-    def attach(self, path: str) -> bool:
-        """Opens the Unix socket, unless it is open. Returns False if nothing listens at `path`."""
-        if self._unix is not None and not self._has_ended(self._unix):
-            return True
-        self.detach()
+    def attach(self) -> bool:
+        """Opens the Unix socket. Returns False if no server listens there."""
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             unix.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BESIDE_BYTES)
             unix.settimeout(2.0)
-            unix.connect(path)
+            unix.connect(str(path_beside(self.url)))
             unix.sendall(self._name.encode())
             unix.settimeout(None)  # with a timeout, Python would wait even in calls with MSG_DONTWAIT
         except OSError:
@@ -349,7 +344,6 @@ class ClientLink:
         with self._changed:
             self._changed.wait_for(lambda: self._waited_for is None, 2 * _WAIT_SLICE_S)
         self._wire.close()
-        self._monitor.close(0)
         if self._own_context:
             self._context.term()
         self.detach()
@@ -357,27 +351,19 @@ class ClientLink:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _has_ended(self, unix: socket.socket) -> bool:
-        """Returns whether the server has closed the Unix socket, over which it never sends anything."""
-        try:
-            return not unix.recv(1, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def _read(self) -> None:
         """Settles the futures whose answers have arrived. Call with the lock held."""
         while self._futures and (frames := self._wire.receive()) is not None:
+            answer: Answer | CacheServerError
             try:
                 number, answer = decode_answer(frames[-1])
             except FrameError as error:
-                number = error.number or 0
-                answer = Refused(error.reason, str(error))
-            future = self._futures.pop(number, None)
-            if isinstance(answer, Refused) and answer.reason == "unknown_client":
-                self._forgotten()
-            if future is not None:
+                number, answer = error.number or 0, ServerRefusedError(error.reason, str(error))
+            if isinstance(answer, Refused):
+                answer = ServerRefusedError(answer.reason, answer.message)
+                if answer.reason == "unknown_client":
+                    self._forgotten()
+            if (future := self._futures.pop(number, None)) is not None:
                 future.answer = answer
                 self._tell()
 
@@ -411,7 +397,6 @@ class ServerLink:
     def __init__(
         self,
         url: str,
-        path: Path,
         handle: Callable[[Incoming], Answer | None],
         gone: Callable[[bytes], None],
         metrics: CacheMetrics,
@@ -419,7 +404,6 @@ class ServerLink:
         """Binds to `url`, and begins to receive with `start`. Raises CacheServerError if it cannot listen.
 
         Args:
-            path: where the Unix socket listens, in place of the socket that a dead server left there.
             handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, other
                 than for requests that came over the Unix socket.
             gone: called when a client's Unix socket has ended. It must not wait.
@@ -428,7 +412,7 @@ class ServerLink:
         self._handle = handle
         self._metrics = metrics
         self._gone = gone
-        self.path = path
+        self.path = path_beside(url)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._context: Context[zmq.Socket[bytes]] = zmq.Context()
         requests = self._context.socket(zmq.ROUTER)
@@ -443,9 +427,9 @@ class ServerLink:
             requests.setsockopt(option, value)
         try:
             requests.bind(url)
-            path.unlink(missing_ok=True)
-            self._listener.bind(str(path))
-            path.chmod(0o600)
+            self.path.unlink(missing_ok=True)  # that of a dead server
+            self._listener.bind(str(self.path))
+            self.path.chmod(0o600)
             self._listener.listen(64)
         except (zmq.ZMQError, OSError) as error:
             requests.close(0)
@@ -476,10 +460,6 @@ class ServerLink:
             self._metrics.trouble("server", f"refused_{answer.reason}", detail=answer.message)
         if incoming.number:
             self._send(incoming.client, incoming.number, answer)
-
-    def is_attached(self, client: bytes) -> bool:
-        """Returns whether the client's Unix socket is open."""
-        return client in self._attached
 
     def stop(self, timeout: float) -> None:
         """Stops receiving, and waits up to `timeout` seconds for the requests that are being handled."""

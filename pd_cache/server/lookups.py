@@ -75,8 +75,7 @@ class Sessions:
         self._most_keys = most_keys
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._holding: dict[tuple[str, Hashable, int], list[Session]] = {}
-        """The sessions that hold chunks, by name, model and rank."""
+        """By client and name."""
         self._keys = 0
         """How many keys the sessions were opened with."""
 
@@ -104,8 +103,6 @@ class Sessions:
         with self._lock:
             self._end(client, name)  # only now, when the new one already holds the same keys
             self._sessions[client, name] = session
-            for model, rank in pins:
-                self._holding.setdefault((name, model, rank), []).append(session)
             self._keys += size
             while self._keys > self._most_keys:
                 self._end(*next(iter(self._sessions)))
@@ -117,9 +114,11 @@ class Sessions:
         same name, any session that holds these chunks will do, because it holds the same keys.
         """
         with self._lock:
-            for session in self._holding.get((name, model, rank), ()):
-                if session.pins[model, rank].names.issuperset(names):
-                    self._release(session, model, rank)
+            for session in self._sessions.values():
+                pins = session.pins.get((model, rank)) if session.name == name else None
+                if pins is not None and pins.names.issuperset(names):
+                    del session.pins[model, rank]
+                    pins.backend.unpin(pins.pinned)
                     if not session.pins:
                         self._end(session.client, name)
                     return
@@ -162,17 +161,8 @@ class Sessions:
         session = self._sessions.pop((client, name), None)
         if session is not None:
             self._keys -= session.size
-            for model, rank in list(session.pins):
-                self._release(session, model, rank)
-
-    def _release(self, session: Session, model: Hashable, rank: int) -> None:
-        pins = session.pins.pop((model, rank))
-        holding = self._holding[session.name, model, rank]
-        holding[:] = [one for one in holding if one is not session]
-        if not holding:
-            del self._holding[session.name, model, rank]
-        if pins.pinned:
-            pins.backend.unpin(pins.pinned)
+            for pins in session.pins.values():
+                pins.backend.unpin(pins.pinned)
 
 
 class LookupJob:

@@ -1,18 +1,13 @@
 """Shares KV tensors: an engine and its server map the same memory, so no connection carries the bytes of a cache.
 
-On the CPU, a torch storage moves to sealed shared memory in place, so that every view of it stays valid. The engine passes it as a file
+On the CPU, a torch storage moves to shared memory in place, so that every view of it stays valid. The engine passes it as a file
 descriptor. On a GPU, the engine passes a CUDA IPC handle. Either way the server sees the engine's own pages.
-
-Sealed memory is a memfd whose size can no longer change, not even by its owner's hand. SIGBUS kills a process that touches a mapped page
-beyond the end of its file. So an engine that shrank the memory it has lent would kill the cache server of its host, and with it the cache
-of every other engine. The client seals what it lends, and the server maps nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -24,12 +19,7 @@ from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVCaches, layer_tensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Storage, TensorView
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PIECE = 64 << 20
-
-
-class SealError(ValueError):
-    """A file descriptor that is not sealed memory, or has less memory than announced."""
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -39,45 +29,20 @@ def close_all(descriptors: Sequence[int]) -> None:
             os.close(descriptor)
 
 
-def sealed_memory(name: str, nbytes: int) -> int:
-    """Returns a descriptor of `nbytes` of new shared memory, all zero, whose size cannot change. The caller closes it."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
+def new_memory(name: str, nbytes: int) -> int:
+    """Returns a descriptor of `nbytes` of new shared memory, all zero. The caller closes it."""
+    descriptor = os.memfd_create(name)
+    os.truncate(descriptor, nbytes)
     return descriptor
 
 
-def is_sealed(descriptor: int) -> bool:
-    """Returns whether the size of the file can never change."""
-    try:
-        return int(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)) & _SEALS == _SEALS
-    except OSError:  # a kind of file that has no seals
-        return False
-
-
-def check_sealed(descriptor: int, nbytes: int) -> None:
-    """Raises SealError, with the reason, unless the descriptor is at least `nbytes` of memory that can never become smaller."""
-    if not is_sealed(descriptor):
-        raise SealError(
-            "the shared memory is not sealed; it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL, so that it cannot "
-            "shrink while the server uses it"
-        )
-    size = os.fstat(descriptor).st_size
-    if size < nbytes:
-        raise SealError(f"expected a storage of {nbytes} bytes, the file has {size}")
-
-
 def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address` into sealed memory, in place. It must be a shared mapping of the whole file `source`.
+    """Moves the memory at `address` out of /dev/shm, which may be small, in place. It must be a shared mapping of the whole file `source`.
 
-    Afterwards the same addresses map sealed memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
+    Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
     write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
     """
-    descriptor = sealed_memory("pd-cache-tensors", nbytes)
+    descriptor = new_memory("pd-cache-tensors", nbytes)
     try:
         done = 0
         while done < nbytes:
@@ -205,13 +170,8 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         try:
             reseat(descriptor, storage.data_ptr(), nbytes)
         except OSError as error:
-            raise SharingError(f"could not move {nbytes} bytes of KV cache to sealed memory: {error}") from None
+            raise SharingError(f"could not move {nbytes} bytes of KV cache to shared memory: {error}") from None
     descriptor, _ = storage._share_fd_cpu_()
-    if not is_sealed(descriptor):
-        raise SharingError(
-            "the KV cache already lies in shared memory that is not sealed against shrinking; lend tensors that no other "
-            "process shares"
-        )
     return os.dup(descriptor)  # the storage owns the other one
 
 

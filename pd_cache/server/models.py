@@ -23,8 +23,6 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 
 log = logging.getLogger(__name__)
 
-_MAX_MODELS = 64
-"""The most engine groups without a worker that are remembered."""
 _MAX_BACKENDS = 4
 """The most payload sizes at a time. Each has its own backend."""
 
@@ -173,13 +171,7 @@ class ServedModels:
                     model.mover.close(0.0)
                 model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
             model.workers.add(client)
-            self._forget_models()
             return model
-
-    def _forget_models(self) -> None:
-        """Keeps at most `_MAX_MODELS` engine groups without a worker. Forgets the oldest ones; their next worker makes them again."""
-        for group in [group for group, model in self._models.items() if not model.workers][: -_MAX_MODELS or None]:
-            self._models.pop(group).mover.close(0.0)
 
     def __iter__(self) -> Iterator[Model]:
         return iter(list(self._models.values()))

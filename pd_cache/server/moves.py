@@ -25,7 +25,7 @@ from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, 
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
-from pd_cache.server.memory import SealError, SharingError, check_sealed, import_cuda, wait_for_event
+from pd_cache.server.memory import SharingError, import_cuda, wait_for_event
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
     Answer,
@@ -63,8 +63,8 @@ class MappedTensors:
         """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
 
         `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show.
-        Takes over `fence`, which copies must pass. Raises SharingError, SealError or LayoutError, with nothing left open, if the parts do
-        not fit together.
+        Takes over `fence`, which copies must pass. Raises SharingError or LayoutError, with nothing left open, if the parts do not fit
+        together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -124,16 +124,10 @@ class MappedTensors:
             if isinstance(storage, CudaStorage):
                 bases.append(import_cuda(storage))
                 continue
-            if not descriptors:
-                raise SharingError("expected one file descriptor for each CPU storage, got fewer")
-            descriptor = descriptors.pop(0)
-            check_sealed(descriptor, storage.nbytes)
-            self._maps.append(mmap.mmap(descriptor, storage.nbytes))
+            self._maps.append(mmap.mmap(descriptors.pop(0), storage.nbytes))
             base = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
             prefault(base.data_ptr(), storage.nbytes)
             bases.append(base)
-        if descriptors:
-            raise SharingError("expected one file descriptor for each CPU storage, got more")
         return [_view(view, bases) for view in request.tensors]
 
     def _release(self) -> None:
@@ -232,7 +226,6 @@ class Client:
         self.worker: Worker | None = None
         self.gone = False
         self.registering = threading.Lock()
-        self.last_seen = time.monotonic()
 
     def register(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> Answer:
         """Maps the client's tensors. Replaces an earlier registration.
@@ -248,7 +241,7 @@ class Client:
             self._unmap(_UNMAP_S)
             try:
                 self._map(request, descriptors, models)
-            except (SharingError, SealError, LayoutError) as error:
+            except (SharingError, LayoutError) as error:
                 raise RefusalError("mismatch", str(error)) from None
         if self.gone:  # it went while the lock was taken
             self.leave()

@@ -26,7 +26,7 @@ from pd_cache.decoding import UndecodableError, msgpack_decoder
 from pd_cache.reasons import Found, Loaded
 from pd_cache.versions import LABEL
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
@@ -271,8 +271,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Whether the file lets each engine decide what chunks are named by."""
     may_size: bool
     """Whether the file lets each engine decide how many tokens a chunk has."""
-    socket: str
-    """The path of the Unix socket; empty if there is none."""
     versions: str = ""
     """Where to ask for weights versions; see `NodeSettings.versions`."""
     pooled: bool = True

@@ -67,8 +67,8 @@ _MOST_QUESTIONS = 32
 _SHARED = Path("/tmp")
 
 
-def own_address(url: str, stack: contextlib.ExitStack) -> Path:
-    """Makes sure that no other server can listen at `url` until `stack` is closed. Returns the path for the Unix socket.
+def own_address(url: str, stack: contextlib.ExitStack) -> None:
+    """Makes sure that no other server can listen at `url` until `stack` is closed.
 
     Raises CacheServerError if another server listens there, or if other users can write beside the socket.
     """
@@ -84,7 +84,6 @@ def own_address(url: str, stack: contextlib.ExitStack) -> Path:
     except (RuntimeFolderError, OSError) as error:
         raise CacheServerError(f"{url}: {error}; or choose another url") from None
     stack.callback(path.unlink, missing_ok=True)
-    return path.with_name(f"{path.name}.fds")
 
 
 class Item(NamedTuple, Generic[T]):
@@ -201,8 +200,8 @@ class CacheServer:
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
-            path = own_address(url, stack)
-            self._link = ServerLink(url, path, self._handle, self._gone, self.metrics)
+            own_address(url, stack)
+            self._link = ServerLink(url, self._handle, self._gone, self.metrics)
             stack.callback(self._link.close)
             self._resources = stack.pop_all()
         self._threads = [threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True)]
@@ -275,7 +274,6 @@ class CacheServer:
             client = self._clients.get(incoming.client)
         if client is None:
             raise RefusalError("unknown_client", "say hello first")
-        client.last_seen = time.monotonic()
         if isinstance(request, Lookup):
             job = self._job(client, request)
             if isinstance(job, Found):
@@ -329,7 +327,6 @@ class CacheServer:
             hash_seed=group.hash_seed,
             may_choose=cache.hash_mode == "auto",
             may_size=cache.chunk_size == "auto",
-            socket=str(self._link.path),
             versions=self.settings.versions,
             pooled=self.settings.pooled,
         )
@@ -403,25 +400,10 @@ class CacheServer:
                 late = self.sessions.expire()
                 if late:
                     self.metrics.trouble("server", "session_expired", late)
-                now = time.monotonic()
-                self._forget_silent(now)
-                if now >= renew_at:
+                if (now := time.monotonic()) >= renew_at:
                     renew_at = now + self._renew_s
                     for backend, keys in self.sessions.leases():
                         for start in range(0, len(keys), _LEASE_BATCH):
                             backend.batched_contains(keys[start : start + _LEASE_BATCH])
             except Exception:  # this thread runs as long as the server
                 log.exception("house keeping failed")
-
-    def _forget_silent(self, now: float) -> None:
-        """Forgets clients without a Unix socket, which died before they had one, once they have been silent for `session_s`."""
-        with self._lock:
-            silent = [
-                (identity, client)
-                for identity, client in self._clients.items()
-                if now - client.last_seen > self.node.session_s and not self._link.is_attached(identity)
-            ]
-            for identity, _ in silent:
-                del self._clients[identity]
-        for _, client in silent:
-            self._forget(client)

@@ -137,7 +137,7 @@ REQUESTS: tuple[protocol.Message, ...] = (
     protocol.StatusQuery(),
 )
 _ANSWERS: tuple[protocol.Message, ...] = (
-    protocol.Welcome(256, "tokens", "", True, True, "/run/x"),
+    protocol.Welcome(256, "tokens", "", True, True),
     protocol.Done(),
     Found(3, 3),
     protocol.Stored(b"\x00\x01\x02"),

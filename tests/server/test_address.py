@@ -15,7 +15,7 @@ from pd_cache.server.server import own_address
 def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path}/own/cache.sock"
     with ExitStack() as stack:
-        assert own_address(url, stack) == tmp_path / "own" / "cache.sock.fds"
+        own_address(url, stack)
         (tmp_path / "own" / "cache.sock").touch()  # ZMQ's
         with pytest.raises(CacheServerError, match="another cache server already listens"):
             own_address(url, stack)

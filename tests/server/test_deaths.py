@@ -194,17 +194,17 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Po
 
 
 def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Path) -> None:
-    maps, path = threading.Event(), tmp_path / "fds"
+    maps = threading.Event()
     answers: list[Answer | None] = [None, Done()]
 
     def handle(incoming: Incoming) -> Answer | None:
         if isinstance(incoming.request, Hello):
-            return Welcome(CHUNK, "tokens", "", False, False, str(path))
+            return Welcome(CHUNK, "tokens", "", False, False)
         maps.set()
         return answers[0]
 
     def listen() -> ServerLink:
-        link = ServerLink(f"ipc://{tmp_path}/s", path, handle, lambda client: None, CacheMetrics())
+        link = ServerLink(f"ipc://{tmp_path}/s", handle, lambda client: None, CacheMetrics())
         link.start()
         return link
 

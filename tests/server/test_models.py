@@ -35,9 +35,9 @@ class Served:
         self.released: list[Any] = []
         self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)  # type: ignore[arg-type]
 
-    def come(self, heads: int, client: str = "a", model: str = "") -> Model:
+    def come(self, heads: int, client: str = "a") -> Model:
         """An engine registers whose chunks are as large as it has heads."""
-        engine = EngineIdentity(model=model or f"model of {heads}", block_size=BLOCK)
+        engine = EngineIdentity(model=f"model of {heads}", block_size=BLOCK)
         layout = KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK))
         return self.models.serve(self.models.groups(engine)[0], layout, client)
 
@@ -85,12 +85,6 @@ def test_where_the_server_gives_no_segment_the_first_size_makes_room_like_any_ot
     first.workers.clear()
     served.come(2)
     assert served.closed(first) == [True]
-
-
-def test_groups_whose_engines_have_left_are_not_remembered_without_end(served: Served) -> None:
-    for index in range(100):
-        served.come(1, model=str(index)).workers.clear()
-    assert len(list(served.models)) <= 65
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.randoms(use_true_random=False))
