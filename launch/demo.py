@@ -28,10 +28,6 @@ _OUTPUT_TOKENS = 16
 _TIMEOUT_S = 120.0
 
 
-class DemoError(PdCacheError):
-    """A node did not answer a prompt of the demo correctly."""
-
-
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
     """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
     rng = random.Random(0)
@@ -101,7 +97,7 @@ def _ask(url: str, model: str, prompt: list[int]) -> dict[str, Any]:
             raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:2000].decode(errors='replace'))}")
         return decode_json(answer.body, dict[str, Any])
     except (OSError, ValueError) as error:
-        raise DemoError(f"no answer from {url}: {error}") from None
+        raise PdCacheError(f"no answer from {url}: {error}") from None
 
 
 def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iterator[tuple[list[int], float]]:

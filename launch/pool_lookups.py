@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from launch.discovery import View, known_master
 from launch.masters import segments_at
-from pd_cache.chunks import (
-    SEED_VARIABLE,
-    BlockHasher,
-    CacheMetadata,
-    ChunkedTokenDatabase,
-    Namespace,
-    salt_keys,
-    stride_hashes,
-)
+from pd_cache.chunks import SEED_VARIABLE, CacheMetadata, Namespace
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
@@ -73,15 +65,3 @@ def open_lookup(
         raise ValueError(f"this version makes other namespaces of {namespaces}")
     settings = NodeSettings(master=master, versions=versions, host=host, cache=cache, transfer=config.transfer)
     return MooncakeLookupClient(settings, first, master, further=further, watches=True)
-
-
-def name_prompt(space: Namespace, tokens: Sequence[int], salt: str | None, seeds: Collection[str]) -> list[bytes]:
-    """Returns the names of a prompt's whole chunks in a namespace.
-
-    `seeds`: those from which vLLM's block hashes may start, besides this process's own. Raises ValueError if this process cannot compute
-    the block hashes that name the chunks.
-    """
-    if space.hash_mode == "tokens":
-        return ChunkedTokenDatabase(space).name_chunks(tokens, None, salt_keys(salt))
-    hasher = BlockHasher(space.block_size, space.hash_seed, seeds)
-    return stride_hashes(hasher.hashes(list(tokens), salt), space.chunk_size // hasher.block_size)

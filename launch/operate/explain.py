@@ -18,12 +18,13 @@ import msgspec
 
 from launch.discovery import View
 from launch.http import NOBODY, ask, proxy_access
-from launch.pool_lookups import hash_seeds, master_of, name_prompt, open_lookup, versions_of
+from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
+from launch.proxy.prefixes import PromptNamer
 from launch.status import NodeStatus, cluster_status
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
-from pd_cache.errors import ConfigError
+from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
 from pd_cache.reasons import MEANINGS, MissReason, RequestReport
 from transfer.errors import PoolUnavailableError
@@ -257,11 +258,11 @@ class _PoolLookups:
             one.found, one.reason = 0, "too_short"
             return
         try:
-            names = name_prompt(spaces[0], tokens, self._salt, self._seeds)
-            found = self._client(spaces, self._master).find(names)
+            named = PromptNamer(spaces[0], self._seeds).name(tokens, self._salt)
+            found = self._client(spaces, self._master).find(named.names)
         except PoolUnavailableError:
             one.found, one.reason = 0, "pool_down"
-        except ValueError as error:
+        except (PdCacheError, ValueError) as error:
             one.detail = one_line(str(error))
         else:
             one.found, one.reason = found.chunks * spaces[0].chunk_size, found.reason

@@ -12,6 +12,10 @@ import pytest
 import yaml
 
 from launch.cli import example_file
+from launch.discovery import View
+from launch.operate.explain import ExplainedNode, _PoolLookups
+from pd_cache.chunks import describe_hashes
+from pd_cache.cluster import NodeRecord, load_config
 from pd_cache.reasons import RequestReport
 from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
@@ -19,6 +23,7 @@ from tests.support.cluster import free_node
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
 from tests.support.pool import Pool
+from tests.support.proxy import NAMESPACE
 
 pytestmark = pytest.mark.slow
 
@@ -138,3 +143,13 @@ def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
     assert all(one["detail"].startswith("no answer: ") for one in nodes)
     unanswered = cli_json("explain", "abc", *asked, code=1)["unanswered"]
     assert {"proxy"} < set(unanswered)
+
+
+def test_of_a_node_whose_block_hashes_cannot_be_computed_here_its_line_says_so() -> None:
+    space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("xxhash", "7", ""))
+    record = NodeRecord(name="d", role="decode", address="http://h:1", **space.described())
+    one = ExplainedNode("d", "decode")
+    with ExitStack() as stack:
+        lookups = _PoolLookups(load_config(example_file("cluster")), View(()), None, stack)
+        lookups.look(record, [1] * 1000, one)
+    assert (one.found, "by xxhash" in one.detail) == (None, True)
