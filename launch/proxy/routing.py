@@ -298,6 +298,9 @@ class NodeBreaker:
         self._skip_until = now + min(_LAST_SKIP_S, _FIRST_SKIP_S * 2.0 ** min(self._opened - 1, 8))
 
 
+_A_REQUEST, _A_SECOND = 0.2, 10.0
+
+
 class RetryBudget:
     """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second adds a few more.
 
@@ -305,16 +308,14 @@ class RetryBudget:
     node can have when it dies.
     """
 
-    def __init__(self, burst: int, *, fraction: float = 0.2, per_second: float = 10.0) -> None:
+    def __init__(self, burst: int) -> None:
         """`burst`: the most retries that the bucket holds. It starts full."""
         self._burst = float(burst)
-        self._fraction = fraction
-        self._per_second = per_second
         self._left = self._burst
         self._filled_at: float | None = None
 
     def asked(self, now: float) -> None:
-        self._fill(now, self._fraction)
+        self._fill(now, _A_REQUEST)
 
     def allows(self, now: float) -> bool:
         self._fill(now)
@@ -327,7 +328,7 @@ class RetryBudget:
     def _fill(self, now: float, more: float = 0.0) -> None:
         passed = 0.0 if self._filled_at is None else max(0.0, now - self._filled_at)
         self._filled_at = now
-        self._left = min(self._burst, self._left + passed * self._per_second + more)
+        self._left = min(self._burst, self._left + passed * _A_SECOND + more)
 
 
 _MOST = 2

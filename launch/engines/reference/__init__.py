@@ -10,20 +10,13 @@ reserve blocks and load the prefix, computes the rest with the `model` through t
 
 from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.model import PagedModel
-from launch.engines.reference.requests import (
-    EngineClosedError,
-    GenerationError,
-    GenerationRequest,
-    QueueFullError,
-)
+from launch.engines.reference.requests import GenerationError, GenerationRequest
 from launch.engines.reference.server import ReferenceServer, serve
 
 __all__ = [
-    "EngineClosedError",
     "GenerationError",
     "GenerationRequest",
     "PagedModel",
-    "QueueFullError",
     "ReferenceEngine",
     "ReferenceServer",
     "serve",

@@ -30,12 +30,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from launch.engines.reference.cache import Awaited, BlockPool, LoadResult, Prefix, PrefixCache
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.requests import (
-    EngineClosedError,
     Generation,
     GenerationError,
     GenerationRequest,
     GenerationStats,
-    QueueFullError,
     TokenEvent,
 )
 from pd_cache.cache import BlockCache
@@ -185,17 +183,12 @@ class ReferenceEngine:
         with self._changed:
             return self._accepting and not self._failed and self._thread.is_alive()
 
-    @property
-    def outstanding(self) -> int:
-        """Requests that were submitted and have not ended."""
-        return len(self._outstanding)
-
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request; never waits.
 
         Raises ValueError for a request that cannot be served: an empty prompt, token ids outside the vocabulary, `max_tokens` below 1, or
-        more tokens than `max_model_len`. Raises QueueFullError if `max_queue` requests are waiting already, EngineClosedError after
-        `close`.
+        more tokens than `max_model_len`. Raises GenerationError `queue_full` if `max_queue` requests are waiting already, and `closing`
+        after `close`.
         """
         self._check(request)
         now = time.monotonic()
@@ -203,10 +196,11 @@ class ReferenceEngine:
             request = msgspec.structs.replace(request, arrival=now)
         with self._changed:
             if not self._accepting or self._failed:
-                raise EngineClosedError("the engine is closing" if not self._failed else "the engine has failed")
+                why = "the engine has failed" if self._failed else "the engine is closing"
+                raise GenerationError("closing", why)
             if len(self._outstanding) >= self.config.max_running + self.config.max_queue:
                 self.metrics.requests.labels("rejected").inc()
-                raise QueueFullError(f"{self.config.max_queue} requests wait already")
+                raise GenerationError("queue_full", f"{self.config.max_queue} requests wait already")
             generation = Generation(
                 request, now + self._request_timeout_s, lambda one: self._post(lambda: self._cancel(one))
             )

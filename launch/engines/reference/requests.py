@@ -51,18 +51,12 @@ class TokenEvent(msgspec.Struct, frozen=True):
     last: bool
 
 
-class QueueFullError(PdCacheError):
-    """The queue is full; try again later."""
-
-
-class EngineClosedError(PdCacheError):
-    """The engine is closing or closed and accepts no more requests."""
-
-
 class GenerationError(PdCacheError):
-    """A request that ended without all of its tokens."""
+    """A request that was not accepted (`queue_full`, `closing`), or that ended without all of its tokens."""
 
-    def __init__(self, kind: Literal["timeout", "aborted", "closed", "failed"], message: str) -> None:
+    def __init__(
+        self, kind: Literal["queue_full", "closing", "timeout", "aborted", "closed", "failed"], message: str
+    ) -> None:
         super().__init__(message)
         self.kind = kind
 

@@ -22,14 +22,8 @@ from launch.engines.reference.protocol import (
     encode,
     parse_completion,
 )
-from launch.engines.reference.requests import (
-    EngineClosedError,
-    Generation,
-    GenerationError,
-    GenerationRequest,
-    QueueFullError,
-)
-from launch.openai import ApiError, ServerLog, errors, given_id, overloaded
+from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
+from launch.openai import ApiError, ServerLog, errors, given_id
 from launch.supervise import stop_on_signals, stop_signals
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
@@ -39,7 +33,7 @@ _logger = logging.getLogger(__name__)
 _BODY_TIMEOUT_S = 30.0
 _WRITE_TIMEOUT_S = 30.0
 _CLEANUP_S = 2.0
-_FAILURE_STATUS = {"timeout": 504, "aborted": 503, "closed": 503, "failed": 500}
+_FAILURE_STATUS = {"timeout": 504, "failed": 500}
 
 
 class ReferenceServer:
@@ -152,7 +146,7 @@ class ReferenceServer:
         try:
             response = await self._complete(http, arrival, identifier, known_as, span)
             outcome = str(response.status)
-        except (QueueFullError, EngineClosedError, GenerationError, ValueError) as error:
+        except (GenerationError, ValueError) as error:
             raise _told(error) from None
         finally:
             span.note(outcome=outcome)
@@ -244,12 +238,8 @@ async def _send(response: web.StreamResponse, data: str) -> None:
 
 def _told(error: Exception) -> ApiError:
     """Returns what the client is sent if the engine refuses or fails a request."""
-    if isinstance(error, QueueFullError):
-        return overloaded(str(error), code="queue_full")
-    if isinstance(error, EngineClosedError):
-        return overloaded(str(error), code="closing")
     if isinstance(error, GenerationError):
-        status = _FAILURE_STATUS[error.kind]
+        status = _FAILURE_STATUS.get(error.kind, 503)
         return ApiError(status, str(error), code=error.kind, retry_after=1 if status == 503 else None)
     return ApiError(400, str(error), param="prompt", code="invalid_value")
 

@@ -168,8 +168,9 @@ def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons: list[bool]
     assert not pool.health(0.0)[bad] or good < 2 * nodes or good < len(poisons) // 2
 
 
+@patch.multiple(routing, _A_REQUEST=0.25, _A_SECOND=1.0)
 def test_retries_are_a_fraction_of_requests_and_a_few_a_second() -> None:
-    budget, made = RetryBudget(10, fraction=0.25, per_second=1.0), 0
+    budget, made = RetryBudget(10), 0
     for _ in range(100):
         budget.asked(0.0)
         if budget.allows(0.0):

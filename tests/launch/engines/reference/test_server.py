@@ -199,7 +199,7 @@ def test_beyond_the_queue_is_503_with_retry_after(make_engine):
     async def run():
         async with served(engine) as client:
             accepted = [asyncio.create_task(post(client)) for _ in range(2)]
-            await until(lambda: engine.outstanding == 2)
+            await until(lambda: len(engine._outstanding) == 2)
             body = {"model": "tiny", "prompt": [1], "stream": True}
             async with client.post("/v1/completions", json=body) as response:
                 assert response.status == 503
@@ -221,7 +221,7 @@ def test_a_client_that_goes_away_ends_its_request(make_engine, tokens):
             if tokens:
                 engine.model.gate.set()
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(lambda: engine.outstanding == 1)
+            await until(lambda: len(engine._outstanding) == 1)
             if tokens:
                 response = await asked
                 assert (await response.content.readline()).startswith(b"data: ")
@@ -232,7 +232,7 @@ def test_a_client_that_goes_away_ends_its_request(make_engine, tokens):
                 await asyncio.gather(asked, return_exceptions=True)
             await asyncio.sleep(0.05)
             engine.model.gate.set()
-            await until(lambda: engine.outstanding == 0 and engine.pool.free == 64)
+            await until(lambda: len(engine._outstanding) == 0 and engine.pool.free == 64)
             assert len(engine.model.steps) < 200
             await post(client)
 
@@ -287,7 +287,7 @@ def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
     async def run():
         async with served(engine, grace_s=60) as client:
             asked = asyncio.create_task(post_stream(client))
-            await until(lambda: engine.outstanding == 1)
+            await until(lambda: len(engine._outstanding) == 1)
             client.stop.set()
             await until(lambda: not engine.healthy)
             engine.model.gate.set()
@@ -306,7 +306,7 @@ def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(make_e
     async def run():
         async with served(engine, grace_s=0.05) as client:
             asked = asyncio.create_task(post(client, status, **WAITS))
-            await until(lambda: engine.outstanding == 1 or asked.done())
+            await until(lambda: len(engine._outstanding) == 1 or asked.done())
             if code == "closed":
                 client.stop.set()
             assert (await asked)["error"]["code"] == code
