@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from launch.proxy import routing
+from tests.support.pool import free_port
 from tests.support.proxy import (
     EVENTS,
     PARAMS,
@@ -31,7 +32,6 @@ from tests.support.proxy import (
     scenario,
     speaks_no_http,
     until,
-    unused_port,
 )
 
 GOLDEN = Path(__file__).with_name("proxy_ways.json")
@@ -81,7 +81,7 @@ async def walk(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
 
 async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) -> dict[str, Any]:
     urls = [
-        [f"http://127.0.0.1:{unused_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
+        [f"http://127.0.0.1:{free_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
     ]
     prefill_timeout_s = 1.0 if "hangs" in prefill else 60.0
     async with cluster(*urls, failures=1, request_timeout_s=20, prefill_timeout_s=prefill_timeout_s) as c:

@@ -26,12 +26,8 @@ from pd_cache.cluster import (
     decode_record,
     differences,
 )
+from tests.support.proxy import NAMESPACE
 from transfer.settings import ByteSize
-
-NAMESPACE = Namespace(
-    model="tiny@1", kv_dtype="bfloat16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=512,
-    chunk_size=256, shards=1, hash_mode="tokens",
-)  # fmt: skip
 
 
 def node(name: str, namespace: Namespace | None = None, instance: str = "") -> NodeRecord:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -196,12 +195,6 @@ def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
     return behaviour
 
 
-def unused_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class InOrder(Random):
     """Has a proxy take nodes in the order in which they are listed."""
 
@@ -218,6 +211,12 @@ class Cluster:
         if "data" not in kwargs:
             kwargs["json"] = body if body is not None else {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
         return self.session.post(self.url + "/v1/completions", **kwargs)
+
+    async def ask(self, body: object = None, *, status: int = 200, **kwargs: Any) -> bytes:
+        """Posts a completion and reads its answer, which must have this status."""
+        async with self.post(body, **kwargs) as response:
+            assert response.status == status
+            return await response.read()  # type: ignore[no-any-return]
 
     def get(self, path: str) -> Any:
         return self.session.get(self.url + path)

@@ -19,7 +19,6 @@ from launch.proxy import Proxy
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
-from tests.support.etcd import make_certificates
 from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, view
 
 KEY = "sk-0123456789abcdef"
@@ -143,8 +142,7 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path:
     files = {f"{name}_file": str(tmp_path / file) for name, file in (("api_keys", "keys"), ("node_key", "node-key"))}
     async with cluster(0, 1, **files) as c:
         headers = {"Authorization": f"Bearer {KEY}-2"}
-        async with c.post(headers=headers) as response:
-            assert response.status == 401
+        await c.ask(headers=headers, status=401)
         (tmp_path / "keys").write_text(f"alice {KEY}-2")
         (tmp_path / "node-key").write_text("of-the-second\n")
         status, sent = 401, ""
@@ -156,11 +154,6 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path:
 
 
 # --- the certificate -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @asynccontextmanager

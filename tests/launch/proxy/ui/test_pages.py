@@ -82,9 +82,7 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
         }
         c.prefill[0].script = [answers(200, {"choices": [], "kv_transfer_params": params})]
         c.decode[0].script = [answers(200, {"choices": [], **decoded})]
-        async with c.post(headers={"X-Request-Id": "mine"}) as response:
-            assert response.status == 200
-            await response.read()
+        await c.ask(headers={"X-Request-Id": "mine"})
         c.prefill[0].default, c.decode[0].default = counting(), counting()
         async with follow(c) as response:
             assert response.headers["Content-Type"] == "text/event-stream"

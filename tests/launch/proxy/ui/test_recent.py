@@ -7,18 +7,12 @@ import pytest
 from launch.proxy.metrics import HopReport, Trip
 from launch.proxy.ui.recent import MINUTES, SLOWEST, EndedRequest, RecentRequests, first_token_within
 from pd_cache.reasons import RequestReport
-
-
-class Clock:
-    now = 6000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.waiting import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(6000.0)
 
 
 @pytest.fixture
