@@ -246,8 +246,8 @@ def pool() -> None:
 def pool_ls(file: Path, as_json: bool) -> None:
     """List the namespaces in the pool, with their chunks and bytes.
 
-    A namespace is what keys of one model, layout and version of the weights begin with. `old`: other weights are current. `no node`: no
-    node of the cluster has it.
+    A namespace is what keys of one model, layout and version of the weights begin with. `used by`: how many running nodes have it, or `old`:
+    other weights are current, and none loads it. Nobody knows when a key was last read.
     """
     from launch.operate.pool import space_table
 
@@ -280,13 +280,13 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
     """Remove the namespaces whose name, or whose model, is PATTERN. It may have the wildcards of a shell.
 
     Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and store them again: only what
-    no node uses stays away.
+    no node uses stays away. For a tenant's, see docs/tenants.md.
     """
     from rich.console import Console
 
     from launch.operate import pool as pooled
 
-    if not pattern and not old:
+    if not (old if pattern is None else pattern):
         raise click.UsageError("give a PATTERN or --old")
     report = _survey(file)
     chosen = pooled.choose(report, pattern or "*", old=old)

@@ -245,8 +245,10 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
         and (fnmatch.fnmatchcase(one.name, pattern) or fnmatch.fnmatchcase(one.model, pattern))
     ]
     if not chosen:
-        what = "namespace of an old version" if old else "namespace"
-        raise PdCacheError(f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed")
+        what, see = "namespace of an old version" if old else "namespace", "see `pd-cache pool ls`"
+        if pattern in report.tenants:  # a chunk's key does not say whose it is
+            see = f"it is a tenant: `{pattern}: {{quota: 0}}` in proxy.tenants_file removes what counts for it"
+        raise PdCacheError(f"no {what} in the pool matches {pattern}: {see}; nothing was removed")
     return chosen
 
 
@@ -283,16 +285,17 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
 
 def space_table(spaces: Sequence[Space]) -> Group:
     """Returns namespaces as text for people, to be read in 80 columns."""
-    table = _table("namespace", "state", ">chunks", ">bytes", "model")
+    table = _table("namespace", "used by", ">chunks", ">bytes", "model")
     for one in spaces:
-        state = chunks = ""
+        users = chunks = ""
         about = f"{one.objects:,} objects of {'other programs' if one.kind == 'other' else 'ObjectCache'}"
         if one.kind == "chunks":
             group = (one.namespace or {}).get("group")
-            state = "old" if one.current is False else "in use" if one.nodes else "no node"
+            count = len(one.nodes)
+            users = "old" if one.current is False else f"{count or 'no'} node{'s' if count > 1 else ''}"
             chunks = f"{one.objects // max(1, one.shards):,}"
             about = f"{one.model or '?'}, layers {group}" if group else one.model or "?"
-        table.add_row(one.name, state, chunks, _shown(one.bytes), escape(one_line(about)))
+        table.add_row(one.name, users, chunks, _shown(one.bytes), escape(one_line(about)))
     return Group(table, *_estimate(spaces))
 
 

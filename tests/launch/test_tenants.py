@@ -66,8 +66,13 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
         assert use["a"]["evicted"] >= 30
         assert sum(ask(url, OF_B, prompt(1)).cached) >= 4 * CHUNK
         # the file changes
-        (tmp_path / "tenants.yaml").write_text(limits.format(5 * CHUNK_BYTES))
-        wait_for(lambda: 0 < sum(held("a", range(10))) <= 5, what="a below its new quota")
+        asked = cli("pool", "rm", "a", "-c", file, code=1).stderr
+        assert "pool matches a: it is a tenant: `a: {quota: 0}` in proxy.tenants_file removes what counts" in asked
+        assert sum(held("a", range(10))) > 0
+        for number in range(10):
+            assert ask(url, OF_A, prompt(number)).status == 200, "leased by this use"
+        (tmp_path / "tenants.yaml").write_text(limits.format(0))
+        wait_for(lambda: not any(held("a", range(10))), what="nothing is left of a")
         assert held("b", range(3)) == [5, 5, 5]
         refused = ask(url, PLAIN, prompt(1), cache_salt="pd-cache-tenant/b/")
         assert (refused.status, refused.body["error"]["param"]) == (400, "cache_salt")
