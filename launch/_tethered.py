@@ -16,16 +16,12 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def set_death_signal(signum: int) -> bool:
-    """Asks the kernel to send this process `signum` when the thread that started it ends. Returns False if it cannot.
+def set_death_signal(signum: int) -> None:
+    """Asks the kernel to send this process `signum` when the thread that started it ends.
 
     The request survives exec (not of a set-user-id binary) and is not inherited by children.
     """
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except (AttributeError, OSError):
-        return False
-    return int(prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)) == 0
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def main(argv: list[str]) -> int:

@@ -60,7 +60,7 @@ def is_asked(record: NodeRecord) -> bool:
     return record.role == "cache-server" or record.address.startswith("http")
 
 
-def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = time.monotonic) -> NodeAnswer:
+def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
     """Asks a node for its metrics. `access`: key and certificates for proxies. Raises nothing."""
     segments: list[Segment] | None = None
     try:
@@ -69,7 +69,7 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
         else:
             base = record.metrics if record.role in ("master", "store", "cache-server") else record.address
             text = get_text(f"{base}/metrics", access if record.role == "proxy" else NOBODY)
-        at = clock()
+        at = time.monotonic()
         if record.role == "master":
             with contextlib.suppress(OSError, ValueError):
                 segments = read_segments(get_text(f"{record.metrics}/get_segments_detail").encode())
@@ -77,9 +77,9 @@ def ask_node(record: NodeRecord, access: Access, clock: Callable[[], float] = ti
             return NodeAnswer(record.name, at, read_node(read_samples(text), at), segments=segments)
     except urllib.error.HTTPError as error:
         with error:
-            return NodeAnswer(record.name, clock(), None, f"it answers {error.code}")
+            return NodeAnswer(record.name, time.monotonic(), None, f"it answers {error.code}")
     except (OSError, PdCacheError, ValueError) as error:
-        return NodeAnswer(record.name, clock(), None, one_line(str(error)) or repr(error))
+        return NodeAnswer(record.name, time.monotonic(), None, one_line(str(error)) or repr(error))
 
 
 def ask_server(record: NodeRecord) -> StatusReport:

@@ -180,8 +180,6 @@ class EtcdRegistration:
         self._away = False
         self._others = set[bytes]()
         """Records of other processes that were found under our name."""
-        self.registered = threading.Event()
-        """Set while the record is in etcd, as far as we know."""
 
     def announce(self, record: NodeRecord) -> None:
         """Registers now, and again whenever the lease is lost. Returns at once. Call it only once."""
@@ -207,15 +205,12 @@ class EtcdRegistration:
             if self._away:
                 log.info("registered in etcd again")
             self._away = False
-            self.registered.set()
             self._closed.wait(self._ttl_s / 3)
-        self.registered.clear()
         if self._lease is not None:
             # removes our record, but not that of another process under the same name
             client.revoke_lease(self._lease)
 
     def _lost(self, why: str) -> None:
-        self.registered.clear()
         if not self._away and not self._closed.is_set():
             log.warning("cannot register in etcd: %s; still serving, and trying again", why)
         self._away = True

@@ -1,6 +1,6 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
-`checks` looks at the machine, `probe` at the cluster, `reachability` connects; `report` has the findings and shows them.
+`checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them.
 docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is put into the pool is removed again.
 """
 
@@ -18,7 +18,6 @@ import msgspec
 import pd_cache
 from launch.discovery import known_master
 from launch.doctor import checks, probe
-from launch.doctor.reachability import reach, targets_of
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
 from launch.masters import Segment
 from launch.status import ClusterStatus, cluster_status
@@ -86,7 +85,7 @@ def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
     segments = status.segments or ()
     hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
     leading = next((row.name for row in status.leading), None)
-    reached = asyncio.run(reach(targets_of(config, status.view, segments, leading)))
+    reached = asyncio.run(probe.reach(probe.targets_of(config, status.view, segments, leading)))
     yield from probe.reach_findings(reached)
     yield from probe.advertised_findings(hosts, segments)
 

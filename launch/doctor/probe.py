@@ -21,12 +21,12 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
-from launch.doctor.reachability import PeerAddress, reach
+from launch.discovery import View
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
-from pd_cache.cluster import ClusterConfig, MasterNode, Node
-from pd_cache.cluster.machine import host_of, shown_bytes
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, Node
+from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from pd_cache.config import NodeSettings
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
@@ -109,8 +109,72 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
 # --- what is reached from here ------------------------------------------------------------------------------------------
 
 
+_CONNECT_S = 1.0
+_CONNECTS = 32
 _WHY_HERE = "what this machine cannot reach, its engines cannot load from or store to"
 MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """One address to connect to."""
+
+    peer: str
+    """The node's name; for anything that is not a node of ours, a description."""
+    what: str
+    """`service`, `metrics`, `segment`, `metadata`, `discovery`."""
+    address: str
+    """`host:port`."""
+
+
+def targets_of(
+    config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
+) -> list[PeerAddress]:
+    """Returns everything that a node of this cluster may have to connect to over TCP.
+
+    `leader`: the name of the leading master, if one of several is elected; the others take no calls.
+    """
+    found = []
+    for record in view.nodes:
+        # a store's address is the name of its segment, at which nothing listens; the master reports the real one
+        listens = record.role != "store" and not record.address.startswith("ipc://")
+        if record.role == "master" and config.masters.ha:
+            listens = record.name == leader
+        for what, place in (("service", record.address if listens else None), ("metrics", record.metrics)):
+            if place and host_of(place) and port_of(place):
+                found.append(PeerAddress(record.name, what, f"{host_of(place)}:{port_of(place)}"))
+    hosts = {host_of(record.address) for record in view.nodes} | {node.host for node in config.nodes}
+    found += [
+        PeerAddress(segment.segment_name, "segment", segment.te_endpoint)
+        for segment in segments
+        if host_of(segment.te_endpoint) in hosts and port_of(segment.te_endpoint)
+    ]
+    metadata = config.transfer.metadata
+    if "://" in metadata:
+        port = port_of(metadata) or (443 if metadata.startswith("https") else 80)
+        found.append(PeerAddress("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
+    if isinstance(config.discovery, EtcdDiscovery):
+        found += [PeerAddress("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
+    return list(dict.fromkeys(found))
+
+
+async def reach(targets: list[PeerAddress]) -> dict[PeerAddress, str]:
+    """Tries to connect to each, some at a time; sends nothing. Returns why there is no connection, or an empty string if it was made."""
+    places = asyncio.Semaphore(_CONNECTS)
+
+    async def one(target: PeerAddress) -> str:
+        host, port = host_of(target.address), port_of(target.address)
+        async with places:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_S)
+            except TimeoutError:
+                return f"no answer within {_CONNECT_S:g} s"
+            except (OSError, ValueError) as error:  # ValueError: not a valid name
+                number = getattr(error, "errno", None)
+                return os.strerror(number) if number and number > 0 else str(error) or repr(error)
+            writer.close()
+            return ""
+
+    return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))
 
 
 def reach_findings(reached: Mapping[PeerAddress, str]) -> Iterator[Finding]:

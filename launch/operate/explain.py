@@ -19,6 +19,8 @@ import msgspec
 from launch.discovery import View
 from launch.http import NOBODY, ask, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
+from launch.proxy.bodies import read_tokens
+from launch.proxy.metrics import HopReport, Trip
 from launch.proxy.prefixes import PromptNamer
 from launch.status import NodeStatus, cluster_status
 from pd_cache.chunks import Namespace
@@ -36,22 +38,12 @@ _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _NOT_THERE = ("missing", "never_stored", "evicted")
 
 
-class ExplainedHop(msgspec.Struct, frozen=True):
-    """What one node says of a request."""
-
-    hop: str
-    """`prefill` or `decode`."""
-    node: str
-    """The node's name, or its address if discovery does not know it."""
-    report: RequestReport | None
-    """None if the node has no report on it any more."""
-
-
 class ExplainedRequest(msgspec.Struct, frozen=True):
     """What the cluster knows of a request."""
 
     request_id: str
-    hops: list[ExplainedHop]
+    hops: list[HopReport]
+    """Of each node, by its name, or by its address if discovery does not know it."""
     unanswered: dict[str, str]
     """The nodes that did not answer, with the reason."""
 
@@ -75,16 +67,8 @@ class ExplainedNode(msgspec.Struct):
     detail: str = ""
 
 
-class _ToldTrip(msgspec.Struct, frozen=True):
-    hops: list[ExplainedHop]
-
-
 class _Reports(msgspec.Struct, frozen=True):
     reports: list[RequestReport]
-
-
-class _Tokens(msgspec.Struct, frozen=True):
-    tokens: list[_Token]
 
 
 # --- a request -------------------------------------------------------------------------------------------------------
@@ -100,17 +84,17 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     names = {row.record.address.rstrip("/"): row.name for row in rows}
     unanswered = {row.name: row.state for row in rows if row.silent}
     records = [row.record for row in rows if not row.silent]
-    access, hops = proxy_access(config), list[ExplainedHop]()
+    access, hops = proxy_access(config), list[HopReport]()
 
-    def asked(record: NodeRecord, asked_for: str) -> list[ExplainedHop]:
+    def asked(record: NodeRecord, asked_for: str) -> Sequence[HopReport]:
         by_proxy = record.role == "proxy"
         try:
             answer = ask(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
             if answer.status == 200 and by_proxy:
-                return decode_json(answer.body, _ToldTrip).hops
+                return decode_json(answer.body, Trip).hops
             if answer.status == 200:
                 told = decode_json(answer.body, _Reports).reports
-                return [ExplainedHop(record.role, record.name, report) for report in told]
+                return [HopReport(record.role, record.name, report) for report in told]
             if answer.status != 404:
                 unanswered[record.name] = f"it answers {answer.status} {one_line(answer.reason)}"
         except (OSError, ValueError) as error:
@@ -127,8 +111,8 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
 
 def _joined(
-    names: Mapping[str, str], records: Sequence[NodeRecord], told: Sequence[list[ExplainedHop]]
-) -> list[ExplainedHop]:
+    names: Mapping[str, str], records: Sequence[NodeRecord], told: Sequence[Sequence[HopReport]]
+) -> list[HopReport]:
     """Returns a request's way as a proxy knows it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
     own = {
         record.address.rstrip("/"): hops for record, hops in zip(records, told, strict=True) if record.role != "proxy"
@@ -137,7 +121,7 @@ def _joined(
     if (trip := next(trips, None)) is None:
         return [hop for hops in own.values() for hop in hops]
     return [
-        ExplainedHop(
+        HopReport(
             hop.hop,
             names.get(hop.node, hop.node),
             hop.report or next((one.report for one in reversed(own.get(hop.node, ()))), None),
@@ -228,7 +212,7 @@ def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
     answer = ask(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
     if answer.status != 200:
         raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
-    return decode_json(answer.body, _Tokens).tokens
+    return read_tokens(answer.body)
 
 
 class _PoolLookups:

@@ -95,9 +95,6 @@ class PrefixIndex:
         self._tokens = 0
         """The tokens of all blocks together. An integer, so that rounding errors do not add up."""
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def match(self, prompt: RoutedPrompt) -> int:
         """Returns how many tokens from the start of the prompt the node has seen."""
         return min(prompt.tokens, int(leading(prompt.blocks, self._blocks) * prompt.block_tokens))

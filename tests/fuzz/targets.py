@@ -19,8 +19,7 @@ from rich.console import Console
 from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
-from launch.doctor.probe import advertised_findings
-from launch.doctor.reachability import targets_of
+from launch.doctor.probe import advertised_findings, targets_of
 from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import MasterHealth, read_copies, read_segments

@@ -39,9 +39,9 @@ def record(name: str, instance: str = "1") -> NodeRecord:
 
 @contextmanager
 def registered(settings: EtcdDiscovery, name: str, instance: str = "1") -> Iterator[EtcdRegistration]:
-    with closing(EtcdRegistration(settings, CLUSTER)) as registration:
-        registration.announce(record(name, instance))
-        wait_for(registration.registered.is_set, 10, f"{name} registered")
+    with closing(EtcdRegistration(settings, CLUSTER)) as registration, EtcdWatch(settings, CLUSTER) as watch:
+        registration.announce(one := record(name, instance))
+        wait_for(lambda: one in watch.view().nodes, 10, f"{name} registered")
         yield registration
 
 

@@ -17,8 +17,7 @@ from launch.doctor.checks import (
     memory_finding,
     rdma_findings,
 )
-from launch.doctor.probe import advertised_findings, cluster_findings
-from launch.doctor.reachability import targets_of
+from launch.doctor.probe import advertised_findings, cluster_findings, targets_of
 from launch.masters import LEADER, Segment
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom

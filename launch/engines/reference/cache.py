@@ -54,6 +54,7 @@ class Awaited:
         """Wait until so many tokens of the prompt are there, or until this `time.monotonic()`."""
         self.loaded = 0
         """Tokens that are loaded so far."""
+        self.cancelled = threading.Event()
 
 
 class Prefix:
@@ -120,10 +121,10 @@ class PrefixCache:
         """Returns how many of a prompt's `tokens` tokens can be stored."""
         return tokens // self.chunk_size * self.chunk_size
 
-    def load(self, prefix: Prefix, awaited: Awaited, cancelled: threading.Event) -> LoadResult:
-        """Loads as much of `prefix` as the pool holds, and what is `awaited` as it appears, until `cancelled`."""
+    def load(self, prefix: Prefix, awaited: Awaited) -> LoadResult:
+        """Loads as much of `prefix` as the pool holds, and what is `awaited` as it appears, until that is cancelled."""
         try:
-            result = self._load(prefix, awaited, cancelled)
+            result = self._load(prefix, awaited)
             if result.outcome != "hit":
                 self._cache.end(prefix.session)  # what a lookup found, perhaps too late, is not retrieved any more
             return result
@@ -144,15 +145,15 @@ class PrefixCache:
             return False
         return True
 
-    def _load(self, prefix: Prefix, awaited: Awaited, cancelled: threading.Event) -> LoadResult:
+    def _load(self, prefix: Prefix, awaited: Awaited) -> LoadResult:
         cache, size, chunks, tiers = self._cache, self.chunk_size, 0, TierChunks()
         if not cache.available:
             return LoadResult("unavailable", reason=cache.find(prefix.names).reason)
         while True:
             with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length) as span:
-                found = self._wait(prefix, chunks, awaited, cancelled)
+                found = self._wait(prefix, chunks, awaited)
                 span.note(found=found.chunks * size, announced=awaited.told[0], reason=found.reason)
-            if cancelled.is_set():
+            if awaited.cancelled.is_set():
                 return LoadResult("cancelled", reason="deadline")
             if chunks and cache.epoch != prefix.epoch:
                 return LoadResult("nothing", reason="reset")  # what was loaded before is of other weights
@@ -182,7 +183,7 @@ class PrefixCache:
             return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
         return LoadResult("hit", chunks * size, wanted * size, reason, tiers)
 
-    def _wait(self, prefix: Prefix, chunks: int, awaited: Awaited, cancelled: threading.Event) -> Found:
+    def _wait(self, prefix: Prefix, chunks: int, awaited: Awaited) -> Found:
         """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or else when the wait is over."""
         cache, pause = self._cache, FIRST_POLL_S
         while True:
@@ -190,7 +191,7 @@ class PrefixCache:
             tokens, until = awaited.told
             remaining = until - time.monotonic()
             over = found.chunks > chunks or found.chunks * self.chunk_size >= tokens or not cache.available
-            if over or remaining <= 0 or cancelled.wait(min(pause, remaining)):
+            if over or remaining <= 0 or awaited.cancelled.wait(min(pause, remaining)):
                 return found
             pause = min(2 * pause, LONGEST_POLL_S)
 

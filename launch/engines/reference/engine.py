@@ -71,7 +71,6 @@ class _LoadAttempt:
     """What it may write to."""
     awaited: Awaited
     deadline: float
-    cancelled: threading.Event
 
 
 class _Active:
@@ -127,13 +126,8 @@ class ReferenceEngine:
 
         `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at most `load_timeout_s` (and
         `handoff.wait_ms` if a prefix was announced), then computes its prompt. `request_timeout_s` bounds a request from submission to
-        its last token. Raises ValueError if `num_blocks` cannot hold one request of `max_model_len`.
+        its last token.
         """
-        if config.num_blocks * config.block_size < config.max_model_len:
-            raise ValueError(
-                f"{config.num_blocks} blocks of {config.block_size} tokens cannot hold one request of max_model_len "
-                f"{config.max_model_len}"
-            )
         self.config = config
         self.model = model
         self.metrics = EngineMetrics()
@@ -427,12 +421,12 @@ class ReferenceEngine:
         if request.streams:
             announced, until = prefix.length, active.generation.deadline
         deadline = until + self._load_timeout_s
-        load = _LoadAttempt(active, blocks, Awaited(announced, until), deadline, threading.Event())
+        load = _LoadAttempt(active, blocks, Awaited(announced, until), deadline)
 
         def run() -> None:
             result = LoadResult("failed")
             try:
-                result = cache.load(prefix, load.awaited, load.cancelled)
+                result = cache.load(prefix, load.awaited)
             finally:
                 self.pool.release(blocks)
                 self._post(lambda: self._load_ended(load, result))
@@ -478,7 +472,7 @@ class ReferenceEngine:
     def _give_back(self, active: _Active) -> None:
         """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
         if active.load is not None:
-            active.load.cancelled.set()
+            active.load.awaited.cancelled.set()
             self.lent_blocks += len(active.load.blocks)
             active.load = None
         self.pool.release(active.blocks)

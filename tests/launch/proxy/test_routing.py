@@ -258,7 +258,7 @@ def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(prompts, 
     for blocks, size in prompts:
         prompt = RoutedPrompt(10**6, list(dict.fromkeys(blocks)), size)
         index.add(prompt)
-        assert len(index) * 64 <= capacity
+        assert len(index._blocks) * 64 <= capacity
         fits = capacity // max(64, round(size))
         assert index.match(prompt) == int(min(len(prompt.blocks), fits) * size)
 
