@@ -298,6 +298,25 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class HopReport(msgspec.Struct, frozen=True):
+    """What one node reported on a request."""
+
+    hop: str
+    """`prefill` or `decode`."""
+    node: str
+    """The node's URL, or its name."""
+    report: RequestReport | None = None
+    """None if the node has none on it."""
+
+
+class Trip(msgspec.Struct, frozen=True):
+    """A request's way through the nodes, as a proxy knows it."""
+
+    client: str
+    """The name of the client's key; empty if clients need no keys."""
+    hops: tuple[HopReport, ...]
+
+
 class RecentReports(Generic[T]):
     """What is known of the last requests, by their ids. Thread-safe."""
 

@@ -19,8 +19,6 @@ import msgspec
 from launch.discovery import View
 from launch.http import NOBODY, ask, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
-from launch.proxy.bodies import read_tokens
-from launch.proxy.metrics import HopReport, Trip
 from launch.proxy.prefixes import PromptNamer
 from launch.status import NodeStatus, cluster_status
 from pd_cache.chunks import Namespace
@@ -28,7 +26,7 @@ from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.reasons import MEANINGS, MissReason, RequestReport
+from pd_cache.reasons import MEANINGS, HopReport, MissReason, RequestReport, Trip
 from transfer.errors import PoolUnavailableError
 
 _ASK_S = 5.0
@@ -69,6 +67,10 @@ class ExplainedNode(msgspec.Struct):
 
 class _Reports(msgspec.Struct, frozen=True):
     reports: list[RequestReport]
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[_Token]
 
 
 # --- a request -------------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
     answer = ask(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
     if answer.status != 200:
         raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
-    return read_tokens(answer.body)
+    return decode_json(answer.body, _Tokens).tokens
 
 
 class _PoolLookups:

@@ -16,7 +16,3 @@ attributed to; pure) → `nodes` (what nodes answer, their health, discovery). `
 beginning of a prompt, `hints` keeps prompts in the pool, `tenants` bounds what each tenant has there, `metrics` counts, and `ui` shows the
 cluster to browsers.
 """
-
-from launch.proxy.app import Proxy
-
-__all__ = ["Proxy"]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from launch.openai import ApiError
 from launch.proxy.keys import Client
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.reasons import KEY, RecentReports, RequestReport
+from pd_cache.reasons import KEY, RecentReports, RequestReport, Trip
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -93,22 +92,6 @@ class ProxyMetrics:
 REPORT_BYTES = 1 << 14
 """A report lies within so many bytes of an answer's end."""
 _MARK = f'"{KEY}"'.encode()
-
-
-class HopReport(msgspec.Struct, frozen=True):
-    hop: str
-    node: str
-    """The node's URL."""
-    report: RequestReport | None = None
-    """None if its answer held none."""
-
-
-class Trip(msgspec.Struct, frozen=True):
-    """A request's way through the nodes."""
-
-    client: str
-    """The name of the client's key; empty if clients need no keys."""
-    hops: tuple[HopReport, ...]
 
 
 class RecentTrips:

@@ -31,7 +31,7 @@ from launch.proxy.bodies import (
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, PREFETCH_S, Hints, Sender
 from launch.proxy.keys import Admission, Client, Keys, fair
-from launch.proxy.metrics import REPORT_BYTES, HopReport, ProxyMetrics, RecentTrips, Trip, read_report
+from launch.proxy.metrics import REPORT_BYTES, ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
     NodePools,
@@ -49,7 +49,7 @@ from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
-from pd_cache.reasons import RequestReport
+from pd_cache.reasons import HopReport, RequestReport, Trip
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers
 
@@ -147,6 +147,10 @@ class Exchange:
         self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
 
 
+Serve = Callable[[Exchange, bytes], Awaitable[web.StreamResponse]]
+"""Answers a request, given its body."""
+
+
 class _Prefetched(NamedTuple):
     holder: str
     node: str
@@ -194,10 +198,11 @@ class Requests:
         """By the names of prompts' last chunks."""
 
     def add_to(self, app: web.Application) -> None:
+        limit_s = self._config.request_timeout_s
         for path in ("/v1/completions", CHAT):
-            app.router.add_post(path, partial(self._answered, self._read_and_complete))
-        app.router.add_post("/hints", partial(self._answered, self._read_and_hint))
-        app.router.add_get("/v1/models", partial(self._answered, self._admit_and_list), allow_head=False)
+            app.router.add_post(path, partial(self._answered, self._over_nodes, LARGEST_BODY, limit_s))
+        app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
+        app.router.add_get("/v1/models", partial(self._answered, self._models, 0, limit_s), allow_head=False)
 
     async def drain(self, limit_s: float) -> None:
         """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
@@ -212,16 +217,14 @@ class Requests:
 
     # --- from its key to its end -----------------------------------------------------------------------------------
 
-    async def _answered(
-        self, answer: Callable[[Exchange], Awaitable[web.StreamResponse]], request: web.Request
-    ) -> web.StreamResponse:
-        """Checks the client's key and runs `answer`. Counts and logs the request."""
+    async def _answered(self, serve: Serve, most: int, read_s: float, request: web.Request) -> web.StreamResponse:
+        """Checks the client's key, reads a body of at most `most` bytes within `read_s`, and serves the request. Counts and logs it."""
         exchange = Exchange(request, self.retries, BodyShare(self.bodies), self._tracing)
         status = 499
         try:
             client = exchange.client = self._keys.client(request.headers.get("Authorization"))
             exchange.client = client._replace(tenant=self._tenants.named(client.tenant, request))
-            response = await answer(exchange)
+            response = await self._admitted(exchange, serve, most, read_s)
             status = response.status
         except ApiError as error:
             status = error.status
@@ -244,30 +247,18 @@ class Requests:
                 self._recent.note(EndedRequest(exchange.id, took, exchange.first_byte_s, status, trip, exchange.streamed, exchange.prefill_s))  # fmt: skip
         return response
 
-    async def _read_and_complete(self, exchange: Exchange) -> web.StreamResponse:
-        limit_s = self._config.request_timeout_s
+    async def _admitted(self, exchange: Exchange, serve: Serve, most: int, read_s: float) -> web.StreamResponse:
         self.admission.check(exchange.client)  # so that no body is read only to be refused
-        body = await read_body(exchange.request, exchange.share, LARGEST_BODY, limit_s)
+        body = await read_body(exchange.request, exchange.share, most, read_s)
         with self.admission.admitted(exchange.client):
-            left = limit_s - (time.monotonic() - exchange.started)
-            serving = self._over_nodes(exchange, body)
+            left = self._config.request_timeout_s - (time.monotonic() - exchange.started)
+            serving = serve(exchange, body)
             del body  # so that it takes memory only until the decode node has it
             return await self._finish(exchange, serving, max(0.0, left))
 
-    async def _admit_and_list(self, exchange: Exchange) -> web.StreamResponse:
-        with self.admission.admitted(exchange.client):
-            return await self._finish(exchange, self._models(exchange), self._config.request_timeout_s)
-
-    async def _read_and_hint(self, exchange: Exchange) -> web.StreamResponse:
-        self.admission.check(exchange.client)
-        body = await read_body(exchange.request, exchange.share, LARGEST_HINTS, HINTS_S)
-
-        async def answer() -> web.StreamResponse:
-            told = await self._hints.take(body, self._sender(exchange))
-            return web.Response(body=msgspec.json.encode(told), content_type="application/json")
-
-        with self.admission.admitted(exchange.client):
-            return await self._finish(exchange, answer(), self._config.request_timeout_s)
+    async def _hint(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        told = await self._hints.take(body, self._sender(exchange))
+        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     def _sender(self, exchange: Exchange, own: NamedPrompt | None = None, *, within: bool = False) -> Sender:
         async def name(completion: Completion) -> NamedPrompt | None:
@@ -661,7 +652,7 @@ class Requests:
 
     # --- the list of models --------------------------------------------------------------------------------------
 
-    async def _models(self, exchange: Exchange) -> web.Response:
+    async def _models(self, exchange: Exchange, _: bytes) -> web.Response:
         """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a refused connection counts against it."""
         pool, tried = self._pools["decode"], list[str]()
         while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:

@@ -183,7 +183,7 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, ca
         assert lists.wait_synced(10)
         for name, (_, why) in UNREADABLE.items():
             line = re.compile(rf"{name} in etcd is left out: .*({why})")
-            wait_for(lambda: len(line.findall(caplog.text)) == 2, 10, f"both say so of {name}")  # noqa: B023 - called at once
+            wait_for(lambda: len(line.findall(caplog.text)) >= 2, 10, f"both say so of {name}")  # noqa: B023 - called at once
         stack.enter_context(registered(etcd.settings(), "b"))  # beside them
         stack.enter_context(registered(etcd.settings(), "text"))  # in the place of one
         for watch in (follows, lists):

@@ -20,7 +20,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from launch.discovery import View
-from launch.proxy import Proxy, nodes, routing
+from launch.proxy import nodes, routing
+from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.proxy.metrics import Trip
-from pd_cache.reasons import RequestReport
+from pd_cache.reasons import RequestReport, Trip
 
 MINUTES = 60
 SLOWEST = 12

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from launch.openai import ApiError
-from launch.proxy import Proxy
+from launch.proxy.app import Proxy
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError

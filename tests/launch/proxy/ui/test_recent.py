@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch.proxy.metrics import HopReport, Trip
 from launch.proxy.ui.recent import MINUTES, SLOWEST, EndedRequest, RecentRequests, first_token_within
-from pd_cache.reasons import RequestReport
+from pd_cache.reasons import HopReport, RequestReport, Trip
 from tests.support.waiting import Clock
 
 
