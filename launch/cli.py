@@ -367,11 +367,10 @@ def doctor(file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from launch import doctor as examined
-    from launch.supervise import stop_on_signals
 
     config = None if file is None else _running(file)
-    with stop_on_signals() as stop, Console(stderr=True).status("examining …"):
-        report = examined.examine(config, file, stop)
+    with Console(stderr=True).status("examining …"):
+        report = examined.examine(config, file)
     _answer(as_json, report, examined.report_table(report))
     if report.broken:
         raise SystemExit(1)

@@ -11,13 +11,11 @@ import msgspec
 import pytest
 import yaml
 
-from launch.doctor import DoctorReport, Finding, Verdict, examine
+from launch.doctor import DoctorReport, Finding, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
-from launch.supervise import StopFlag
 from launch.up import LocalCluster
 from pd_cache.cluster import load_config
-from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
 from tests.support.pool import Pool, free_port
@@ -142,13 +140,6 @@ def _probe(pool: Pool) -> list[Finding]:
     return list(
         probe_findings(load_config(pool.file), segments_at(pool.metrics), pool.address, pool.metrics, "127.0.0.1")
     )
-
-
-def test_a_signal_ends_it_after_the_check_under_way() -> None:
-    stop = StopFlag()
-    stop.set()
-    with pytest.raises(PdCacheError, match="stopped by a signal"):
-        examine(None, None, stop)
 
 
 def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
