@@ -200,16 +200,13 @@ def spawn_child(
     Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a
     child for the end of its parent.
     """
-    popen.setdefault("stdin", subprocess.DEVNULL)
-    return subprocess.Popen(_tether(argv, death_signal, popen.get("env")), start_new_session=True, **popen)
-
-
-def _tether(argv: Sequence[str], death_signal: signal.Signals, env: Mapping[str, str] | None) -> list[str]:
-    file = shutil.which(argv[0], path=(os.environ if env is None else env).get("PATH"))
+    file = shutil.which(argv[0], path=(popen.get("env") or os.environ).get("PATH"))
     if file is None:
         raise FileNotFoundError(f"{argv[0]}: no such program, or not executable")
     script = str(Path(_tethered.__file__).resolve())
-    return [sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)), file, *argv]
+    tether = (sys.executable, "-I", "-S", script, str(os.getpid()), str(int(death_signal)))
+    popen.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.Popen([*tether, file, *argv], start_new_session=True, **popen)
 
 
 class Child:
@@ -222,14 +219,8 @@ class Child:
         # unbuffered: lines come as they are printed, and a traceback stays the last of them.
         # safe path: a `launch.py` or `transfer/` in the working directory is not our package
         env = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **os.environ, **(program.env or {})}
-        self._popen = subprocess.Popen(
-            _tether(program.argv, signal.SIGTERM, env),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        pipe = subprocess.PIPE
+        self._popen = spawn_child(program.argv, death_signal=signal.SIGTERM, env=env, stdout=pipe, stderr=pipe)
         pipes: dict[Stream, IO[bytes] | None] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
         self._readers = [
             threading.Thread(
