@@ -6,14 +6,12 @@ A call into Mooncake cannot be cancelled. So the caller waits only until its own
 1. after the call has returned, if a thread has begun it;
 2. at once, if the call could not be queued;
 3. as soon as the call is abandoned (`abandon`), if it is still queued then. The waiting thread abandons a call whose deadline has passed.
-   So does a thread that needs what overdue calls were given (`CallThreads.drop_overdue`).
 
 One lock, which only one side gets, decides whether a call is begun or dropped.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import queue
 import threading
@@ -111,8 +109,6 @@ class CallThreads:
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
         self._queue: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
-        self._waiting: collections.deque[Call[object]] = collections.deque()
-        """The calls in the queue, and some that have left it. A call that has ended keeps nothing that it was given."""
         self._name = name
         self._count = count
         self._spare = spare
@@ -137,11 +133,7 @@ class CallThreads:
             ahead = self._queue.qsize() + len(self._running)
             accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
             if accepted:
-                while self._waiting and self._waiting[0]._taken.locked():
-                    self._waiting.popleft()
-                queued: Call[object] = call  # type: ignore[assignment]  # the queues ignore what the call returns
-                self._waiting.append(queued)
-                self._queue.put(queued)
+                self._queue.put(call)  # type: ignore[arg-type]  # the queue ignores what the call returns
         if not accepted:
             call._end()
             return None
@@ -157,14 +149,6 @@ class CallThreads:
         """Starts a spare thread if calls are queued behind late threads."""
         with self._lock:
             self._relieve()
-
-    def drop_overdue(self) -> None:
-        """Drops the queued calls whose deadline has passed, so that they let go of what they were given."""
-        now = time.monotonic()
-        with self._lock:
-            overdue = [call for call in self._waiting if call.deadline <= now]
-        for call in overdue:
-            call.abandon()
 
     def close(self, timeout: float) -> bool:
         """Refuses new calls and waits for those accepted. Returns False if some still run after `timeout` seconds."""

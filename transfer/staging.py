@@ -35,8 +35,6 @@ _forfeited: list[memoryview] = []
 """Memory that a transfer may still use. Its addresses stay mapped until the process ends."""
 _FORFEITS = 8
 """How many times its own size a pool may forfeit and replace. This costs addresses, not memory: the pages are given back."""
-_RECLAIM_S = 0.25
-"""How often a waiting lease looks for calls that have become overdue."""
 
 
 class RegistersMemory(Protocol):
@@ -134,8 +132,6 @@ class StagingPool:
         self.nbytes = count * stride
         self.forfeited_bytes = 0
         """How many bytes of memory were given up because a transfer may still write to them."""
-        self.reclaims: list[Callable[[], None]] = []
-        """Make overdue calls let go of their slots. Called when a lease finds none."""
         self._changed = threading.Condition()
         """Guards all slots, and says when one was given back or settled."""
         self._prefaulted = prefaulted
@@ -178,11 +174,8 @@ class StagingPool:
         """
         waits = deadline > time.monotonic()
         least = 0 if waits else self.headroom
-        looked = False
-        while True:
-            with self._changed:
-                if self._closed:
-                    return None
+        with self._changed:
+            while not self._closed:
                 if len(self._free) > least and (
                     quota is None or quota.taken < (quota.most if waits else quota.most - quota.headroom)
                 ):
@@ -191,15 +184,11 @@ class StagingPool:
                     if quota is not None:
                         quota.taken += 1
                     return slot
-                if looked:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        return None
-                    self._changed.wait(min(remaining, _RECLAIM_S))
-            # without the lock, because a call may let go of slots of another pool
-            for reclaim in self.reclaims:
-                reclaim()
-            looked = True
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+        return None
 
     def register(self, client: RegistersMemory) -> int:
         """Registers all of the memory with a client of a pool, and whatever takes its place later. Returns 0, or a negative code if the client

@@ -266,7 +266,6 @@ class MooncakeStore:
 
         Raises TransferError if Mooncake refuses it now.
         """
-        pool.reclaims.append(self._drop_overdue)
         with self._changed:
             self._regions.append(pool)
             if self._state == "open":
@@ -430,10 +429,6 @@ class MooncakeStore:
         elif placement.preferred_segment == "own" and self.segment_size:
             config.preferred_segment = self._client.get_hostname()
         return config
-
-    def _drop_overdue(self) -> None:
-        self._gets.drop_overdue()
-        self._puts.drop_overdue()
 
     def _suspect(self) -> None:
         """Looks for silent peers, in the background. Called when a transfer's deadline has passed."""

@@ -257,15 +257,6 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging:
     assert staging.lease(0.0) is None
 
 
-def test_overdue_calls_let_go_as_soon_as_their_memory_is_wanted(make_staging, make_held):
-    staging, held = make_staging(1), make_held()
-    staging.reclaims.append(held.threads.drop_overdue)
-    held.held("running", soon())
-    slot = lease(staging)
-    assert held.threads.submit(lambda: 1, soon(0.05), slot.release) is not None
-    assert lease(staging), "though nobody waits for the call, and the thread is held"
-
-
 class Registry:
     """What a client was asked to register; negative ints are codes."""
 
