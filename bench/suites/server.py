@@ -166,7 +166,7 @@ def round_trips(url: str) -> list[float]:
         ServerConnection(url, None, "scheduler", EngineIdentity(model="bench", block_size=16))
     ) as client:
         client.wait_ready(_PATIENCE_S)
-        return [timed(lambda: client.ask(Lookup("", b""), 5)) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
+        return [timed(lambda: client.ask(Lookup("", ()), 5)) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
 
 
 def raw_round_trips() -> list[float]:

@@ -38,7 +38,6 @@ from pd_cache.server.protocol import (
     Retrieve,
     Store,
     Stored,
-    join_names,
 )
 from pd_cache.versions import FIRST, WeightsVersion
 
@@ -199,7 +198,7 @@ class ServerCache:
         epoch = None if version is None else version.current(seconds)
         if epoch is None:
             return PendingLookup(self, None, at_hand, len(names), "epoch_unknown")
-        future = self.connection.link.request(Lookup(session, join_names(names), at_hand, epoch), seconds)
+        future = self.connection.link.request(Lookup(session, tuple(names), at_hand, epoch), seconds)
         return PendingLookup(self, future, at_hand, len(names))
 
     def begin_store(
@@ -309,7 +308,7 @@ class ServerCache:
         pending.place, pending.event = place, after
         try:
             patience, handle = max(1, int(seconds * 1000)), event_handle(after)
-            request = kind(session, join_names(names), tuple(ids), *place, patience, handle, epoch)
+            request = kind(session, tuple(names), tuple(ids), *place, patience, handle, epoch)
             pending.future = self.connection.link.request(request, seconds)
         except BaseException:
             pending.give_up()

@@ -19,7 +19,7 @@ from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
-from pd_cache.server.protocol import Answer, Lookup, Refused, failed, split_names
+from pd_cache.server.protocol import Answer, Lookup, Refused, failed
 from pd_cache.tiers import StorageBackend
 from transfer.errors import Status
 
@@ -179,7 +179,7 @@ class LookupJob:
         self.at_hand = request.at_hand
         self.epoch = request.epoch
         most = max(1, MOST_KEYS // self.groups.keys_per_chunk)
-        self.names = split_names(request.names)[: request.at_hand + most]
+        self.names = request.names[: request.at_hand + most]
 
     def keys(self) -> list[list[str]]:
         """Returns the keys to ask each model's backend for."""
@@ -199,58 +199,58 @@ class LookupJob:
             yield FoundChunks(model.group, model.mover.backend, names, by_rank)
 
 
-class Answerer:
-    """Answers lookups, and pins what they found."""
+def answer_lookups(
+    jobs: Sequence[LookupJob], sessions: Sessions, metrics: CacheMetrics, session_s: float
+) -> list[Answer]:
+    """Returns the answer to each job. Asks each backend for the keys of all of them together. Never raises.
 
-    def __init__(self, sessions: Sessions, metrics: CacheMetrics, session_s: float) -> None:
-        self._sessions = sessions
-        self._metrics = metrics
-        self._session_s = session_s
+    What a job has found is pinned for its session, for `session_s` seconds.
+    """
+    keys_of = [job.keys() for job in jobs]
+    wanted: dict[StorageBackend, list[str]] = {}
+    for job, parts in zip(jobs, keys_of, strict=True):
+        for model, keys in zip(job.models, parts, strict=True):
+            wanted.setdefault(model.mover.backend, []).extend(keys)
+    known: dict[StorageBackend, Iterator[Status] | Refused] = {}
+    with metrics.timed("lookup"):
+        for backend, keys in wanted.items():
+            found: list[Status] = []
+            try:
+                for start in range(0, len(keys), REQUEST_KEYS):
+                    found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
+                known[backend] = iter(found)
+            except Exception as error:  # an error of one backend must not stop the others
+                log.exception("lookups failed")
+                known[backend] = failed(error)
+    answers = []
+    for job, parts in zip(jobs, keys_of, strict=True):
+        statuses: list[Status] = []
+        answer: Answer | None = None
+        for model, keys in zip(job.models, parts, strict=True):
+            one = known[model.mover.backend]
+            if isinstance(one, Refused):
+                answer = one
+            else:
+                statuses += itertools.islice(one, len(keys))
+        answers.append(answer or _judge(job, statuses, sessions, metrics, session_s))
+    return answers
 
-    def answer(self, jobs: Sequence[LookupJob]) -> list[Answer]:
-        """Returns the answer to each job. Asks each backend for the keys of all of them together. Never raises."""
-        keys_of = [job.keys() for job in jobs]
-        wanted: dict[StorageBackend, list[str]] = {}
-        for job, parts in zip(jobs, keys_of, strict=True):
-            for model, keys in zip(job.models, parts, strict=True):
-                wanted.setdefault(model.mover.backend, []).extend(keys)
-        known: dict[StorageBackend, Iterator[Status] | Refused] = {}
-        with self._metrics.timed("lookup"):
-            for backend, keys in wanted.items():
-                found: list[Status] = []
-                try:
-                    for start in range(0, len(keys), REQUEST_KEYS):
-                        found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
-                    known[backend] = iter(found)
-                except Exception as error:  # an error of one backend must not stop the others
-                    log.exception("lookups failed")
-                    known[backend] = failed(error)
-        answers = []
-        for job, parts in zip(jobs, keys_of, strict=True):
-            statuses: list[Status] = []
-            answer: Answer | None = None
-            for model, keys in zip(job.models, parts, strict=True):
-                one = known[model.mover.backend]
-                if isinstance(one, Refused):
-                    answer = one
-                else:
-                    statuses += itertools.islice(one, len(keys))
-            answers.append(answer or self._judge(job, statuses))
-        return answers
 
-    def _judge(self, job: LookupJob, statuses: list[Status]) -> Answer:
-        """Returns what a lookup found, and pins it for the lookup's session."""
-        try:
-            first = job.models[0].mover
-            prefix = PrefixLookup(job.groups, self._metrics, first.history, first.backend.near)
-            reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
-            client, session = job.client, job.session
-            if session and reach.chunks > job.at_hand:
-                self._sessions.open(client, session, list(job.found(reach.chunks)), self._session_s)
-                if any(model.mover.closed for model in job.models):
-                    # a backend was released meanwhile, together with its sessions
-                    self._sessions.end(client, session)
-            return reach
-        except Exception as error:  # an error of one lookup must not stop the others
-            log.exception("a lookup failed")
-            return failed(error)
+def _judge(
+    job: LookupJob, statuses: list[Status], sessions: Sessions, metrics: CacheMetrics, session_s: float
+) -> Answer:
+    """Returns what a lookup found, and pins it for the lookup's session."""
+    try:
+        first = job.models[0].mover
+        prefix = PrefixLookup(job.groups, metrics, first.history, first.backend.near)
+        reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
+        client, session = job.client, job.session
+        if session and reach.chunks > job.at_hand:
+            sessions.open(client, session, list(job.found(reach.chunks)), session_s)
+            if any(model.mover.closed for model in job.models):
+                # a backend was released meanwhile, together with its sessions
+                sessions.end(client, session)
+        return reach
+    except Exception as error:  # an error of one lookup must not stop the others
+        log.exception("a lookup failed")
+        return failed(error)

@@ -38,7 +38,6 @@ from pd_cache.server.protocol import (
     Retrieve,
     Stored,
     TensorView,
-    split_names,
 )
 from transfer.staging import prefault
 
@@ -202,10 +201,9 @@ class Worker(NamedTuple):
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
         layout, database = self.tensors.layout, self.model.database
-        names = split_names(request.names)
         may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
         try:
-            chunks = plan_named(names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
+            chunks = plan_named(request.names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
@@ -213,7 +211,8 @@ class Worker(NamedTuple):
             FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
             for index in range(len(shards))
         ]
-        return ChunkRun(names, database.keys(names, shards, request.epoch), chunks, [*copiers], request.epoch)
+        keys = database.keys(request.names, shards, request.epoch)
+        return ChunkRun(request.names, keys, chunks, [*copiers], request.epoch)
 
 
 class Client:

@@ -43,10 +43,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
 """A block of an engine's paged cache; -1 for one that is left out."""
-Names = Annotated[bytes, msgspec.Meta(max_length=1 + NAME_WIDTHS[-1] * MAX_CHUNKS)]
-"""Chunk names one after the other, all of the width in the first byte; empty if there are none."""
-
-
+Name = Annotated[bytes, msgspec.Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
+Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 EpochLabel = Annotated[str, msgspec.Meta(pattern=LABEL)]
 
 
@@ -212,9 +210,6 @@ class Lookup(Message, frozen=True, tag="lookup"):
     epoch: EpochLabel = ""
     """The weights version to look in."""
 
-    def __post_init__(self) -> None:
-        _check_joined(self.names)
-
 
 class Move(Message, frozen=True):
     """Chunks of one request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
@@ -234,9 +229,6 @@ class Move(Message, frozen=True):
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     epoch: EpochLabel = ""
     """For a store, the version of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
-
-    def __post_init__(self) -> None:
-        _check_joined(self.names)
 
 
 class Store(Move, frozen=True, tag="store"):
@@ -402,19 +394,6 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
         raise FrameError("malformed", f"not an answer: {error}", header.number) from None
 
 
-def join_names(names: Sequence[bytes]) -> bytes:
-    """Joins chunk names that have been checked (`check_names`) into one string of bytes."""
-    return bytes([len(names[0])]) + b"".join(names) if names else b""
-
-
-def split_names(joined: bytes) -> list[bytes]:
-    """Reverses `join_names`, for names that have been checked."""
-    if not joined:
-        return []
-    width = joined[0]
-    return [joined[start : start + width] for start in range(1, len(joined), width)]
-
-
 def _header(frame: bytes) -> _Header:
     if len(frame) < _HEADER.size:
         raise FrameError("malformed", f"a frame of {len(frame)} bytes is too short for a header", None)
@@ -422,8 +401,3 @@ def _header(frame: bytes) -> _Header:
     if magic != _MAGIC:
         raise FrameError("malformed", f"a frame that begins with {magic!r} is not one of ours", None)
     return _Header(version, number)
-
-
-def _check_joined(names: bytes) -> None:
-    if names and (names[0] not in NAME_WIDTHS or (len(names) - 1) % names[0]):
-        raise ValueError(f"{len(names)} bytes are not a list of names of {names[0]} bytes each")

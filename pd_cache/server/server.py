@@ -29,7 +29,7 @@ from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
-from pd_cache.server.lookups import Answerer, LookupJob, Sessions
+from pd_cache.server.lookups import LookupJob, Sessions, answer_lookups
 from pd_cache.server.models import ServedModels
 from pd_cache.server.moves import Client, MoveJob
 from pd_cache.server.protocol import (
@@ -47,7 +47,6 @@ from pd_cache.server.protocol import (
     Store,
     Welcome,
     failed,
-    split_names,
 )
 from transfer.settings import mooncake_version
 
@@ -190,7 +189,6 @@ class CacheServer:
         self.metrics = metrics or CacheMetrics()
         self.sessions = Sessions()
         self.models = ServedModels(settings, self.metrics, self.sessions.end_backend)
-        self._answerer = Answerer(self.sessions, self.metrics, node.session_s)
         self._renew_s = max(0.1, lease_s / 3)
         self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
@@ -333,11 +331,10 @@ class CacheServer:
 
     def _job(self, client: Client, request: Lookup) -> LookupJob | Found:
         """Returns what to ask, or the answer if nothing is to be asked."""
-        names = split_names(request.names)
         models = [model for group in client.groups if (model := self.models.get(group)) is not None]
-        if len(models) < len(client.groups) or request.at_hand >= len(names):
-            at_hand = min(request.at_hand, len(names))
-            return Found(at_hand, at_hand, "none" if at_hand == len(names) else "not_asked", request.epoch)
+        if len(models) < len(client.groups) or request.at_hand >= len(request.names):
+            at_hand = min(request.at_hand, len(request.names))
+            return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked", request.epoch)
         return LookupJob(models, client.hello.client, request)
 
     # --- the threads that work -------------------------------------------------------------------------------------
@@ -346,7 +343,7 @@ class CacheServer:
         """The thread that answers lookups. It takes all lookups that came during its last request together."""
         while items := self._lookups.take(_MOST_QUESTIONS):
             wanted = [item for item in items if not item.client.gone]
-            answers = self._answerer.answer([item.work for item in wanted])
+            answers = answer_lookups([item.work for item in wanted], self.sessions, self.metrics, self.node.session_s)
             for item, answer in zip(wanted, answers, strict=True):
                 if item.client.gone:  # it went during the lookup: nothing else would end its session
                     self.sessions.end_client(item.client.hello.client)

@@ -176,7 +176,7 @@ def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None
 
 def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> None:
     with pytest.raises(ServerRefusedError, match="at most"):
-        client.request(Lookup("x" * MAX_FRAME, b""), LATE_S).result()
+        client.request(Lookup("x" * MAX_FRAME, ()), LATE_S).result()
     end.handle = lambda incoming: None
     futures = [client.request(StatusQuery(), LATE_S) for _ in range(1025)]
     assert futures[-1].outcome() == "busy"
@@ -202,7 +202,7 @@ def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> Non
         for number in range(200):
             client.notify(EndSession("nothing"))
             with pytest.raises(ServerRefusedError) as refused:
-                client.request(Lookup(f"{thread} {number}", b""), LATE_S).result()
+                client.request(Lookup(f"{thread} {number}", ()), LATE_S).result()
             outcomes.append(str(refused.value) == f"{thread} {number}")
 
     threads = [threading.Thread(target=ask, args=(str(index),)) for index in range(8)]

@@ -29,7 +29,6 @@ from pd_cache.server.protocol import (
     Store,
     decode_answer,
     encode,
-    join_names,
 )
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
@@ -210,7 +209,7 @@ def move_unchecked(
     place = connection.fence.admit(loads=kind is Retrieve)
     assert place is not None
     try:
-        return connection.ask(kind("", join_names(names), tuple(blocks), *place, int(LATE_S * 1000)), LATE_S)
+        return connection.ask(kind("", tuple(names), tuple(blocks), *place, int(LATE_S * 1000)), LATE_S)
     finally:
         wait_for(lambda: connection.fence.revoke(*place), what="the ticket being taken away")
 
