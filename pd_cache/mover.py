@@ -27,8 +27,8 @@ from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
-_RETRIES = 6
-"""How often one load reads a damaged object again: twice for each kind of tier, which removes an object that fails twice."""
+_RETRIES = 8
+"""How often one load reads a damaged object again: once for each tier, which removes it."""
 
 
 class ChunkRun(NamedTuple):

@@ -51,8 +51,8 @@ MOST_BYTES = 1 << 30
 """The longest value, unless the caller wants another or the parts are small."""
 _BATCH_BYTES = 12 << 20
 """About the bytes of one transfer call: few, because a peer's task is short, and what one call brings is copied while the next runs."""
-_RETRIES = 6
-"""How often a damaged object is read again: twice for each kind of tier, which removes an object that fails twice."""
+_RETRIES = 8
+"""How often a damaged object is read again: once for each tier, which removes it."""
 _DAMAGED = frozenset(damage.value for damage in Damage)
 INCOMPLETE = "incomplete"
 """The reason of a miss: the head is there, but a part is gone. The head is removed."""
@@ -536,7 +536,7 @@ class ObjectCache:
         """Reads objects. Yields each key with the reason of its miss, in any order.
 
         `take` uses a payload, and returns why it is of no use, and the checksum of the bytes that it used, or None for damage. A damaged
-        object is read again, because another tier may have a good one; its tier removes it at the second reading.
+        object is read again, because another tier may have a good one; its own has removed it.
         """
         left = keys
         known: dict[str, str] = {}

@@ -74,8 +74,6 @@ _CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
 )
 """Errors that say that nothing can be written, and how the tier then answers puts. It can still be read."""
-_OF_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN})
-"""This process lacks something. The error says nothing about the disk."""
 
 
 def digest_of(key: str) -> str:
@@ -294,18 +292,10 @@ class _Put(NamedTuple):
         return [part if isinstance(part, Status) else self.backend._written(part) for part in self.parts]
 
 
-class _OnDisk(NamedTuple):
-    """An object that was read, and whose trailer is intact."""
-
-    expected: int
-    """The checksum that the payload must have."""
-    entry: Entry[str]
-
-
 class _Read(NamedTuple):
     """A read into `staged` that is under way, or the reason why there is none."""
 
-    call: Call[_OnDisk | str] | None
+    call: Call[int | str] | None
     staged: Staged | None
     reason: str = ""
 
@@ -502,8 +492,8 @@ class LocalDiskBackend(StorageBackend):
         target.slot.settle()
         target.release()
 
-    def _read(self, key: str, digest: str, target: Staged, size: int) -> _OnDisk | str:
-        """Reads an object, on a reading thread. Returns what it found, or the reason why that is of no use."""
+    def _read(self, key: str, digest: str, target: Staged, size: int) -> int | str:
+        """Reads an object, on a reading thread. Returns the checksum that its payload must have, or the reason why it is of no use."""
         if self.state is Status.TIER_OFF:
             return Status.TIER_OFF.value
         entry = self.index.pin(digest)
@@ -516,9 +506,7 @@ class LocalDiskBackend(StorageBackend):
                 self.folder.drop(entry.resource)
                 self._sweep_soon()
 
-    def _read_file(self, key: str, entry: Entry[str], target: Staged, size: int) -> _OnDisk | str:
-        if entry.damaged:
-            return self._discard(entry, Damage.CORRUPT)
+    def _read_file(self, key: str, entry: Entry[str], target: Staged, size: int) -> int | str:
         try:
             nbytes = self.folder.read(entry.resource, target.slot.pages)
         except OSError as error:
@@ -531,7 +519,7 @@ class LocalDiskBackend(StorageBackend):
         self._strikes[False] = 0
         whole = nbytes == self.folder.file_bytes
         found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
-        return self._discard(entry, found) if isinstance(found, Damage) else _OnDisk(found, entry)
+        return self._discard(entry, found) if isinstance(found, Damage) else found
 
     def _discard(self, entry: Entry[str], damage: Damage) -> str:
         """Forgets a useless file, so that the next put of its key writes it again. Returns the damage as the reason of a miss."""
@@ -542,7 +530,7 @@ class LocalDiskBackend(StorageBackend):
 
     def _finish(self, key: str, size: int, read: _Read) -> Fetched:
         """Waits for a read. Returns its object, or the reason why there is none."""
-        found: _OnDisk | str = read.reason
+        found: int | str = read.reason
         if read.call is not None:
             try:
                 found = read.call.outcome(Status.TIMEOUT.value)
@@ -556,11 +544,12 @@ class LocalDiskBackend(StorageBackend):
             return Fetched(None, str(found))
         read.staged.cut(size)
         read.staged.sealed_for = key
-        fetched, entry = Fetched(read.staged, expected=found.expected), found.entry
+        fetched = Fetched(read.staged, expected=found)
         fetched.tier = self.kind
 
-        def checked(one: Fetched) -> None:  # on the caller's thread, so the next read of the entry discards it
-            entry.failures = entry.failures + 1 if one.reason else 0
+        def checked(one: Fetched) -> None:
+            if one.reason and self._remove(digest_of(key)) is Status.OK:
+                self._metrics.healed()
 
         fetched.when_checked(checked)
         return fetched
@@ -681,15 +670,14 @@ class LocalDiskBackend(StorageBackend):
 
     def _failed(self, what: str, error: OSError, *, writing: bool) -> Status:
         """Returns the status of a call that met an error: INTERNAL if it concerns one file. An error of the folder changes the state."""
-        number = error.errno or 0
-        state = _CANNOT_WRITE.get(number) if writing else None
-        if state is None and number not in _OF_PROCESS:
+        state = _CANNOT_WRITE.get(error.errno or 0) if writing else None
+        if state is None:
             self._strikes[writing] += 1
             if self._strikes[writing] >= _STRIKES or not self.folder.is_held:
                 state = Status.TIER_OFF
         if state is None:
             self._metrics.spoiled(what, _symbol(error), str(error))
-            return Status.OVERLOADED if number in _OF_PROCESS else Status.INTERNAL
+            return Status.INTERNAL
         self._worsen(state, f"{what} failed: {error}", _symbol(error))
         return self.state
 
@@ -736,9 +724,17 @@ class LocalDiskBackend(StorageBackend):
                     return
 
     def _tend(self) -> None:
+        """Opens the folder and fills the index with what it holds, oldest first; deletes what is of no use; tries whether it works again."""
         if not self.folder.is_held:
             self.index.clear()
-            self._take_in(self.folder.open())
+            for digest, name in self.folder.open():
+                refusal, evicted = self.index.reserve(digest)
+                self.folder.drop(*evicted)
+                if refusal is None:
+                    self.index.fill(digest, name)
+                elif refusal is Status.NO_SPACE:  # a tier that was closed meanwhile leaves its files to the next
+                    self.folder.drop(name)
+            self._count()
             room = os.statvfs(self.folder.root)
             if (self.index.capacity - len(self.index)) * self.folder.file_bytes > room.f_bavail * room.f_frsize:
                 log.warning(
@@ -750,14 +746,3 @@ class LocalDiskBackend(StorageBackend):
         if self.state is not Status.OK:
             self.folder.probe()
         self._settle(Status.OK)
-
-    def _take_in(self, found: list[tuple[str, str]]) -> None:
-        """Fills the index with the objects that the folder holds, oldest first."""
-        for digest, name in found:
-            refusal, evicted = self.index.reserve(digest)
-            self.folder.drop(*evicted)
-            if refusal is None:
-                self.index.fill(digest, name)
-            elif refusal is Status.NO_SPACE:  # a tier that was closed meanwhile leaves its files to the next
-                self.folder.drop(name)
-        self._count()

@@ -2,8 +2,8 @@
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
 2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
-   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only when it was used. When it
-   is read again, its tier gives it up.
+   If a tier claims a key wrongly, that is counted, and the tiers behind are asked for it and for what follows. A damaged payload shows only
+   when it was used. Its tier then gives it up.
 3. A reader that waits for memory holds none itself: only one tier reads ahead for it at a time.
 4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
    tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
@@ -126,7 +126,7 @@ class HybridBackend(StorageBackend):
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[Fetched, None, None]:
         size = self.memory.read_size(payload_bytes)
-        yield from self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
+        return self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
@@ -188,53 +188,34 @@ class HybridBackend(StorageBackend):
     def _read(
         self, keys: Sequence[str], size: int, floor: int, deadline: float | None
     ) -> Generator[Fetched, None, None]:
-        """Yields each key's outcome from the first tier that has it, beginning with tier number `floor`."""
+        """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
+
+        If a tier lacks a key after all, that key and those behind it that this tier was to have are read from the tiers behind.
+        """
         start = 0
         for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
-            stop = start + len(list(run))
-            yield from self._read_run(level, keys[start:stop], size, deadline)
-            start = stop
-
-    def _read_run(
-        self, level: int, keys: Sequence[str], size: int, deadline: float | None
-    ) -> Generator[Fetched, None, None]:
-        """Reads keys that one tier knows. If the tier lacks some of them after all, reads these from the tiers behind it.
-
-        On average, each tier is asked for each key a constant number of times, whatever is missing. Misses in a row go to the next tier
-        together. After a miss, the tier is asked for one key, then for two, four, eight.
-        """
-        tier = self.tiers[level]
-        behind = level + 1 < len(self.tiers)
-        done, together = 0, len(keys)
-        while done < len(keys):
-            asked = keys[done : done + together]
-            lacking: list[str] = []
-            fetches = tier.backend.batched_get(asked, payload_bytes=size, timeout=_seconds_to(deadline))
+            tier, stop = self.tiers[level], start + len(list(run))
+            fetches = tier.backend.batched_get(keys[start:stop], payload_bytes=size, timeout=_seconds_to(deadline))
             with contextlib.closing(fetches):
-                for key, fetched in zip(asked, fetches, strict=True):
-                    if fetched.payload is None and behind:
-                        tier.metrics.missed(fetched.reason)
-                        lacking.append(key)
-                        continue
-                    if lacking:
-                        # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
-                        fetched.release()
-                        break
+                for fetched in fetches:
                     if fetched.payload is not None:
-                        fetched.when_checked(functools.partial(self._checked, level, key))
+                        fetched.when_checked(functools.partial(self._checked, level, keys[start]))
+                    elif level + 1 < len(self.tiers):
+                        tier.metrics.missed(fetched.reason)
+                        break
                     elif not tier.stores:
                         if fetched.reason != Status.MISSING.value:
                             tier.metrics.missed(fetched.reason)
                         # the pool before it may be away, too
                         lost = Status.MISSING if self._stored[-1].backend.available else Status.POOL_DOWN
                         fetched = Fetched(None, lost.value)
-                    done += 1
+                    start += 1
                     yield fetched
-            together *= 2
-            if lacking:
-                together = 1
-                done += len(lacking)
-                yield from self._read(lacking, size, level + 1, deadline)
+            if (
+                start < stop
+            ):  # the reads of this tier have ended: the next one may wait for memory, and a waiting reader must hold none
+                yield from self._read(keys[start:stop], size, level + 1, deadline)
+                start = stop
 
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""

@@ -23,19 +23,12 @@ R = TypeVar("R")
 class Entry(Generic[R]):
     """One key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
 
-    __slots__ = ("failures", "key", "pins", "resource")
+    __slots__ = ("key", "pins", "resource")
 
     def __init__(self, key: str, resource: R) -> None:
         self.key = key
         self.resource = resource
         self.pins = 0
-        self.failures = 0
-        """How many readers in a row found the payload damaged. Once may be the memory it was read into; twice is the entry."""
-
-    @property
-    def damaged(self) -> bool:
-        """Whether the entry should be discarded."""
-        return self.failures >= 2
 
 
 class Reservation(NamedTuple, Generic[R]):
@@ -100,7 +93,7 @@ class EvictingIndex(Generic[R]):
             while len(self._entries) + self._reserved >= self.capacity:
                 if self._closed or self._pinned == len(self._entries):
                     return Reservation(Status.CLOSED if self._closed else Status.NO_SPACE, evicted)
-                evicted.append(self._evict())
+                evicted.append(self._entries.pop(self._policy.evict(self._is_pinned)).resource)
             if self._closed:
                 return Reservation(Status.CLOSED, evicted)
             self._reserved += 1
@@ -164,9 +157,6 @@ class EvictingIndex(Generic[R]):
             assert len(self._policy) == len(self._entries)
             assert 0 <= len(self._entries) + self._reserved <= self.capacity
             assert self._pinned == sum(map(self._is_pinned, self._entries))
-
-    def _evict(self) -> R:
-        return self._entries.pop(self._policy.evict(self._is_pinned)).resource
 
     def _take_out(self, entry: Entry[R]) -> None:
         del self._entries[entry.key]

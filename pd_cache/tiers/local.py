@@ -139,13 +139,8 @@ class LocalBackend(StorageBackend):
             return Fetched(None, found.value)
         fetched = Fetched(kept.share(), expected=found, on_release=lambda: self._unpin(entry))
         fetched.tier = self.kind
-        fetched.when_checked(lambda one: self._checked(entry, one))
+        fetched.when_checked(lambda one: self._discard(entry) if one.reason else None)
         return fetched
-
-    def _checked(self, entry: Entry[Staged], fetched: Fetched) -> None:
-        entry.failures = entry.failures + 1 if fetched.reason else 0
-        if entry.damaged:
-            self._discard(entry)
 
     def _discard(self, entry: Entry[Staged]) -> None:
         """Forgets a damaged object."""

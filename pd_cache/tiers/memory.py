@@ -203,8 +203,8 @@ class Fetched:
         """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
 
         `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
-        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged
-        at the second reading, too, so that it can be read from another tier, or stored again. Raises ValueError after `release()`.
+        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged,
+        so that it can be read from another tier, or stored again. Raises ValueError after `release()`.
         """
         if self.payload is None:
             if not self.reason:

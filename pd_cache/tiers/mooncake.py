@@ -234,11 +234,8 @@ class MooncakeBackend(StorageBackend):
             found = Damage.CORRUPT.value
         # a part that an object is too short for cannot be told from one that Mooncake refused for another reason
         if found == reason or (reason == "other_size" and found in _DAMAGED):
-            self._heal(key, end)
+            # by force: each lookup renews its lease, which would keep it as long as its prompt is looked up
+            seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
+            if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
+                self._metrics.healed()
         return reason if isinstance(found, str) else found
-
-    def _heal(self, key: str, end: float) -> None:
-        """Removes a damaged object by force: each lookup renews its lease, which would keep it as long as its prompt is looked up."""
-        seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
-        if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
-            self._metrics.healed()
