@@ -22,7 +22,6 @@ from pd_cache.adapters.options import read_options, settings_of
 from pd_cache.adapters.sglang_pages import (
     PoolPages,
     StorageOptions,
-    bytes_of,
     names_of,
     namespace_of,
     prefix_of,
@@ -44,26 +43,25 @@ T = TypeVar("T")
 class _HostPoolEntry(NamedTuple):
     """A registered host pool."""
 
-    host: Any
     prefix: bytes
-    pages: PoolPages | None
-    """None for one whose pages are copied by the pool itself."""
+    pages: PoolPages
 
 
 class PdCacheStorage(HiCacheStorage):
-    """A HiCache backend in pd-cache's pool and tiers, with the v1 and v2 calls and the generic ones."""
+    """A HiCache backend in pd-cache's pool and tiers, with the v1 and v2 calls."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """Waits neither for the pool nor for a disk. The options are in `storage_config.extra_config`.
 
-        Raises ConfigError for options that are wrong, and for an SGLang whose page hashes do not cover what separates requests.
+        Raises ConfigError for options that are wrong, without `interface_v1`, and for an SGLang whose page hashes do not cover what
+        separates requests.
         """
         own, given = split_options(storage_config.extra_config)
         options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
         _check_hashes()
         if not own.get("interface_v1"):
-            log.warning(
-                'without `"interface_v1": 1` in --hicache-storage-backend-extra-config SGLang copies each page twice'
+            raise ConfigError(
+                '--hicache-storage-backend-extra-config: needs "interface_v1": 1; else SGLang copies each page twice'
             )
         self._config = storage_config
         self._settings = settings_of(options)
@@ -75,7 +73,6 @@ class PdCacheStorage(HiCacheStorage):
         )
         self._seconds = options.timeout_s
         self._pools: dict[str, _HostPoolEntry] = {}
-        self._plain = prefix_of(storage_config, "kv", None, "tensor")
         self.cache: ObjectCache | None = None
         """The cache; None before a host pool is registered."""
         self._names: VersionedNames | None = None
@@ -87,8 +84,8 @@ class PdCacheStorage(HiCacheStorage):
     # --- host pools ----------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Notes SGLang's main host pool, whose pages are as large as an object. Raises LayoutError if neither this backend nor the host pool
-        itself can copy one of its pages."""
+        """Notes SGLang's main host pool, whose pages are as large as an object. Raises LayoutError, as for any other pool, if its memory cannot
+        be addressed page by page."""
         self.mem_pool_host = mem_pool_host
         self._register("kv", mem_pool_host)
 
@@ -105,7 +102,10 @@ class PdCacheStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Returns how many pages are there, from the first, by one request."""
-        return self._safely("exists", lambda: _leading(self._opened().exist(self._kv_names(keys))), 0)
+        pool = self._pools.get("kv")
+        if pool is None:
+            return 0
+        return self._safely("exists", lambda: _leading(self._opened().exist(names_of(pool.prefix, keys))), 0)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Loads pages into the host pool. Nothing is written to it after the call has returned."""
@@ -129,34 +129,21 @@ class PdCacheStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._pages_of_all(transfers, load=False)
 
-    # --- single tensors ------------------------------------------------------------------------------------------
+    # --- single tensors, by which SGLang moves pages without `interface_v1` ---------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        return self.batch_get([key], [target_location])[0]
+        raise NotImplementedError
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Loads tensors into `target_locations`. Returns None for each miss."""
-
-        def load() -> list[Any]:
-            views = [bytes_of(target) for target in target_locations]
-            reasons = self._opened().read_into(names_of(self._plain, keys), views, timeout=self._seconds)
-            return [None if reason else target for reason, target in zip(reasons, target_locations, strict=True)]
-
-        return self._safely("get", load, [None] * len(keys))
+        raise NotImplementedError
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return self.batch_set([key], [value])
+        raise NotImplementedError
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Stores tensors. Returns whether all of them can be loaded now."""
-
-        def store() -> bool:
-            views = [bytes_of(value.contiguous()) for value in values]
-            return all(self._opened().put(names_of(self._plain, keys), views, timeout=self._seconds))
-
-        return self._safely("set", store, False)
+        raise NotImplementedError
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -203,20 +190,10 @@ class PdCacheStorage(HiCacheStorage):
         if name == "kv" and getattr(host, "kv_buffer", True) is None:
             return  # it has indices only; other pools have the pages
         try:
-            pages: PoolPages | None = PoolPages(host)
-        except (LayoutError, ValueError, AttributeError, TypeError) as error:
-            unable = _unable_to_copy(host)
-            if unable and name == "kv":
-                raise LayoutError(f"{error}; and {unable}. Use another --hicache-mem-layout") from error
-            if unable:
-                log.error("pages of pool %s are never stored: %s; and %s", name, error, unable)
-            else:
-                log.warning("pages of pool %s are copied by SGLang, which takes longer: %s", name, error)
-            pages = None
-        form = "flat" if pages is None else "pieces"
-        self._pools[name] = _HostPoolEntry(host, prefix_of(self._config, name, host, form), pages)
-        if name == "kv":
-            self._plain = prefix_of(self._config, name, host, "tensor")
+            pages = PoolPages(host)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise LayoutError(f"pages of pool {name}: {error}. Use --hicache-mem-layout page_first") from error
+        self._pools[name] = _HostPoolEntry(prefix_of(self._config, name, host), pages)
 
     def _opened(self) -> VersionedNames:
         """Returns the open cache. Opens it for objects of the main pool's pages, or of the largest page. Raises PoolUnavailableError if it
@@ -227,18 +204,12 @@ class PdCacheStorage(HiCacheStorage):
             if self._closed:
                 raise PoolUnavailableError("this backend is closed")
             if self._names is None:
-                sizes = {name: pool.pages.bytes for name, pool in self._pools.items() if pool.pages is not None}
+                sizes = {name: pool.pages.bytes for name, pool in self._pools.items()}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
                 self.cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
                 self._names = VersionedNames(self.cache, self._settings)
             return self._names
-
-    def _kv_names(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the names that the calls for single pages of the main pool use."""
-        pool = self._pools.get("kv")
-        v1 = bool((self._config.extra_config or {}).get("interface_v1"))
-        return names_of(self._plain if pool is None or not v1 else pool.prefix, keys)
 
     def _pages_of_all(self, transfers: Any, *, load: bool) -> dict[str, list[bool]]:
         """Moves pages of several pools, one after another, all with one deadline."""
@@ -270,17 +241,14 @@ class PdCacheStorage(HiCacheStorage):
         begun = time.perf_counter()
         seconds = max(0.0, end - time.monotonic())
         names = names_of(pool.prefix, keys)
-        if pool.pages is None:
-            done, moved = _copied(opened, pool.host, names, indices, load, seconds)
+        values = pool.pages.values(indices.cpu())
+        if len(values) != len(keys):
+            raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
+        if load:
+            done = [not reason for reason in opened.read_into(names, values, timeout=seconds)]
         else:
-            values = pool.pages.values(indices.cpu())
-            if len(values) != len(keys):
-                raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
-            if load:
-                done = [not reason for reason in opened.read_into(names, values, timeout=seconds)]
-            else:
-                done = opened.put(names, values, timeout=seconds)
-            moved = len(values[0]) * sum(done)
+            done = opened.put(names, values, timeout=seconds)
+        moved = len(values[0]) * sum(done)
         self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
         return done
 
@@ -323,36 +291,6 @@ class PdCacheStorage(HiCacheStorage):
             if count is not None:
                 log.exception("%s failed (%d times)", what, count)
             return otherwise
-
-
-def _copied(
-    opened: VersionedNames, host: Any, names: Sequence[bytes], indices: Any, load: bool, seconds: float
-) -> tuple[list[bool], int]:
-    """Moves pages that only the pool itself can gather and scatter. Returns which were moved, and their bytes."""
-    size = int(host.page_size or 1)
-    places = [int(index) for index in indices[::size]]
-    if len(places) != len(names):
-        raise ValueError(f"got {len(names)} keys and {len(places)} pages")
-    if not load:
-        pages = [bytes_of(host.get_data_page(place, flat=True).contiguous()) for place in places]
-        done = opened.put(names, pages, timeout=seconds)
-        return done, sum(len(page) for page, ok in zip(pages, done, strict=True) if ok)
-    tensors = [host.get_dummy_flat_data_page() for _ in places]
-    reasons = opened.read_into(names, [bytes_of(tensor) for tensor in tensors], timeout=seconds)
-    for place, tensor, reason in zip(places, tensors, reasons, strict=True):
-        if not reason:
-            host.set_from_flat_data_page(place, tensor)
-    return [not reason for reason in reasons], sum(t.nbytes for t, r in zip(tensors, reasons, strict=True) if not r)
-
-
-def _unable_to_copy(host: Any) -> str:
-    """Returns why the pool itself can copy no pages either; empty if it can."""
-    try:
-        bytes_of(host.get_data_page(0, flat=True).contiguous())
-        host.get_dummy_flat_data_page()
-    except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
-        return f"{type(host).__name__} copies no pages: {error}"
-    return ""
 
 
 def _leading(found: Sequence[bool]) -> int:

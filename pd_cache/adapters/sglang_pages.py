@@ -137,13 +137,6 @@ class PoolPages:
         raise LayoutError(f"{type(self.pool).__name__} gave an address outside its buffers")
 
 
-def bytes_of(tensor: Any) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the CPU. Raises ValueError for any other."""
-    if getattr(tensor, "device", None) is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError("expected a contiguous tensor on the CPU")
-    return memory_of(tensor.detach())
-
-
 def _flattened(buffers: Any) -> list[Any]:
     if isinstance(buffers, list | tuple):
         return [tensor for buffer in buffers for tensor in _flattened(buffer)]
@@ -173,8 +166,8 @@ def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts
     return json.dumps(said, sort_keys=True)
 
 
-def prefix_of(config: Any, pool_name: str, pool: Any, form: str) -> bytes:
-    """Returns what the names of a pool's pages begin with: whose share of which pool, and the form of the bytes.
+def prefix_of(config: Any, pool_name: str, pool: Any) -> bytes:
+    """Returns what the names of a pool's pages begin with: whose share of which pool.
 
     A rank's share has its rank in the name, unless all ranks have the same bytes.
     """
@@ -185,7 +178,7 @@ def prefix_of(config: Any, pool_name: str, pool: Any, form: str) -> bytes:
     said = {
         "pool": pool_name,
         "class": type(pool).__name__,
-        "form": form,
+        "form": "pieces",
         "shape": {name: str(getattr(pool, name, None)) for name in _SHAPE},
         "pp": [config.pp_rank, config.pp_size],
         "cp": [config.attn_cp_rank, config.attn_cp_size],

@@ -117,26 +117,6 @@ def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(
     assert page(host, 7) == page(host, 3)
 
 
-def test_the_generic_calls_that_sglang_makes_without_interface_v1(opened: Open) -> None:
-    host = filled(mha_pool("page_first_direct"), 1)
-    backend = opened(host, options={"interface_v1": 0})
-    pages = [host.get_data_page(number * TOKENS) for number in range(3)]
-    assert backend.batch_set(["a", "b", "c"], pages)
-    targets = [host.get_dummy_flat_data_page() for _ in range(4)]
-    loaded = backend.batch_get(["a", "hole", "c", "b"], targets)
-    assert loaded[1] is None
-    assert [loaded[index].view(torch.uint8).tolist() for index in (0, 2, 3)] == [
-        pages[number].view(torch.uint8).tolist() for number in (0, 2, 1)
-    ]
-    assert (backend.exists("a"), backend.exists("hole"), backend.batch_exists(["a", "b", "hole", "c"])) == (
-        True,
-        False,
-        2,
-    )
-    assert backend.get("a", host.get_dummy_flat_data_page()) is not None
-    assert backend.set("d", pages[0])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -253,6 +233,7 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused(pool, salt, monkeypat
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
         ({"revision": ""}, "cannot tell its weights"),
+        ({"interface_v1": 0}, "SGLang copies each page twice"),
     ],
 )
 def test_options_that_are_wrong_say_so_when_the_backend_is_made(extra, message, pool, salt):
@@ -260,8 +241,10 @@ def test_options_that_are_wrong_say_so_when_the_backend_is_made(extra, message, 
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=extra)
 
 
-def test_a_host_pool_of_whose_pages_nobody_can_have_one_is_refused_when_it_is_registered(pool: Pool, salt: str) -> None:
-    with pytest.raises(LayoutError, match=r"page_unified.*Use another --hicache-mem-layout"):
+def test_a_host_pool_that_cannot_be_addressed_page_by_page_is_refused_when_it_is_registered(
+    pool: Pool, salt: str
+) -> None:
+    with pytest.raises(LayoutError, match=r"page_unified.*Use --hicache-mem-layout page_first"):
         open_backend(pool.settings(), mha_pool("page_unified"), salt=salt)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.adapters.sglang_pages import PoolPages, bytes_of, namespace_of
+from pd_cache.adapters.sglang_pages import PoolPages, namespace_of
 from pd_cache.errors import ConfigError, LayoutError
+from pd_cache.objects.values import memory_of
 
 SERVER = {"model_path": "org/llama", "revision": "main", "kv_cache_dtype": "fp8_e4m3", "quantization": None}
 
@@ -59,7 +60,7 @@ def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides() -> None:
     tensor = torch.arange(6, dtype=torch.int32)[::7]
     assert tensor.is_contiguous()
     assert tensor.stride() == (7,)
-    assert bytes_of(tensor) == tensor.clone().numpy().tobytes()
+    assert memory_of(tensor) == tensor.clone().numpy().tobytes()
 
 
 class Host:
