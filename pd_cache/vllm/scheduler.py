@@ -20,7 +20,7 @@ from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import KEY, Found, MissReason, RequestReport, StoreOutcome
+from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
@@ -133,16 +133,11 @@ class SchedulerSide:
         return tracked
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns what `_matched` does. Notes that vLLM is about to allocate blocks."""
-        matched = self._matched(request, computed)
-        self._refused = matched[0] is not None
-        return matched
-
-    def _matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether any are loaded, which is
         done while other requests compute."""
         tracked, lookup = self.track(request), self._lookup
         tracked.load = None
+        self._refused = True  # unless vLLM has to ask again, or finds blocks
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
@@ -150,8 +145,7 @@ class SchedulerSide:
             return self._matched_stream(tracked, computed)
         takes_over = self.streams.under_way and tracked.handoff.announced is not None and self._chunks.nameable(tracked)
         if takes_over and self.streams.take_over(self._chunks.names(tracked, self._plan.most(request))):
-            self._expecting = True
-            return None, False
+            return self._ask_again()
         tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if lookup is None or not may_load or not self._chunks.nameable(tracked):
@@ -167,7 +161,8 @@ class SchedulerSide:
                 tracked.looking = request_span(
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
                 )
-            reach = self._find(lookup, names, request.request_id, at_hand)
+            reach = lookup.find(names, request.request_id, at_hand=at_hand)
+            self._follow(reach.epoch)
             if tracked.handoff.announced is not None:
                 tracked.outcome.streamed += self._chunk * self.streams.came(names[: at_hand // self._chunk])
             parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
@@ -182,8 +177,7 @@ class SchedulerSide:
                 tracked.poll_s = min(2 * tracked.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
                 tracked.next_poll = self._clock() + tracked.poll_s
         if found.end < awaited:
-            self._expecting = True
-            return None, False
+            return self._ask_again()
         # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
         # it asks
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
@@ -199,25 +193,25 @@ class SchedulerSide:
         return external, True
 
     def _matched_stream(self, tracked: TrackedRequest, computed: int) -> tuple[int | None, bool]:
-        """Returns what `_matched` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM
+        """Returns what `matched_tokens` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM
         computes it in the end."""
         if self._clock() >= tracked.arrived + self.streams.longest_s:
             return 0, False
         waits = self._lookup is not None and self._lookup.available and not tracked.has_streamed
         if waits and not self._loads_nothing and self.streams.possible and self._chunks.nameable(tracked):
             tracked.load = self.streams.propose(tracked, computed)
-        if tracked.load is None:
-            self._expecting = True
-            return None, False
-        return tracked.load.tokens, True
+        return self._ask_again() if tracked.load is None else (tracked.load.tokens, True)
 
-    def _find(self, lookup: LookupClient, names: Sequence[bytes], request_id: str, at_hand: int) -> Found:
-        """Looks up a prompt. Takes notice of another version of the weights."""
-        reach = lookup.find(names, request_id, at_hand=at_hand)
-        if reach.epoch is not None and (self._lost or reach.epoch != self._outdated.epoch):
+    def _ask_again(self) -> tuple[None, bool]:
+        """Has vLLM ask about a request again, because another node is storing what it waits for."""
+        self._expecting, self._refused = True, False
+        return None, False
+
+    def _follow(self, epoch: str | None) -> None:
+        """Takes notice of the version of the weights that a lookup has reported."""
+        if epoch is not None and (self._lost or epoch != self._outdated.epoch):
             self._lost = False
-            self._begin_epoch(reach.epoch)
-        return reach
+            self._begin_epoch(epoch)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
@@ -264,7 +258,8 @@ class SchedulerSide:
         self._loads_nothing, self._refused = stuck and not ended and self.streams.reserving, False
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
             stream.tracked.looked_up = True
-            found = self._find(self._lookup, stream.names, stream.tracked.id, stream.done * self._chunk)
+            found = self._lookup.find(stream.names, stream.tracked.id, at_hand=stream.done * self._chunk)
+            self._follow(found.epoch)
             self._loads += self.streams.load(stream, found, self._outdated.epoch, now)
         step = Step(
             loads=self._loads,
@@ -429,6 +424,7 @@ class SchedulerSide:
         if tracked.no_room_since is None:
             tracked.no_room_since = now
         if now - tracked.no_room_since < self._config.load_timeout_ms / 1000:
+            self._refused = False
             return None
         self.metrics.trouble("retrieve", "no_blocks")
         tracked.outcome.looked_up(0 if tracked.found is None else tracked.found.end, "no_blocks")
