@@ -225,7 +225,7 @@ class CacheEngine:
         timeout."""
         end = None if timeout is None else time.monotonic() + timeout
         epoch = self.epoch if epoch is None else epoch
-        allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail and not isinstance(blocks, Slots))
+        allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail)
         run = self._run(names, blocks, kv_caches, epoch or FIRST, may_leave_out=allowed)
         if epoch is None:
             self.metrics.trouble("store", "epoch_unknown", len(names))

@@ -13,7 +13,7 @@ of **pages**: page b is the part of block b that lies in this plane, and it is c
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
 | `OPAQUE` uint8 `[blocks, bytes]`: a state, or anything else whose inside is of no interest | 1 | – |
 
-Whole blocks move as opaque pages. Pieces matter only for slot mappings that do not cover whole blocks.
+Whole blocks move as opaque pages.
 
 If each piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each. Shards are contiguous slices, so nodes of
 different tensor-parallel size can use the same objects.

@@ -18,7 +18,7 @@ import torch
 
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy
+from pd_cache.paged.base import PagedCopier, PendingCopy
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
@@ -32,12 +32,13 @@ _RETRIES = 8
 
 
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: their names, the keys of their objects, the places of their tokens in a paged cache, and the copiers that move them."""
+    """Chunks of a prompt: their names, the keys of their objects, their blocks in a paged cache, and the copiers that move them."""
 
     names: Sequence[bytes]
     keys: list[str]
     """Chunk by chunk, and within a chunk shard by shard."""
-    chunks: list[ChunkSlots]
+    chunks: list[torch.Tensor]
+    """The blocks of each chunk."""
     copiers: list[PagedCopier]
     """One for each shard."""
     epoch: str = ""
@@ -50,12 +51,12 @@ class ChunkRun(NamedTuple):
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
     def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy into `payload` the tokens of the object whose key has this index."""
+        """Begins to copy into `payload` the blocks of the object whose key has this index."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].gather(self.chunks[chunk], payload)
 
     def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy the object whose key has this index to the places of its tokens."""
+        """Begins to copy the object whose key has this index to its blocks."""
         chunk, shard = divmod(index, len(self.copiers))
         return self.copiers[shard].scatter(self.chunks[chunk], payload)
 
@@ -242,16 +243,15 @@ class ChunkMover:
 
         Adds to `kinds` the kind of tier that each one came from.
 
-        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. After that,
-        two objects are read together, then four, so that much damage does not mean much reading ahead in vain. The places that a damaged
-        object was scattered to are not loaded, whatever they hold.
+        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places that
+        a damaged object was scattered to are not loaded, whatever they hold.
         """
-        size, failures, together, known = self._payload_bytes(run), 0, len(run.keys), ""
+        size, failures, known = self._payload_bytes(run), 0, ""
         while (first := len(kinds)) < len(run.keys):
-            last, reason, damaged = min(first + together, len(run.keys)), "", False
-            fetching = self.backend.batched_get(run.keys[first:last], payload_bytes=size, timeout=left(end))
+            reason, damaged = "", False
+            fetching = self.backend.batched_get(run.keys[first:], payload_bytes=size, timeout=left(end))
             with contextlib.closing(fetching) as fetches:
-                for index, fetched in zip(range(first, last), fetches, strict=True):
+                for index, fetched in enumerate(fetches, first):
                     try:
                         if self._closed:
                             break
@@ -274,11 +274,9 @@ class ChunkMover:
             if reason and not (known and reason in (known, Status.MISSING.value)):
                 self.metrics.trouble("retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1)
             if damaged:
-                failures, known, together = failures + 1, reason, 1
+                failures, known = failures + 1, reason
                 if failures > _RETRIES:
                     return reason
-            elif len(kinds) < last:
+            elif len(kinds) < len(run.keys):
                 return known or reason or Status.CLOSED.value
-            else:
-                together *= 2
         return "none"

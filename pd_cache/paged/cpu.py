@@ -9,7 +9,7 @@ allocation), one operation moves pages of several layers.
 
 A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache: never of staging
 memory, to which a transfer that was given up may still write, but of the engine's pages, before a gather and after a scatter. Small
-pages, and single tokens, go through memory of the thread, and the checksum is taken there.
+pages go through memory of the thread, and the checksum is taken there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from pd_cache.layout import Digest, KVLayout
-from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
+from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payload, kept_blocks, plane_bytes
 
 Array = npt.NDArray[Any]
 
@@ -37,12 +37,11 @@ _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1,
 
 
 class _Places(NamedTuple):
-    """Where some blocks of a chunk lie, as `ChunkSlots` in NumPy."""
+    """Where some blocks of a chunk lie."""
 
     cut: slice
     """Which blocks of the chunk they are."""
-    blocks: Array | None
-    slots: Array | None
+    blocks: Array
     kept: range
     """Which of them are not left out."""
     in_place: list[int]
@@ -56,13 +55,13 @@ class CpuPagedCopier(PagedCopier):
         super().__init__(layout)
         planes = plane_bytes(tensors, layout)
         places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
-        self._dtype = _widest([layout.piece_bytes, layout.page_bytes, *places])
+        self._dtype = _widest([layout.page_bytes, *places])
         self._own = threading.local()
         self._groups = [group.numpy().view(self._dtype) for group in _stack(planes)]
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
         digest = Digest()
-        for planes, places, part in self._steps(chunk, out):
+        for planes, places, part in self._steps(blocks, out):
             if places.in_place:
                 for plane, pages in zip(planes, part, strict=True):
                     for block, page in zip(places.in_place, pages, strict=True):
@@ -74,9 +73,9 @@ class CpuPagedCopier(PagedCopier):
                 part[...] = pages
         return CopyDone(digest.intdigest())
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         digest = Digest()
-        for planes, places, part in self._steps(chunk, source):
+        for planes, places, part in self._steps(blocks, source):
             if places.in_place:
                 # NumPy copies a page fastest if it is one element, and on the last axis it still releases the GIL
                 whole = f"V{self.layout.page_bytes}"
@@ -91,26 +90,22 @@ class CpuPagedCopier(PagedCopier):
                 self._write(planes, places, pages)
         return CopyDone(digest.intdigest())
 
-    def _steps(self, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
+    def _steps(self, blocks: torch.Tensor, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
         """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
 
         Yields for each part the engine's planes, the places of its blocks, and the part itself.
         """
-        count = chunk_blocks(chunk, payload, self.layout)
+        check_payload(blocks, payload, self.layout)
+        count, kept, ids = blocks.numel(), kept_blocks(blocks), blocks.numpy()
         pages = payload.numpy().view(self._dtype).reshape(self.layout.planes, count, -1)
-        blocks = None if chunk.blocks is None else chunk.blocks.numpy()
-        slots = None if chunk.slots is None else chunk.slots.numpy().reshape(count, -1)
-        kept = chunk.kept(self.layout.block_size)
         large = self.layout.page_bytes >= _LARGE_PAGE
         per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
         runs = []
         for start in range(0, count, per_step):
             cut = slice(start, min(start + per_step, count))
             left = range(max(0, kept.start - start), max(0, min(kept.stop, cut.stop) - start))
-            here = None if blocks is None else blocks[cut]
-            tokens = None if slots is None else slots[cut].reshape(-1)
-            in_place = here.tolist() if here is not None and large and len(left) == len(here) else []
-            runs.append(_Places(cut, here, tokens, left, in_place))
+            in_place = ids[cut].tolist() if large and len(left) == len(ids[cut]) else []
+            runs.append(_Places(cut, ids[cut], left, in_place))
         # pages in place are taken plane by plane in any case
         together = len(runs) == 1 and bool(runs[0].in_place)
         planes_per_step = self.layout.planes if together else max(1, per_step // count)
@@ -126,36 +121,20 @@ class CpuPagedCopier(PagedCopier):
     def _pages(self, planes: Array, places: _Places, shape: tuple[int, ...]) -> Array:
         """Returns a copy of pages of the cache, in memory of this thread. `shape` is `[planes, blocks, elements of a page]`."""
         pages = self._scratch(shape)
-        if places.slots is not None:
-            block, offset = np.divmod(places.slots, self.layout.block_size)
-            for plane, page in zip(self._by_token(planes), self._by_token(pages), strict=True):
-                picked = plane[block, :, offset]  # [tokens, pieces, elements]
-                page.transpose(0, 2, 1, 3)[...] = picked.reshape(-1, self.layout.block_size, *picked.shape[1:])
-        elif places.blocks is not None:
-            if planes.flags.c_contiguous:
-                # clip: the indices were checked, and only this mode writes to `out` without a copy in between
-                np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
-            else:  # `take` would first copy all of a strided array
-                pages[...] = planes[:, places.blocks]
+        if planes.flags.c_contiguous:
+            # clip: the indices were checked, and only this mode writes to `out` without a copy in between
+            np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
+        else:  # `take` would first copy all of a strided array
+            pages[...] = planes[:, places.blocks]
         pages[:, : places.kept.start] = 0
         pages[:, places.kept.stop :] = 0
         return pages
 
     def _write(self, planes: Array, places: _Places, pages: Array) -> None:
         """Copies `pages`, `[planes, blocks, elements of a page]`, into the cache."""
-        if not places.kept:
-            return
         start, end = places.kept.start, places.kept.stop
-        if places.slots is None:
-            assert places.blocks is not None
-            for plane, page in zip(planes, pages, strict=True):
-                plane[places.blocks[start:end]] = page[start:end]
-            return
-        size = self.layout.block_size
-        block, offset = np.divmod(places.slots[start * size : end * size], size)
-        for plane, page in zip(self._by_token(planes), self._by_token(pages[:, start:end]), strict=True):
-            tokens = page.transpose(0, 2, 1, 3).reshape(-1, self.layout.pieces, page.shape[3])
-            plane[block, :, offset] = tokens
+        for plane, page in zip(planes, pages, strict=True):
+            plane[places.blocks[start:end]] = page[start:end]
 
     def _scratch(self, shape: tuple[int, ...]) -> Array:
         """Returns memory of this thread, with arbitrary contents. The next call returns the same memory."""
@@ -164,10 +143,6 @@ class CpuPagedCopier(PagedCopier):
             self._own.memory = np.empty(count, self._dtype)
         memory: Array = self._own.memory
         return memory[:count].reshape(shape)
-
-    def _by_token(self, pages: Array) -> Array:
-        """Returns `[planes, blocks, page]` as `[planes, blocks, pieces, block_size, elements of a piece]`."""
-        return pages.reshape(*pages.shape[:2], self.layout.pieces, self.layout.block_size, -1)
 
 
 def _widest(divisors: Sequence[int]) -> type[np.generic]:

@@ -29,7 +29,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,7 +36,7 @@ import triton.language as tl
 
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, checksum
-from pd_cache.paged.base import ChunkSlots, PagedCopier, PendingCopy, chunk_blocks, plane_bytes
+from pd_cache.paged.base import PagedCopier, PendingCopy, check_payload, kept_blocks, plane_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,50 +48,36 @@ _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every d
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(
     planes: tl.tensor,
-    units: tl.tensor,
+    blocks: tl.tensor,
     chunk: tl.tensor,
     count: tl.tensor,
     GATHER: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    RUN: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copies between the cache and a chunk object. Program (plane * count + unit, part) moves a part of one unit in one plane.
+    """Copies between the cache and a chunk object. Program (plane * count + n, part) moves a part of block n of the chunk in one plane.
 
-    planes: int64 [planes, 2], the address of a plane and the bytes from one block to the next. units: int64 [count], where each unit of
-    the chunk lies in the cache. chunk: elements [planes, count / BLOCK_SIZE, PIECES, BLOCK_SIZE, RUN].
+    planes: int64 [planes, 2], the address of a plane and the bytes from one block to the next. blocks: int64 [count], where each block of
+    the chunk lies in the cache. chunk: elements [planes, count, ELEMENTS].
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
-    unit = tl.load(units + index % count)  # below zero: left out
-    page = tl.load(planes + 2 * plane) + unit // BLOCK_SIZE * tl.load(planes + 2 * plane + 1)
+    block = tl.load(blocks + index % count)  # below zero: left out
+    page = tl.load(planes + 2 * plane) + block * tl.load(planes + 2 * plane + 1)
     element = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = element < tl.where(unit < 0, 0, PIECES * RUN)
-    within = element // RUN * (BLOCK_SIZE * RUN) + element % RUN
-    in_cache = page.to(chunk.dtype) + (unit % BLOCK_SIZE * RUN + within)
-    # count is a multiple of BLOCK_SIZE, so index counts the units of the object over all planes
-    in_chunk = chunk + (index // BLOCK_SIZE * (PIECES * BLOCK_SIZE * RUN) + index % BLOCK_SIZE * RUN + within)
+    inside = element < tl.where(block < 0, 0, ELEMENTS)
+    in_cache = page.to(chunk.dtype) + element
+    in_chunk = chunk + (index * ELEMENTS + element)
     if GATHER:
         tl.store(in_chunk, tl.load(in_cache, mask=inside), mask=inside)
     else:
         tl.store(in_cache, tl.load(in_chunk, mask=inside), mask=inside)
 
 
-class _Unit(NamedTuple):
-    """What one program row of the kernel moves: `pieces` runs of `run` elements, `block_size * run` elements apart."""
-
-    element: torch.dtype
-    block_size: int
-    pieces: int
-    run: int
-
-
 class PageMover:
     """Launches the kernel between the pages of all planes and a chunk object on the same device.
 
-    A whole block is moved as if it were a single token in a block of one piece, so that one kernel serves blocks and slots. Each unit
-    moves as the widest elements that its size and the address of every plane allow.
+    A page moves as the widest elements that its size and the address of every plane allow.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -100,34 +85,23 @@ class PageMover:
         self._planes = planes
         rows = [[plane.data_ptr(), plane.stride(0)] for plane in planes]
         self._table = torch.tensor(rows, dtype=torch.int64, device=planes[0].device)
-        aligned = math.gcd(8, *(value for row in rows for value in row))
+        width = math.gcd(8, layout.page_bytes, *(value for row in rows for value in row))
+        self._element, self._elements = _ELEMENTS[width], layout.page_bytes // width
 
-        def unit(block_size: int, pieces: int, run_bytes: int) -> _Unit:
-            width = math.gcd(aligned, run_bytes)
-            return _Unit(_ELEMENTS[width], block_size, pieces, run_bytes // width)
+    def move(self, blocks: torch.Tensor, payload: torch.Tensor, *, gather: bool) -> None:
+        """Enqueues on the current stream a copy of the blocks' pages into `payload`, a contiguous uint8 device tensor, or the converse.
 
-        self._block = unit(1, 1, layout.page_bytes)
-        self._token = unit(layout.block_size, layout.pieces, layout.piece_bytes)
-
-    def move(self, chunk: ChunkSlots, payload: torch.Tensor, *, gather: bool) -> None:
-        """Enqueues on the current stream a copy of the chunk's pages into `payload`, a contiguous uint8 device tensor, or the converse.
-
-        The indices of `chunk` are on the device, too. Nothing is checked: the kernel follows the indices wherever they point.
+        The blocks are on the device, too. Nothing is checked: the kernel follows them wherever they point.
         """
-        unit, indices = (self._block, chunk.blocks) if chunk.blocks is not None else (self._token, chunk.slots)
-        assert indices is not None
-        count = indices.numel()
-        elements = unit.pieces * unit.run
-        lanes = min(_MOST_LANES, 1 << (elements - 1).bit_length())
-        _move[(len(self._planes) * count, -(-elements // lanes))](
+        count = blocks.numel()
+        lanes = min(_MOST_LANES, 1 << (self._elements - 1).bit_length())
+        _move[(len(self._planes) * count, -(-self._elements // lanes))](
             self._table,
-            indices,
-            payload.view(unit.element),
+            blocks,
+            payload.view(self._element),
             count,
             GATHER=gather,
-            BLOCK_SIZE=unit.block_size,
-            PIECES=unit.pieces,
-            RUN=unit.run,
+            ELEMENTS=self._elements,
             LANES=lanes,
         )
 
@@ -166,16 +140,12 @@ class _Direction:
                 self._bounce = torch.empty(nbytes, dtype=torch.uint8, device=self.stream.device)
         return self._bounce[:nbytes]
 
-    def upload(self, chunk: ChunkSlots) -> ChunkSlots:
-        """Returns the chunk with its indices on the device. Call while the stream is current.
+    def upload(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Returns the blocks on the device. Call while the stream is current.
 
         torch's pinned allocator reuses the host copy only after the stream has read it.
         """
-        blocks, slots = (
-            None if indices is None else indices.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
-            for indices in chunk
-        )
-        return ChunkSlots(blocks, slots)
+        return blocks.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
 
     def close(self) -> None:
         with self.current():
@@ -204,9 +174,8 @@ class _Recorded:
 class CudaPagedCopier(PagedCopier):
     """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
-    Takes device memory for one chunk per direction, at the first call that needs it. The first call in each form (direction, blocks or
-    slots) also makes Triton compile the kernel. Indices have to be as `plan_slots` returns them (int64, in range): they are not checked
-    again.
+    Takes device memory for one chunk per direction, at the first call that needs it. The first call in each direction
+    also makes Triton compile the kernel. Blocks have to be as `plan` returns them (int64, in range): they are not checked again.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -216,25 +185,25 @@ class CudaPagedCopier(PagedCopier):
         self._out = _Direction(planes, layout)
         self._in = _Direction(planes, layout)
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
-        chunk_blocks(chunk, out, self.layout)
+    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+        check_payload(blocks, out, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._out.current():
-            placed = self._out.upload(chunk)
+            placed = self._out.upload(blocks)
             bounce = self._out.bounce(out.numel())
             self._out.stream.wait_stream(caller)
             self._out.mover.move(placed, bounce, gather=True)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
-            kept = chunk.kept(self.layout.block_size)
+            kept = kept_blocks(blocks)
             pages = out.view(self.layout.planes, -1, self.layout.page_bytes)
             blanks = [part for part in (pages[:, : kept.start], pages[:, kept.stop :]) if part.numel()]
             return _Recorded(self._out.stream, out, blanks)
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
-        chunk_blocks(chunk, source, self.layout)
+    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        check_payload(blocks, source, self.layout)
         caller = torch.cuda.current_stream(self._device)
         with self._in.current():
-            placed = self._in.upload(chunk)
+            placed = self._in.upload(blocks)
             bounce = self._in.bounce(source.numel())
             bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
             self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait

@@ -287,9 +287,7 @@ class ServerCache:
             raise ValueError("no KV tensors: call register_kv_caches first")
         ids: list[int] = []
         for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
-            if chunk.blocks is None:
-                raise ValueError("slot_mapping must be of whole blocks: a cache server moves nothing smaller")
-            ids += [max(block, -1) for block in chunk.blocks.tolist()]
+            ids += chunk.tolist()
         if not self.connection.ready:
             pending.outcome = "server_lost"
             return

@@ -21,7 +21,7 @@ from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import ChunkSlots, CopyDone, PagedCopier, PendingCopy, leaving_out, plan_named
+from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
@@ -169,13 +169,13 @@ class FencedCopier(PagedCopier):
         self._event = event
         self._until = until
 
-    def gather(self, chunk: ChunkSlots, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
         with self._inside(self._tensors.fence.reading) as copier:
-            return CopyDone(copier.gather(chunk, out).wait())
+            return CopyDone(copier.gather(blocks, out).wait())
 
-    def scatter(self, chunk: ChunkSlots, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         with self._inside(self._tensors.fence.writing) as copier:
-            return CopyDone(copier.scatter(chunk, source).wait())
+            return CopyDone(copier.scatter(blocks, source).wait())
 
     @contextlib.contextmanager
     def _inside(self, passing: Callable[[int, int], AbstractContextManager[None]]) -> Iterator[PagedCopier]:

@@ -243,7 +243,7 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side: Side, tokens: list
         ("load", [*WHOLE[1:], WHOLE[1]], "named twice"),
         ("load", [0.5, *WHOLE[1:]], "of integers"),
         ("load", [2**70, *WHOLE[1:]], "must be integers"),
-        ("store", Slots(torch.arange(3 * CHUNK) + BLOCKS * BLOCK), "slots must lie in"),
+        ("store", Slots(torch.arange(3 * CHUNK) + BLOCKS * BLOCK), "blocks must lie in"),
     ],
 )
 def test_places_that_do_not_fit_are_value_errors_before_anything_moves(side, tokens, operation, blocks, message):

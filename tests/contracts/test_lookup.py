@@ -72,7 +72,7 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
         for _ in range(30):
             tokens = [rng.randrange(2) for _ in range(rng.randrange(60))]
             if rng.random() < 0.6:
-                node.store(tokens, random_slots(rng, len(tokens), True))
+                node.store(tokens, random_slots(rng, len(tokens)))
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
                 node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, checksum, shard_tensors
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import plan, plan_slots
+from pd_cache.paged.base import Slots, kept_blocks, plan
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
 
 CHUNK = 8
@@ -43,7 +43,6 @@ def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) ->
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
-@pytest.mark.parametrize("whole_blocks", [True, False])
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
 def test_gather_and_scatter_match_the_oracle(
@@ -51,7 +50,6 @@ def test_gather_and_scatter_match_the_oracle(
     one_storage: bool,
     heads: int,
     dim: int,
-    whole_blocks: bool,
     large_page: int,
     step_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -66,12 +64,10 @@ def test_gather_and_scatter_match_the_oracle(
     assert layout.kind is kind
     copier = open_copier(cache, layout)
     rng = random.Random(str((kind, one_storage, heads, dim)))
-    if whole_blocks:
-        slots = [block * 4 + offset for block in rng.sample(range(32), 4) for offset in range(4)]
-    else:
-        slots = rng.sample(range(128), 16)
-    chunks = plan_slots(torch.tensor(slots), layout, CHUNK)
-    assert [chunk.blocks is not None for chunk in chunks] == [whole_blocks] * 2
+    slots, elsewhere = (
+        [block * 4 + offset for block in rng.sample(range(32), 4) for offset in range(4)] for _ in range(2)
+    )
+    chunks = plan(Slots(torch.tensor(slots)), layout, CHUNK)
 
     objects = [torch.zeros(layout.chunk_bytes(CHUNK), dtype=torch.uint8) for _ in chunks]
     for chunk, payload in zip(chunks, objects, strict=True):
@@ -81,9 +77,8 @@ def test_gather_and_scatter_match_the_oracle(
 
     target = make_cache(kind, heads=heads, dim=dim, one_storage=one_storage)
     before = [tensor.clone() for tensor in target]
-    elsewhere = rng.sample(range(128), 16)
     destination = open_copier(target, layout)
-    for chunk, payload in zip(plan_slots(torch.tensor(elsewhere), layout, CHUNK), objects, strict=True):
+    for chunk, payload in zip(plan(Slots(torch.tensor(elsewhere)), layout, CHUNK), objects, strict=True):
         assert destination.scatter(chunk, payload).wait() == checksum(payload.numpy().data)
     for slot in range(128):
         for layer in range(2):
@@ -99,15 +94,12 @@ def test_gather_and_scatter_match_the_oracle(
 @settings(max_examples=50, deadline=None)
 def test_whole_blocks_are_recognised_and_only_those(slots: list[int]) -> None:
     layout = KVLayout.from_tensors(make_cache())
-    for index, chunk in enumerate(plan_slots(torch.tensor(slots), layout, CHUNK)):
-        part = slots[index * CHUNK : (index + 1) * CHUNK]
-        aligned = all(part[i] % 4 == 0 and part[i : i + 4] == list(range(part[i], part[i] + 4)) for i in (0, 4))
-        if aligned:
-            assert chunk.blocks is not None
-            assert chunk.blocks.tolist() == [part[0] // 4, part[4] // 4]
-        else:
-            assert chunk.slots is not None
-            assert chunk.slots.tolist() == part
+    starts = range(0, 16, 4)
+    if all(slots[i] % 4 == 0 and slots[i : i + 4] == list(range(slots[i], slots[i] + 4)) for i in starts):
+        assert torch.cat(plan(Slots(torch.tensor(slots)), layout, CHUNK)).tolist() == [slots[i] // 4 for i in starts]
+    else:
+        with pytest.raises(ValueError, match="whole blocks of 4 tokens"):
+            plan(Slots(torch.tensor(slots)), layout, CHUNK)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +107,17 @@ def test_whole_blocks_are_recognised_and_only_those(slots: list[int]) -> None:
     [
         (torch.tensor([0.0] * 8), "integers"),
         (torch.zeros(2, 4, dtype=torch.int64), "1-D"),
-        (torch.arange(7), "whole number of chunks"),
-        (torch.arange(121, 129), r"lie in \[0, 128\)"),
-        (torch.arange(-1, 7), r"lie in \[0, 128\)"),
+        (torch.arange(7), "whole number of blocks"),
+        (torch.arange(12), "whole number of chunks"),
+        (torch.arange(124, 132), r"lie in \[0, 32\)"),
+        (torch.arange(-4, 4), "whole blocks"),
         (torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]), "twice"),
-        (torch.tensor([9, 1, 2, 3, 9, 5, 6, 7]), "twice"),
+        (torch.tensor([0, 1, 2, 3, 7, 6, 5, 4]), "whole blocks"),
     ],
 )
 def test_slot_mappings_that_cannot_be_are_refused(slots: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_slots(slots, KVLayout.from_tensors(make_cache()), CHUNK)
+        plan(Slots(slots), KVLayout.from_tensors(make_cache()), CHUNK)
 
 
 def test_layouts_count_bytes_as_the_tensors_do() -> None:
@@ -174,7 +167,6 @@ def test_tensors_of_another_device_are_refused() -> None:
     ("slots", "kept"),
     [
         ([-1] * 4 + [20, 21, 22, 23], 1),
-        ([-1] * 4 + [23, 22, 21, 20], 1),  # one by one
         ([20, 21, 22, 23] + [-1] * 4, 0),
     ],
 )
@@ -191,12 +183,8 @@ def test_a_scatter_leaves_out_the_blocks_that_the_engine_has_and_those_behind_a_
     copier.gather(source, payload).wait()
     before = [tensor.clone() for tensor in cache]
 
-    (wanted,) = (
-        plan_slots(torch.tensor(slots), layout, CHUNK, may_leave_out=True)
-        if kept
-        else plan([5, -1], layout, CHUNK, may_leave_out="ends")
-    )
-    assert wanted.kept(4) == range(kept, kept + 1)
+    (wanted,) = plan(Slots(torch.tensor(slots)), layout, CHUNK, may_leave_out="ends")
+    assert kept_blocks(wanted) == range(kept, kept + 1)
     assert copier.scatter(wanted, payload).wait() == checksum(payload.numpy().data)
     for now, was in zip(cache, before, strict=True):
         differs = now.view(torch.int16) != was.view(torch.int16)
@@ -214,10 +202,8 @@ def test_a_store_leaves_out_nothing_at_its_end() -> None:
 @pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])
 def test_only_whole_blocks_at_the_start_may_be_left_out(slots: list[int]) -> None:
     layout = KVLayout.from_tensors(make_cache())
-    with pytest.raises(ValueError, match=r"left out|slots must lie"):
-        plan_slots(torch.tensor(slots), layout, CHUNK, may_leave_out=True)
-    with pytest.raises(ValueError, match="slots must lie"):
-        plan_slots(torch.tensor(slots), layout, CHUNK)
+    with pytest.raises(ValueError, match=r"whole blocks|blocks must lie"):
+        plan(Slots(torch.tensor(slots)), layout, CHUNK, may_leave_out="start")
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])

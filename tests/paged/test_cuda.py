@@ -22,7 +22,7 @@ import torch
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import ChunkSlots, plane_bytes
+from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.needs import NO_GPU
 from transfer.staging import StagingPool
@@ -81,7 +81,6 @@ CASES = [
     Case(PageKind.MLA, 3, 1, 257, torch.int64, "scattered"),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-both_mappings = pytest.mark.parametrize("mapping", ["blocks", "slots"])
 
 
 class Cache:
@@ -126,13 +125,9 @@ class Cache:
         return allocation.view(self.case.dtype).as_strided(shape, strides, offset)
 
 
-def chunk_of(layout: KVLayout, mapping: str, *, seed: int = 3) -> ChunkSlots:
-    """`CHUNK_BLOCKS` blocks in no order, or as many slots as they have, drawn from all over the cache."""
-    generator = torch.Generator().manual_seed(seed)
-    if mapping == "blocks":
-        return ChunkSlots(torch.randperm(BLOCKS, generator=generator)[:CHUNK_BLOCKS], None)
-    slots = torch.randperm(BLOCKS * layout.block_size, generator=generator)
-    return ChunkSlots(None, slots[: CHUNK_BLOCKS * layout.block_size])
+def chunk_of(*, seed: int = 3) -> torch.Tensor:
+    """`CHUNK_BLOCKS` blocks in no order."""
+    return torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed))[:CHUNK_BLOCKS]
 
 
 def empty_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
@@ -145,13 +140,13 @@ def random_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
     return payload.copy_(torch.randint(0, 256, payload.shape, dtype=torch.uint8))
 
 
-def gathered_on_cpu(cache: Cache, chunk: ChunkSlots) -> torch.Tensor:
+def gathered_on_cpu(cache: Cache, chunk: torch.Tensor) -> torch.Tensor:
     out = empty_payload(cache.layout)
     CpuPagedCopier(cache.copy().layers, cache.layout).gather(chunk, out).wait()
     return out
 
 
-def scattered_on_cpu(cache: Cache, chunk: ChunkSlots, payload: torch.Tensor) -> Cache:
+def scattered_on_cpu(cache: Cache, chunk: torch.Tensor, payload: torch.Tensor) -> Cache:
     result = cache.copy()
     CpuPagedCopier(result.layers, result.layout).scatter(chunk, payload).wait()
     return result
@@ -175,10 +170,9 @@ def interpreted() -> ModuleType:
 
 
 @every_case
-@both_mappings
-def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpreted, case, mapping):
+def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpreted, case):
     cache = Cache.random(case)
-    chunk, out, payload = chunk_of(cache.layout, mapping), empty_payload(cache.layout), random_payload(cache.layout)
+    chunk, out, payload = chunk_of(), empty_payload(cache.layout), random_payload(cache.layout)
     before, expected = cache.copy(), scattered_on_cpu(cache, chunk, payload)
     mover = interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout)
 
@@ -197,7 +191,7 @@ def test_layers_of_different_block_strides_are_each_followed(interpreted: Module
     blocks = torch.tensor([8, 0, 5, 1])
     out = empty_payload(layout)
 
-    interpreted.PageMover(plane_bytes(layers, layout), layout).move(ChunkSlots(blocks, None), out, gather=True)
+    interpreted.PageMover(plane_bytes(layers, layout), layout).move(blocks, out, gather=True)
 
     assert torch.equal(out.view(torch.int16).view(2, CHUNK_BLOCKS, 4, 3), torch.stack([x[blocks] for x in layers]))
 
@@ -207,15 +201,15 @@ def test_layers_of_different_block_strides_are_each_followed(interpreted: Module
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(
-    ("element", "run", "lanes"), [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
+    ("element", "elements", "lanes"), [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
 )
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, gather, element, run, lanes):
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, gather, element, elements, lanes):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"GATHER": gather, "BLOCK_SIZE": 5, "PIECES": 3, "RUN": run, "LANES": lanes}
-    signature = {"planes": "*i64", "units": "*i64", "chunk": element, "count": "i32"}
+    constants = {"GATHER": gather, "ELEMENTS": elements, "LANES": lanes}
+    signature = {"planes": "*i64", "blocks": "*i64", "chunk": element, "count": "i32"}
     source = ASTSource(cuda._move, signature | dict.fromkeys(constants, "constexpr"), constants)
 
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
@@ -256,11 +250,10 @@ def wide() -> Iterator[tuple[Cache, Cache, cuda.CudaPagedCopier]]:
 
 @on_gpu
 @every_case
-@both_mappings
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-def test_gpu_copies_equal_the_cpu_copier(case: Case, mapping: str, pinned: bool) -> None:
+def test_gpu_copies_equal_the_cpu_copier(case: Case, pinned: bool) -> None:
     cache = Cache.random(case)
-    chunk, payload = chunk_of(cache.layout, mapping), random_payload(cache.layout, pinned=pinned)
+    chunk, payload = chunk_of(), random_payload(cache.layout, pinned=pinned)
     device, out = cache.copy("cuda"), empty_payload(cache.layout, pinned=pinned)
     copier = open_copier(device.layers, device.layout)
     assert isinstance(copier, cuda.CudaPagedCopier)
@@ -277,7 +270,7 @@ def test_gpu_copies_equal_the_cpu_copier(case: Case, mapping: str, pinned: bool)
 @on_gpu
 def test_gpu_staging_pinned_by_us_makes_the_round_trip(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
     cache, device, copier = wide
-    chunk = chunk_of(cache.layout, "blocks")
+    chunk = chunk_of()
     pool = StagingPool(4 << 20, CHUNK_BLOCKS * cache.layout.block_bytes, pin=cuda.pin_host_memory)
     slot = pool.lease(0.0)
     assert slot is not None
@@ -317,7 +310,7 @@ def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(wide):
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(AWHILE)
         device.allocations[0].fill_(9)
-        done = copier.gather(chunk_of(cache.layout, "blocks"), out)
+        done = copier.gather(chunk_of(), out)
     done.wait()
     assert bool((out == 9).all())
 
@@ -325,7 +318,7 @@ def test_gpu_gather_sees_what_the_calling_stream_still_has_to_write(wide):
 @on_gpu
 def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(wide):
     cache, device, copier = wide
-    chunk, payload = chunk_of(cache.layout, "blocks"), random_payload(cache.layout, pinned=True)
+    chunk, payload = chunk_of(), random_payload(cache.layout, pinned=True)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -342,7 +335,7 @@ def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(wide):
 @on_gpu
 def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
     cache, _, copier = wide
-    chunk, out = chunk_of(cache.layout, "blocks"), empty_payload(cache.layout, pinned=True)
+    chunk, out = chunk_of(), empty_payload(cache.layout, pinned=True)
     copier.gather(chunk, out).wait()  # the kernel is compiled by now
     copier.scatter(chunk, out).wait()
     source = random_payload(cache.layout, pinned=True)
@@ -361,9 +354,7 @@ def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cu
 @on_gpu
 def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
     cache, _, copier = wide
-    chunks = [
-        chunk_of(cache.layout, mapping, seed=seed) for seed, mapping in enumerate(["blocks", "slots"] * 8, start=1)
-    ]
+    chunks = [chunk_of(seed=seed) for seed in range(1, 17)]
     outs = [empty_payload(cache.layout, pinned=True) for _ in chunks]
     for completion in [copier.gather(chunk, out) for chunk, out in zip(chunks, outs, strict=True)]:
         completion.wait()
@@ -379,7 +370,7 @@ def test_gpu_threads_gather_and_scatter_side_by_side(wide: tuple[Cache, Cache, c
     wrong: list[int] = []
 
     def work(block: int) -> None:
-        chunk = ChunkSlots(torch.tensor([block]), None)
+        chunk = torch.tensor([block])
         with torch.inference_mode(block % 2 == 0):
             for turn in range(20):
                 source = torch.full((nbytes,), (block * 20 + turn) % 251, dtype=torch.uint8).pin_memory()
@@ -403,8 +394,8 @@ def test_gpu_a_closed_copier_has_given_its_bounce_buffers_back(wide):
     cache, _, copier = wide
     out = empty_payload(cache.layout, pinned=True)
     held = torch.cuda.memory_allocated()
-    copier.gather(chunk_of(cache.layout, "blocks"), out)
+    copier.gather(chunk_of(), out)
     copier.close()
     copier.close()
     assert torch.cuda.memory_allocated() == held
-    assert torch.equal(out, gathered_on_cpu(cache, chunk_of(cache.layout, "blocks")))
+    assert torch.equal(out, gathered_on_cpu(cache, chunk_of()))

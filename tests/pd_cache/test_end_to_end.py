@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pd_cache.layout import Digest
-from pd_cache.paged.base import ChunkSlots, PendingCopy
+from pd_cache.paged.base import PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.pool import Pool
@@ -41,12 +41,12 @@ class Vandal:
         moved = getattr(CpuPagedCopier, self._copy)
         steps = CpuPagedCopier._steps
 
-        def with_steps(copier: CpuPagedCopier, chunk: ChunkSlots, payload: torch.Tensor) -> Iterator[Any]:
+        def with_steps(copier: CpuPagedCopier, chunk: torch.Tensor, payload: torch.Tensor) -> Iterator[Any]:
             for number, step in enumerate(steps(copier, chunk, payload)):
                 self._strike(number, payload)
                 yield step
 
-        def with_copy(copier: CpuPagedCopier, chunk: ChunkSlots, payload: torch.Tensor) -> PendingCopy:
+        def with_copy(copier: CpuPagedCopier, chunk: torch.Tensor, payload: torch.Tensor) -> PendingCopy:
             copied: PendingCopy = moved(copier, chunk, payload)
             self._strike(STEPS, payload)
             return copied

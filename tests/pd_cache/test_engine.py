@@ -61,10 +61,10 @@ def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> N
     tokens = list(range(200))
     with host(pool, staging_size="8KiB", prefault=True) as node:
         assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
-        slots = random_slots(random.Random(2), 200, True)
+        slots = random_slots(random.Random(2), 200)
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 200
-        other = random_slots(random.Random(3), 200, True)
+        other = random_slots(random.Random(3), 200)
         mask = node.retrieve(tokens, other)
         assert mask == [True] * 200
         assert node.holds(tokens, other[: sum(mask)])
@@ -124,8 +124,8 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         ({"hashes": [b"x" * 16]}, "exactly one"),
         ({"slot_mapping": torch.arange(LONG - 1)}, "one slot for each of 29 tokens"),
         ({"slot_mapping": list(range(LONG))}, "must be a tensor"),
-        ({"slot_mapping": torch.arange(LONG) + 240}, "slots must lie in"),
-        ({"slot_mapping": torch.zeros(LONG, dtype=torch.int64)}, "twice"),
+        ({"slot_mapping": torch.arange(LONG) + 240}, "blocks must lie in"),
+        ({"slot_mapping": torch.zeros(LONG, dtype=torch.int64)}, "whole blocks"),
         ({"mask": torch.ones(LONG - 1, dtype=torch.bool)}, "mask must be 29 booleans"),
         ({"mask": [True] * 8 + [False] * (LONG - 8)}, "False prefix"),
         ({"mask": [False] * 7 + [True] * (LONG - 7)}, "False prefix"),

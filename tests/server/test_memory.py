@@ -15,7 +15,6 @@ import torch
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import PageKind
-from pd_cache.paged.base import ChunkSlots
 from pd_cache.server import memory
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
 from pd_cache.server.memory import (
@@ -195,7 +194,7 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: Map
 
 # --- copies behind the fence -----------------------------------------------------------------------------------------
 
-ROWS = ChunkSlots(torch.tensor([0, 1]), None)
+ROWS = torch.tensor([0, 1])
 
 
 def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(map_them, shared, fence, monkeypatch):

@@ -211,7 +211,7 @@ class Driver:
         while left and time.monotonic() < end:
             missing = []
             for prompt in list(left):
-                hits = {kind: self.lanes[0].do(Operation(kind, prompt, 0, False, 0, 5.0, 0.0)).hit for kind in kinds}
+                hits = {kind: self.lanes[0].do(Operation(kind, prompt, 0, 0, 5.0, 0.0)).hit for kind in kinds}
                 if hits["lookup"] == hits["retrieve"] == prompt.chunks * CHUNK:
                     left.remove(prompt)
                 else:

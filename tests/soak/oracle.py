@@ -65,8 +65,6 @@ class Operation(NamedTuple):
     prompt: Prompt
     first: int
     """How many chunks, from the first, the mask leaves out."""
-    scattered: bool
-    """Whether tokens are placed in single slots anywhere, not in whole blocks."""
     places: int
     """Seed for their places in the paged buffer."""
     timeout: float
@@ -92,7 +90,6 @@ def operations(seed: int, lane: str, removes: bool) -> Iterator[Operation]:
             kind=kind,
             prompt=prompt,
             first=rng.randrange(max(1, prompt.chunks)) if rng.random() < 0.2 else 0,
-            scattered=removes and prompt.chunks <= 8 and rng.random() < 0.3,
             places=rng.randrange(1 << 30),
             timeout=rng.choice((1.0, 3.0, 10.0, 10.0) if moves else (0.3, 1.0, 2.0)),
             pause=min(1.0, rng.expovariate(8.0)),
@@ -113,7 +110,7 @@ def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operat
         rng, half = random.Random(f"{lane}/{number - 2 * (kind == 'retrieve')}"), LONGEST // 2 * CHUNK
         prompt = Prompt(rng.randrange(_FAMILIES), half, rng.randrange(1 << 40), half)
     timeout = (0.5, 2.0, 10.0)[operation.places % 3]
-    return operation._replace(kind=kind, prompt=prompt, first=0, scattered=False, timeout=timeout, pause=0.0)
+    return operation._replace(kind=kind, prompt=prompt, first=0, timeout=timeout, pause=0.0)
 
 
 def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
@@ -131,11 +128,9 @@ def kv_of(names: Words) -> Words:
     return np.bitwise_xor(names[:, None, None, None], _TABLE[None])
 
 
-def places(seed: int, count: int, scattered: bool) -> Slots:
-    """Returns `count` different slots: whole blocks anywhere in the buffer, or single slots anywhere; int64 [count]."""
+def places(seed: int, count: int) -> Slots:
+    """Returns `count` different slots: whole blocks anywhere in the buffer; int64 [count]."""
     rng = random.Random(seed)
-    if scattered:
-        return np.array(rng.sample(range(BLOCKS * CHUNK), count), dtype=np.int64)
     blocks = np.array(rng.sample(range(BLOCKS), -(-count // CHUNK)), dtype=np.int64)
     return (blocks[:, None] * CHUNK + np.arange(CHUNK)).reshape(-1)[:count]
 
@@ -276,7 +271,7 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
     tokens, first, done = operation.prompt.tokens(seed), operation.first * CHUNK, Performed()
     names, end = prefixes(tokens, weights()), len(tokens) // CHUNK * CHUNK
     buffer.know(names, str(operation.prompt))
-    slots = places(operation.places, len(tokens), operation.scattered)
+    slots = places(operation.places, len(tokens))
     mapping, mask = torch.from_numpy(slots.copy()), torch.arange(len(tokens)) >= first
     buffer.words.fill(canary)
     if kind == "store":

@@ -53,7 +53,7 @@ def buffer() -> PagedBuffer:
 
 def _loaded(buffer: PagedBuffer, weights: tuple[int, ...] = (0, 0, 0)) -> tuple[Any, Any]:
     """Slots of three chunks that hold what they must, in a buffer of canaries."""
-    slots, tokens = places(1, 3 * CHUNK, True), range(3 * CHUNK)
+    slots, tokens = places(1, 3 * CHUNK), range(3 * CHUNK)
     buffer.words.fill(CANARY)
     for chunk, number in enumerate(weights):
         part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
@@ -116,7 +116,7 @@ class _Faulty(LaneCache):
         return stored
 
     def do(self, kind: OperationKind, first: int = 0) -> Performed:
-        return self.perform(Operation(kind, Prompt(0, 5 * CHUNK), first, False, 3, 1.0, 0.0))
+        return self.perform(Operation(kind, Prompt(0, 5 * CHUNK), first, 3, 1.0, 0.0))
 
     def perform(self, operation: Operation) -> Performed:
         return perform(self, self.buffer, operation, 4, CANARY, lambda: 0, lambda: None)

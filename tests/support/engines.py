@@ -100,9 +100,7 @@ def host(
         engine.backend.memory.pool.check_integrity()
 
 
-def random_slots(rng: random.Random, count: int, whole_blocks: bool) -> list[int]:
-    """`count` different slots; in whole blocks as engines have them, or scattered."""
-    if not whole_blocks:
-        return rng.sample(range(BLOCKS * BLOCK), count)
+def random_slots(rng: random.Random, count: int) -> list[int]:
+    """`count` different slots, in whole blocks."""
     blocks = rng.sample(range(BLOCKS), -(-count // BLOCK))
     return [block * BLOCK + offset for block in blocks for offset in range(BLOCK)][:count]

@@ -346,12 +346,12 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, 
     prompts = [[rng.randrange(1000) for _ in range(4 * CHUNK)] for _ in range(12)]
     with tiered(pool, tiers, model=model) as node:
         for tokens in prompts:
-            slots = random_slots(rng, len(tokens), True)
+            slots = random_slots(rng, len(tokens))
             node.compute(tokens, slots)
             assert node.store(tokens, slots) == len(tokens)
         for _ in range(40):
             tokens = rng.choice(prompts)
-            slots = random_slots(rng, len(tokens), rng.random() < 0.5)
+            slots = random_slots(rng, len(tokens))
             assert node.lookup(tokens) == len(tokens)
             assert node.retrieve(tokens, slots) == [True] * len(tokens)
             assert loaded(node, tokens, slots)
