@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -168,13 +167,9 @@ def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, 
     subject = make(pool, patient=False)
     stored = values(*range(6))
     assert all(subject.store(stored))
-    node = pool.nodes["store-0"]
-    node.send(signal.SIGSTOP)
-    try:
+    with pool.nodes["store-0"].stopped():
         assert subject.load(list(stored)) == [None] * 6
         assert subject.store(values(7)) == [False]
-    finally:
-        node.send(signal.SIGCONT)
 
     def comes_back() -> bool:
         loaded = subject.load(list(stored))

@@ -60,21 +60,27 @@ def whole(data: bytes) -> Serve:
     return lambda connection, _: connection.sendall(data)
 
 
+def all_lines(url: str, timeout: float) -> list[bytes]:
+    return list(fetch_lines(url, timeout))
+
+
 @pytest.mark.parametrize(
-    ("serve", "error", "why"),
+    ("ask", "serve", "error", "why"),
     [
-        (drop_by_drop(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000), TimeoutError, "no whole answer"),
-        (drop_by_drop(b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 90 + b"X: " + b"y" * 60_000), TimeoutError, "no whole answer"),
-        (whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
-        (whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)), ValueError, "more than"),
+        (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000), TimeoutError, "no whole answer"),
+        (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 90 + b"X: " + b"y" * 60_000), TimeoutError, "no whole answer"),
+        (fetch, whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
+        (fetch, whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)), ValueError, "more than"),
+        (all_lines, drop_by_drop(b"HTTP/1.1 200 OK\r\n\r\n" + b"a\n" * 5000), TimeoutError, "no whole answer within 0.3 s"),
+        (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), urllib.error.HTTPError, "503"),
     ],
-    ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much"],
+    ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much", "a list drop by drop", "a list refused"],
 )  # fmt: skip
-def test_an_answer_has_a_deadline_a_bound_and_must_be_http(serve: Serve, error: type[Exception], why: str) -> None:
+def test_an_answer_has_a_deadline_a_bound_and_must_be_http_and_a_list_a_good_status(ask, serve, error, why):
     with answering(serve) as (url, _):
         begun = time.monotonic()
         with pytest.raises(error, match=why):
-            fetch(f"{url}/health", 0.3 if error is TimeoutError else 60)
+            ask(f"{url}/health", 0.3 if error is TimeoutError else 60)
         assert time.monotonic() - begun < 60, "the whole of it would take half an hour"
 
 
@@ -111,16 +117,3 @@ def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list() -> No
         assert [next(lines), next(lines)] == [b"a", b"bc"]
         with pytest.raises(ConnectionResetError, match="4 bytes early"):
             next(lines)
-
-
-@pytest.mark.parametrize(
-    ("serve", "error", "why"),
-    [
-        (drop_by_drop(b"HTTP/1.1 200 OK\r\n\r\n" + b"a\n" * 5000), TimeoutError, "no whole answer within 0.3 s"),
-        (whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), urllib.error.HTTPError, "503"),
-    ],
-    ids=["too slow", "refused"],
-)
-def test_a_list_has_a_deadline_and_a_good_status(serve: Serve, error: type[Exception], why: str) -> None:
-    with answering(serve) as (url, _), pytest.raises(error, match=why):
-        list(fetch_lines(url, 0.3 if error is TimeoutError else 60))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -25,6 +25,7 @@ from pd_cache.paged import open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.needs import NO_GPU
+from tests.support.waiting import together
 from transfer.staging import StagingPool
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -380,12 +381,7 @@ def test_gpu_threads_gather_and_scatter_side_by_side(wide: tuple[Cache, Cache, c
                 if not torch.equal(out, source):
                     wrong.append(block)
 
-    threads = [threading.Thread(target=work, args=(block,)) for block in range(BLOCKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    together(*(partial(work, block) for block in range(BLOCKS)))
     assert wrong == []
 
 

@@ -6,7 +6,6 @@ import array
 import ctypes
 import hashlib
 import struct
-import threading
 from collections import UserList
 from typing import Any
 
@@ -30,6 +29,7 @@ from pd_cache.chunks import (
     token_bytes,
 )
 from pd_cache.config import CacheConfig
+from tests.support.waiting import together
 
 BASE = {
     "model": "m@1",
@@ -187,11 +187,7 @@ def test_many_threads_name_prompts_with_one_namer() -> None:
             tokens for tokens, names in zip(asked, expected, strict=True) if namer.hash_tokens(tokens) != names
         )
 
-    threads = [threading.Thread(target=name_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[name_all] * 4)
     assert not wrong
 
 

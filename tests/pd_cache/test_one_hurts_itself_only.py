@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 import uuid
@@ -18,7 +17,7 @@ from pd_cache.config import CacheConfig, MooncakeTier
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.engines import CHUNK, host
 from tests.support.pool import Pool
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
@@ -84,24 +83,17 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
         assert set(put(node, kept)) == {Status.OK}
         # a peer that is met for the first time while it is stopped holds the call for Mooncake's handshake, a minute more
         assert get(node, lost[:1]) == [""]
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        try:
-            readers = [threading.Thread(target=get, args=(node, lost)) for _ in range(6)]
-            for reader in readers:
-                reader.start()
-            wait_for(lambda: node.staging.in_use >= SLOTS // 4, 60, "readers that hold memory")
-            # meanwhile
-            assert set(put(node, fresh(4))) == {Status.OK}
-            assert node.available
-            for reader in readers:
-                reader.join(120)
+        with pool.nodes["store-0"].stopped():
+            with beside(*[lambda: get(node, lost)] * 6):
+                wait_for(lambda: node.staging.in_use >= SLOTS // 4, 60, "readers that hold memory")
+                # meanwhile
+                assert set(put(node, fresh(4))) == {Status.OK}
+                assert node.available
             assert node.available, "a peer that does not deliver says nothing about the pool"
             wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()), 60, "the first call to end")
             assert set(get(node, lost[:4])) == {"transfer_failed"}, "it is not asked, or fails"
             assert set(get(node, kept)) == {""}
             assert set(put(node, fresh(4))) == {Status.OK}
-        finally:
-            pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: set(get(node, lost)) == {""}, 90, "the peer being asked again")
         wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
 
@@ -124,22 +116,16 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
                 else:
                     node.batched_put(fresh(1), [staged], timeout=60)  # nobody waits for it
 
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        writers = [threading.Thread(target=pile_up) for _ in range(6)]
-        for thread in writers:
-            thread.start()
-        try:
-            for _ in range(20):
-                assert held_up.acquire(timeout=60), "puts take what they may"
-                # a miss for want of memory comes after the whole of this, for want of time on a busy machine, too
-                assert "no_staging" not in get(node, kept, timeout=1)
-            assert set(get(node, kept)) == {""}
-            assert node.staging.in_use <= SLOTS // 2
-        finally:
-            done.set()
-            for thread in writers:
-                thread.join(60)
-            pool.nodes["store-0"].send(signal.SIGCONT)
+        with pool.nodes["store-0"].stopped(), beside(*[pile_up] * 6):
+            try:
+                for _ in range(20):
+                    assert held_up.acquire(timeout=60), "puts take what they may"
+                    # a miss for want of memory comes after the whole of this, for want of time on a busy machine, too
+                    assert "no_staging" not in get(node, kept, timeout=1)
+                assert set(get(node, kept)) == {""}
+                assert node.staging.in_use <= SLOTS // 2
+            finally:
+                done.set()
         wait_for(lambda: node.staging.in_use == 0, 90, "the last calls to end")
         assert set(put(node, fresh(4))) == {Status.OK}
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from pd_cache.runtime import (
     runtime_folder,
     temporary_folder,
 )
-from tests.support.pool import ROOT
+from tests.support.pool import Process
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 STRANGER = 54321
@@ -136,26 +133,22 @@ def test_a_note_of_a_service_is_found_by_a_shell(session: Path, monkeypatch: pyt
 
 
 WRITER = """
-import sys
+import sys, time
 from pd_cache.runtime import lock_file, note, temporary_folder
 from pathlib import Path
 with note("n", "text"), temporary_folder() as folder, lock_file(Path(sys.argv[1])) as locked:
     (folder / "left").write_text("over")
     print(locked, flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
 @pytest.fixture
-def writer(tmp_path: Path, session: Path) -> Iterator[subprocess.Popen[str]]:
+def writer(tmp_path: Path, session: Path) -> Iterator[Process]:
     """A process that keeps a note, a temporary folder and a lock, until it is killed."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "lock")]
-    pipe = subprocess.PIPE
-    with ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True))
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "True\n"
+    with Process("writer", [sys.executable, "-c", WRITER, str(tmp_path / "lock")]) as process:
+        process.said.wait()
+        assert process.lines == ["True"], process.errors
         yield process
 
 
@@ -167,8 +160,7 @@ def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(write
         assert not got
     with temporary_folder():
         assert len(list(folder.glob("tmp-*/left"))) == 1, "a living process keeps its own"
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(10)
+    writer.kill()
     assert {"n"} < set(os.listdir(folder))
     assert lock.exists()
     assert read_note("n") is None

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import uuid
@@ -22,7 +21,7 @@ from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcom
 from pd_cache.server.server import CacheServer
 from tests.support.engines import CHUNK, troubles
 from tests.support.kv import make_cache
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import Pool, Process
 from tests.support.server import Engine, ServerProcess, same_tensors, served, status_of, store_surely
 from tests.support.waiting import wait_for
 
@@ -43,19 +42,12 @@ time.sleep(600)
 
 
 @contextlib.contextmanager
-def victim(url: str, model: str) -> Iterator[subprocess.Popen[str]]:
+def victim(url: str, model: str) -> Iterator[Process]:
     """An engine in a process of its own: registered, with a session, and with stores under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", VICTIM, url, model, str(len(TOKENS))], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        try:
-            assert process.stdout.readline().split() == ["ready", str(len(TOKENS))]
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+    with Process("victim", [sys.executable, "-c", VICTIM, url, model, str(len(TOKENS))]) as process:
+        process.said.wait()
+        assert process.lines == [f"ready {len(TOKENS)}"], process.errors
+        yield process
 
 
 def shared_maps() -> int:
@@ -88,11 +80,11 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
             wait_for(lambda: server.status().workers == 2)
             assert server.sessions.pinned == 4
             assert shared_maps() > maps
-            process.send_signal(signal.SIGKILL)
+            process.send(signal.SIGKILL)
             wait_for(lambda: server.status().clients == 2 and not server.sessions.pinned, what="it being forgotten")
             wait_for(lambda: shared_maps() == maps and not server.status().in_flight, what="its memory being unmapped")
         wait_for(lambda: shared_files() <= files, what="its files being closed")
-        assert not [name for name in set(os.listdir("/dev/shm")) - names if str(process.pid) in name]
+        assert not [name for name in set(os.listdir("/dev/shm")) - names if str(process.process.pid) in name]
         assert other.retrieve("goes on", TOKENS, 20) == set()
         assert other.holds(TOKENS, 20)
 
@@ -144,27 +136,23 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
 
 
 def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again(pool: Pool, tmp_path: Path) -> None:
-    server = ServerProcess(pool, tmp_path)
-    try:
-        with Engine(server.address, move_timeout_s=1.0) as engine:
-            store_surely(engine, TOKENS)
-            for round_ in range(2):
-                server.send(signal.SIGSTOP)
-                for index in range(4):
-                    engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
-                done: set[str] = set()
-                wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)  # type: ignore[misc]
-                assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
-                before = [tensor.clone() for tensor in engine.cache]
-                server.send(signal.SIGCONT)
-                wait_for(lambda: engine.worker.available and status_of(server.address).in_flight == 0)
-                assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
-            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
-            # a load that a busy machine does not do within its second is given up, too
-            wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set(), what="a load")
-            assert engine.holds(TOKENS, 20)
-    finally:
-        server.kill()
+    with ServerProcess(pool, tmp_path) as server, Engine(server.address, move_timeout_s=1.0) as engine:
+        store_surely(engine, TOKENS)
+        for round_ in range(2):
+            server.send(signal.SIGSTOP)
+            for index in range(4):
+                engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
+            done: set[str] = set()
+            wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)  # type: ignore[misc]
+            assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
+            before = [tensor.clone() for tensor in engine.cache]
+            server.send(signal.SIGCONT)
+            wait_for(lambda: engine.worker.available and status_of(server.address).in_flight == 0)
+            assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
+        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
+        # a load that a busy machine does not do within its second is given up, too
+        wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set(), what="a load")
+        assert engine.holds(TOKENS, 20)
 
 
 def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:

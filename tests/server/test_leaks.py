@@ -46,24 +46,20 @@ def serve(engine: Engine, requests: int) -> None:
 
 
 def test_five_thousand_requests_leave_memory_files_and_threads_as_they_were(pool: Pool, tmp_path: Path) -> None:
-    server = ServerProcess(pool, tmp_path)
-    try:
-        with Engine(server.address) as engine:
-            store_surely(engine, TOKENS)
-            serve(engine, 1000)
-            gc.collect()
-            here, there = psutil.Process(), psutil.Process(server.process.pid)
-            before = (there.num_fds(), there.num_threads(), here.num_fds())
-            memory = own_memory(there), own_memory(here)
-            serve(engine, 5_000)
-            gc.collect()
-            after = (there.num_fds(), there.num_threads(), here.num_fds())
-            assert own_memory(there) - memory[0] < 2 << 20, "the server grows"
-            assert own_memory(here) - memory[1] < 2 << 20, "the adapters grow"
-            assert after[1:] == before[1:]
-            assert after[0] < before[0] + 20, "but for Mooncake's connections, the server opens no files"
-            assert engine.worker._cache.connection.fence.taken == 0
-            report = status_of(server.address)
-            assert (report.sessions, report.pinned, report.in_flight) == (0, 0, 0)
-    finally:
-        server.kill()
+    with ServerProcess(pool, tmp_path) as server, Engine(server.address) as engine:
+        store_surely(engine, TOKENS)
+        serve(engine, 1000)
+        gc.collect()
+        here, there = psutil.Process(), psutil.Process(server.process.pid)
+        before = (there.num_fds(), there.num_threads(), here.num_fds())
+        memory = own_memory(there), own_memory(here)
+        serve(engine, 5_000)
+        gc.collect()
+        after = (there.num_fds(), there.num_threads(), here.num_fds())
+        assert own_memory(there) - memory[0] < 2 << 20, "the server grows"
+        assert own_memory(here) - memory[1] < 2 << 20, "the adapters grow"
+        assert after[1:] == before[1:]
+        assert after[0] < before[0] + 20, "but for Mooncake's connections, the server opens no files"
+        assert engine.worker._cache.connection.fence.taken == 0
+        report = status_of(server.address)
+        assert (report.sessions, report.pinned, report.in_flight) == (0, 0, 0)

@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from pd_cache.server.protocol import (
     StatusQuery,
     Unregister,
 )
-from tests.support.waiting import wait_for
+from tests.support.waiting import together, wait_for
 
 LATE_S = 60.0
 NAME = b"a" * 32
@@ -205,9 +206,5 @@ def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> Non
                 client.request(Lookup(f"{thread} {number}", ()), LATE_S).result()
             outcomes.append(str(refused.value) == f"{thread} {number}")
 
-    threads = [threading.Thread(target=ask, args=(str(index),)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(ask, str(index)) for index in range(8)))
     assert outcomes == [True] * 1600

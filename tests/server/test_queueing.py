@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pd_cache.server.server import Item, WorkQueue
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 
 LIMIT = 8
 CLIENTS = st.sampled_from("abc")
@@ -88,16 +88,8 @@ def test_many_threads_take_everything_that_is_put_and_end_when_the_queue_is_clos
                 taken.append(item.work)
                 queue.finished(item)
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with beside(*[take] * 4), closing(queue):
         for number in range(2000):
             assert queue.put(queued("a", number))
         wait_for(lambda: len(taken) == 2000 and not queue.in_flight)
         assert sorted(taken) == list(range(2000))
-    finally:
-        queue.close()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)

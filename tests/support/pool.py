@@ -107,6 +107,15 @@ class Process:
         else:
             self.process.send_signal(number)
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stands still while the block runs."""
+        self.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGCONT)
+
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Send the signal, wait for the end, and return the exit status."""
         if self.process.poll() is None:
@@ -125,6 +134,12 @@ class Process:
 
     def kill(self) -> None:
         self.stop(signal.SIGKILL)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 class Node(Process):

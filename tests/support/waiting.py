@@ -1,9 +1,11 @@
-"""Waiting for conditions, with a deadline; and a clock that does not wait."""
+"""Waiting for conditions, with a deadline; threads that a test waits for; and a clock that does not wait."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 PATIENCE_S = 60.0
 """The least that a condition is waited for. No test measures with it: a machine that is busy with other things may be slow."""
@@ -29,3 +31,19 @@ def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_S, what:
         # a question that servers have to work for must not keep them from what is waited for; what takes long is asked for less often
         time.sleep(max(0.01, min(3 * (now - asked), 1), min((now - begin) / 20, 0.25)))
         asked = time.monotonic()
+
+
+@contextmanager
+def beside(*calls: Callable[[], object]) -> Iterator[None]:
+    """While the block runs, each call runs on a thread of its own. The end waits for all of them, and raises what one has raised."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        begun = [threads.submit(call) for call in calls]
+        yield
+        for one in begun:
+            one.result(5 * PATIENCE_S)
+
+
+def together(*calls: Callable[[], object]) -> None:
+    """Runs calls at the same time, each on a thread of its own."""
+    with beside(*calls):
+        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 from tests.transfer.test_moves import Replica
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.direct_reads import DirectReads, Read
@@ -98,12 +97,10 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
     assert direct.read(reads("well"), soon()) == [100]
     engine.hangs.clear()
     found: list[list[int] | None] = []
-    first = threading.Thread(target=lambda: found.append(direct.read(reads("new"), soon())))
-    first.start()
-    wait_for(direct._opening.locked)
-    assert direct.read(reads("well"), soon()) is None
-    engine.hangs.set()
-    first.join(60)
+    with beside(lambda: found.append(direct.read(reads("new"), soon()))):
+        wait_for(direct._opening.locked)
+        assert direct.read(reads("well"), soon()) is None
+        engine.hangs.set()
     assert found == [[100]]
     assert direct.read(reads("well", "new"), soon()) == [100, 101]
 
@@ -186,12 +183,9 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
             return [result.status for result in store.start_get(keys, slots, timeout=timeout).results()]
 
         assert got(20) == got(20) == [Status.OK] * 4
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        try:
+        with pool.nodes["store-0"].stopped():
             assert got(0.5) == [Status.TIMEOUT] * 4
             wait_for(lambda: store._moves.peers.any_silent(time.monotonic()), 60, "a silent peer")
-        finally:
-            pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: got(20) == [Status.OK] * 4, 60, "the peer's objects")
         assert ways[:3] == ["client", "direct", "direct"]
         assert set(ways[3:]) == {"client"}
@@ -206,12 +200,11 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool: Callable
         assert put(store, staging, keys) == [Status.OK] * 4
         slots = leased(staging, 4, b"\0")
         assert store.start_get(keys, slots, timeout=20).results() == [GetResult(Status.OK, SLOT)] * 4
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        pending = store.start_get(keys, slots, timeout=20)
-        closing = threading.Thread(target=MooncakeStore.close, args=(store,))
-        closing.start()
-        wait_for(lambda: not store.available)
-        pool.nodes["store-0"].send(signal.SIGCONT)
+        with pool.nodes["store-0"].stopped():
+            pending = store.start_get(keys, slots, timeout=20)
+            closing = threading.Thread(target=MooncakeStore.close, args=(store,))
+            closing.start()
+            wait_for(lambda: not store.available)
         assert {result.status for result in pending.results()} <= {Status.OK, Status.TRANSFER_FAILED}
         closing.join(60)
         assert staging.in_use == 4

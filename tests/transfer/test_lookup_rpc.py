@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.pool import Pool, suspend
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, together, wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
 from transfer.lookup_rpc import LookupRpc, lookup_rpc, why_silent
@@ -87,11 +87,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
                 if len(direct(store)._connections) > 4:
                     wrong.append("too many connections")
 
-        threads = [threading.Thread(target=work) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*[work] * 16)
         assert wrong == []
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
         store._breaker.well_until = float("inf")  # for however long the next line takes
@@ -259,10 +255,8 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: P
                 with server.accept()[0] as connection, contextlib.suppress(OSError):
                     connection.sendall(b"HTTP/1.1 400 Bad Request")
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert why_silent(address, PATIENCE) == "what answers there is no master: it begins with b'HT'"
-        thread.join(PATIENCE)
+        with beside(answer):
+            assert why_silent(address, PATIENCE) == "what answers there is no master: it begins with b'HT'"
     assert why_silent(address, PATIENCE) == "no connection: Connection refused"
 
 

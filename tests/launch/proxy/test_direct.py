@@ -217,12 +217,7 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
 
 def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
     opened: list[Lookups] = []
-
-    def opens(pool: Pool) -> LookupClient:
-        opened.append(Lookups(0))
-        return opened[-1]
-
-    direct = DirectRule(256, opens)
+    direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
     for known in (POOL, "no decode node reports its namespace", POOL):
         direct.use(known)
     assert [client.closed for client in opened] == [False]
@@ -233,12 +228,7 @@ def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
 
 def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there() -> None:
     opened: list[Pool] = []
-
-    def opens(pool: Pool) -> LookupClient:
-        opened.append(pool)
-        return Lookups(0)
-
-    direct = DirectRule(256, opens)
+    direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     decode = NodeRecord(name="d", role="decode", address="http://127.0.0.1:2", **NAMESPACE.described())
     master = NodeRecord(name="m", role="master", address="127.0.0.1:1", versions="http://127.0.0.1:3")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,9 +11,9 @@ from contextlib import closing
 import aiohttp
 import pytest
 
-from launch.supervise import spawn_child
 from tests.support.hosts import Host, Network, why_not
-from tests.support.proxy import EVENTS, cluster, scenario
+from tests.support.pool import Process
+from tests.support.proxy import EVENTS, cluster, scenario, until
 
 NODE = """
 import http.server, json, sys, threading
@@ -49,24 +48,15 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture
-def node(host: Host) -> Iterator[subprocess.Popen[bytes]]:
-    """Answers with the first event of a stream, and nothing more; its stdout says when it was asked."""
-    command = host.inside(sys.executable, "-c", NODE, host.address, EVENTS[0].decode())
-    process = spawn_child(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
+def node(host: Host) -> Iterator[Process]:
+    """Answers with the first event of a stream, and nothing more; it prints a line when it was asked."""
+    with Process("node", host.inside(sys.executable, "-c", NODE, host.address, EVENTS[0].decode())) as process:
+        process.said.wait()
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(host, node):
     """One whose stream had begun ends with an error, another one is answered by the other node."""
-    asked = node.stdout
-    assert asked is not None
 
     @scenario
     async def silence() -> None:
@@ -76,11 +66,10 @@ def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(
                 return asyncio.ensure_future(c.post({"prompt": "x", "stream": False, **fields}).__aenter__())
 
             streaming = await asyncio.wait_for(ask(stream=True), 60)
-            await asyncio.to_thread(asked.readline)
             assert await streaming.content.readexactly(len(EVENTS[0])) == EVENTS[0]
             (await ask()).release()
             waiting = ask()
-            await asyncio.to_thread(asked.readline)
+            await until(lambda: node.lines == ["ready", "asked", "asked"], "both are with the node")
             host.cut()
             rest = await asyncio.wait_for(streaming.read(), 60)
             assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == "node_failed"

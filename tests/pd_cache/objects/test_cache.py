@@ -8,6 +8,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pd_cache.objects.cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, seal
 from tests.support.pool import Pool
-from tests.support.waiting import wait_for
+from tests.support.waiting import together, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
@@ -189,11 +190,7 @@ def test_two_long_values_put_under_one_name_at_once_never_mix(make: Make, name: 
             begin.wait(60)
             cache.put(name(turn), value)
 
-        threads = [threading.Thread(target=put, args=pair) for pair in zip((one, other), long, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        together(*(partial(put, *pair) for pair in zip((one, other), long, strict=True)))
         assert one.get(name(turn)) in (*long, None)
         assert one.put(name(turn), long[0]) is Status.OK
         assert other.get(name(turn)) in long

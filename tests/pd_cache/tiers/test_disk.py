@@ -19,7 +19,7 @@ from pd_cache.tiers.disk import ObjectFolder, digest_of
 from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
 from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, together, wait_for
 from transfer.errors import Status
 
 KEYS = [f"k{n}" for n in range(8)]
@@ -374,10 +374,7 @@ def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, fault
     subject = open_disk(threads=1)
     subject.put(all_values())
     faults.go_on.clear()
-    remover = threading.Thread(target=subject.backend.batched_remove, args=(KEYS,))
-    remover.start()
-    remover.join(10)
-    assert not remover.is_alive()
+    together(lambda: subject.backend.batched_remove(KEYS))
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
     faults.go_on.set()
     wait_for(lambda: files(subject) == [], what="all files deleted")
@@ -414,17 +411,13 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
     faults.go_on.clear()
     memory = subject.backend.memory
     outcomes: list[list[bytes | str]] = []
-    readers = [threading.Thread(target=lambda: outcomes.append(subject.get(KEYS))) for _ in range(6)]
-    for reader in readers:
-        reader.start()
-    wait_for(lambda: memory.pool.in_use == 6, what="a quarter taken")
-    other = memory.stage(1.0)
-    assert other is not None
-    assert memory.pool.in_use == 7, "what others lease does not count, and readers took no more meanwhile"
-    other.release()
-    faults.go_on.set()
-    for reader in readers:
-        reader.join(20)
+    with beside(*[lambda: outcomes.append(subject.get(KEYS))] * 6):
+        wait_for(lambda: memory.pool.in_use == 6, what="a quarter taken")
+        other = memory.stage(1.0)
+        assert other is not None
+        assert memory.pool.in_use == 7, "what others lease does not count, and readers took no more meanwhile"
+        other.release()
+        faults.go_on.set()
     assert outcomes == [expected()] * 6, "those that waited for their turn got all"
     assert memory.pool.in_use == 0
 
@@ -450,16 +443,14 @@ def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nob
     subject.put(all_values())
     memory = subject.backend.memory
     faults.go_on.clear()
-    patient = threading.Thread(target=lambda: subject.get(["k7"]))
-    patient.start()
-    wait_for(lambda: "read" in faults.begun, what="a read that the disk holds")
-    fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
-    assert next(fetches).reason == "timeout"
-    assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
-    fetches.close()
-    assert memory.pool.in_use == 1
-    faults.go_on.set()
-    patient.join(10)
+    with beside(lambda: subject.get(["k7"])):
+        wait_for(lambda: "read" in faults.begun, what="a read that the disk holds")
+        fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
+        assert next(fetches).reason == "timeout"
+        assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
+        fetches.close()
+        assert memory.pool.in_use == 1
+        faults.go_on.set()
     wait_for(lambda: memory.pool.in_use == 0, what="the memory back")
     subject.check_integrity()
     assert subject.get(KEYS) == expected()

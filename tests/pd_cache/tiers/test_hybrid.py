@@ -25,7 +25,7 @@ from tests.support.backends import Subject, count, make_disk, make_local, make_m
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
 from tests.support.pool import Pool
-from tests.support.waiting import wait_for
+from tests.support.waiting import together, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
@@ -183,11 +183,7 @@ def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Ca
     subject.bases["local"].batched_remove(keys[1::2])
     expected = [value(key) for key in keys]
     outcomes: list[Any] = []
-    readers = [threading.Thread(target=lambda: outcomes.append(subject.get(keys))) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(60)
+    together(*[lambda: outcomes.append(subject.get(keys))] * 4)
     assert outcomes == [expected] * 4
 
 
