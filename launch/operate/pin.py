@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from launch.http import ask, client_key, proxy_access
-from launch.proxy.hints import ActionAnswer, HintsAnswer
 from launch.status import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.errors import PdCacheError
+from pd_cache.hints import ActionAnswer, HintsAnswer
 
 _ASK_S = 10.0
 

@@ -23,12 +23,12 @@ import json
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import eq
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,11 +36,28 @@ from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
-from launch.proxy.keys import Client, fair
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt, leading
 from pd_cache.cluster import HintsConfig
 from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.hints import (
+    KINDS,
+    PROMPTS,
+    TARGETS,
+    ActionAnswer,
+    Client,
+    HintAction,
+    HintPayload,
+    HintRefusedError,
+    HintsAnswer,
+    HintsMessage,
+    Pin,
+    PinKey,
+    Pins,
+    done,
+    refused,
+    renewal_s,
+)
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -51,20 +68,13 @@ LARGEST_HINTS = 4 << 20
 """The event loop reads them: all of a message of this size in 70 ms."""
 HINTS_S = 5.0
 """How long the body of a `POST /hints` may take, and how long a completion's answer may wait for that to its hints."""
-_LONGEST_S = 5.0
-"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _LEASE_MS = 10_000
-_KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
-_PROMPTS = ("tokens", "prompt", "messages")
-_TARGETS = (*_PROMPTS, "block_hashes", "request_id")
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
 _LEAVES_S = 60.0
 """How long after a release its chunks may be leased, or still on their way into the pool."""
 _MOST_REMOVED = 4096
 """How many chunks are removed at a time."""
-_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
-_Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
@@ -86,153 +96,6 @@ class Sender(NamedTuple):
     """Whether they came with a completion."""
     hashes: bool = True
     """Whether it may name prompts by block hashes. Those of another tenant can be guessed."""
-
-
-class _Message(msgspec.Struct, frozen=True):
-    """The envelope on which vLLM, SGLang and Dynamo agreed."""
-
-    protocol_version: Literal["0.1"]
-    message_id: _Id
-    actions: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=8)]
-    """Read one by one, because each may be wrong. So few that the answer fits into a header."""
-
-
-class _Action(msgspec.Struct, frozen=True):
-    action_id: _Id
-    action_type: str
-    action_version: str
-    payload: msgspec.Raw
-
-
-class _Payload(msgspec.Struct, frozen=True):
-    """What is in a payload besides a prompt."""
-
-    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    once: bool = False
-    evict: bool = False
-    action_id: _Id | None = None
-    model: str | None = None
-    request_id: str | None = None
-    block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=1 << 14)] | None = None
-    """The engine's chained hashes of the prompt's blocks, from the first: of as many tokens as a prompt may have that is looked up."""
-
-
-class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of an action."""
-
-    action_id: str
-    status: Literal["accepted", "clipped", "refused"]
-    reason: str = ""
-    """Why it is not simply accepted."""
-    ttl_s: float | None = None
-    tokens: int | None = None
-    """How many of the prompt's tokens, from the first, are kept for `ttl_s`."""
-    in_pool: int | None = None
-    """How many of these the pool has now."""
-    released: int | None = None
-    """How many pins have ended."""
-    evicting: int | None = None
-    """How many of the prompt's tokens, from the last, the pool is to lose."""
-    node: str | None = None
-    """The node that loads the prompt."""
-
-
-class HintsAnswer(msgspec.Struct, frozen=True):
-    protocol_version: str
-    message_id: str
-    actions: list[ActionAnswer]
-
-
-def _done(action_id: str, why: Sequence[str], **told: Any) -> ActionAnswer:
-    """Returns the answer to an action that was done, `why` not wholly."""
-    return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **told)
-
-
-class Pin(NamedTuple):
-    names: Sequence[bytes]
-    """The chunks that are kept."""
-    target: bytes
-    """The last chunk of the prompt, whose name stands for all of it, even if not all of it is kept."""
-    space: tuple[str, str]
-    """See `DirectRule.renew`."""
-    until: float
-    once: bool = False
-    """Whether the next request with the prompt ends it."""
-
-
-PinKey = tuple[Client, str]
-"""Whose a pin is, and the id of the action that made it."""
-
-
-class Pins:
-    """Which chunks are kept until when. Pure."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._pins: dict[PinKey, Pin] = {}
-        self._uses: dict[str, Counter[bytes]] = {}
-        """For each holder, in how many of its pins a chunk is."""
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def chunks(self) -> list[bytes]:
-        """Returns the names of all chunks that are kept, each once."""
-        return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
-
-    def of(self, holder: str) -> Collection[bytes]:
-        """Returns the names of the chunks that are kept for a holder."""
-        return self._uses.get(holder, ())
-
-    def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
-        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
-        place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises ApiError if there are too many pins."""
-        holder = key[0].holder
-        held = sum(client.holder == holder for client, _ in self._pins)
-        if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
-            raise ApiError(400, f"of {self._most} pins, all are taken, or this client has as many as are free")
-        before, own, count = self._end(key), self.of(holder), 0
-        mine, left = len(own), room - self._taken()
-        for name in pin.names:
-            if name not in own:
-                if not (fair(holder, mine, left) if tenant_room is None else mine < tenant_room and left > 0):
-                    break
-                mine, left = mine + 1, left - 1
-            count += 1
-        kept = pin._replace(names=pin.names[:count]) if count else before
-        if kept is not None:
-            self._pins[key] = kept
-            self._uses.setdefault(holder, Counter()).update(kept.names)
-        return count
-
-    def end_where(self, ends: Callable[[PinKey, Pin], bool]) -> int:
-        """Ends the pins of which `ends(key, pin)` is true. Returns how many."""
-        ended = [key for key, pin in self._pins.items() if ends(key, pin)]
-        for key in ended:
-            self._end(key)
-        return len(ended)
-
-    def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
-        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may have now."""
-        for key in reversed(list(self._pins)):
-            most = tenant_room(key[0].tenant)
-            if self._taken() > room or (most is not None and len(self._uses[key[0].holder]) > most):
-                self._end(key)
-
-    def _taken(self) -> int:
-        return sum(map(len, self._uses.values()))
-
-    def _end(self, key: PinKey) -> Pin | None:
-        pin = self._pins.pop(key, None)
-        if pin is not None:
-            uses = self._uses[key[0].holder]
-            uses.subtract(pin.names)
-            for name in pin.names:
-                if not uses[name]:
-                    del uses[name]
-            if not uses:
-                del self._uses[key[0].holder]
-        return pin
 
 
 class Hints:
@@ -309,37 +172,33 @@ class Hints:
         if len(message) > LARGEST_HINTS:
             raise ApiError(400, f"kv_hints have more than {LARGEST_HINTS} bytes", param="kv_hints", code="bad_hints")
         try:
-            hints = decode_json(message, _Message)
+            hints = decode_json(message, HintsMessage)
         except UndecodableError as error:
             raise ApiError(400, f"No kv_hints of version 0.1: {error}", param="kv_hints", code="bad_hints") from None
         answers = []
         for raw in hints.actions:
             kind, action_id = "other", ""
             try:
-                action = decode_json(bytes(raw), _Action)
+                action = decode_json(bytes(raw), HintAction)
                 action_id = action.action_id
-                kind = _KINDS.get(action.action_type, "other")
+                kind = KINDS.get(action.action_type, "other")
                 answer = await self._do(action, sender)
-            except (ApiError, UndecodableError) as error:
-                reason = str(error).encode("ascii", "backslashreplace")[:150].decode()
-                answer = ActionAnswer(action_id, "refused", reason)
+            except (ApiError, HintRefusedError, UndecodableError) as error:
+                answer = refused(action_id, error)
             self._metrics.hints.labels(kind, answer.status).inc()
             answers.append(answer)
         self._show()
         return HintsAnswer(hints.protocol_version, hints.message_id, answers)
 
-    async def _do(self, action: _Action, sender: Sender) -> ActionAnswer:
-        """Raises ApiError or UndecodableError with the reason if the action is refused."""
+    async def _do(self, action: HintAction, sender: Sender) -> ActionAnswer:
+        """Raises ApiError, HintRefusedError or UndecodableError with the reason if the action is refused."""
         kind, config, client = action.action_type, self._config, sender.client
-        if kind not in _KINDS or action.action_version != "1.0":
-            raise ApiError(
-                400, f"{kind[:40]} {action.action_version[:8]} is not supported, only {', '.join(_KINDS)} 1.0"
-            )
+        action.check()
         if not config.max_share:
             raise ApiError(400, "proxy.hints.max_share is 0")
         payload = bytes(action.payload)
         check_fields(payload)
-        given, fields = decode_json(payload, _Payload), decode_json(payload, dict[str, msgspec.Raw])
+        given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
             if given.evict and given.action_id:
@@ -353,7 +212,7 @@ class Hints:
             why = ["pins or other recent prompts have all of it, or no recent request of this client"] * (leaving == 0)
             if not (ended or leaving):
                 raise ApiError(400, "".join(why) or "this client has no such pin at this proxy")
-            return _done(action.action_id, why, released=ended, evicting=leaving)
+            return done(action.action_id, why, released=ended, evicting=leaving)
         if kind == "kv.prefetch":
             return await self._prefetch(action.action_id, fields, given, sender)
         if given.ttl_s is None:
@@ -373,7 +232,7 @@ class Hints:
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
-        return _done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
+        return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
 
     def _leave(self, client: Client, named: NamedPrompt) -> int:
         """Has the pool lose the end of a client's prompt that only its branch is known to have. Returns how many tokens that is."""
@@ -388,22 +247,22 @@ class Hints:
         return max(0, own - kept) * named.chunk_tokens
 
     async def _prefetch(
-        self, action_id: str, fields: dict[str, msgspec.Raw], given: _Payload, sender: Sender
+        self, action_id: str, fields: dict[str, msgspec.Raw], given: HintPayload, sender: Sender
     ) -> ActionAnswer:
-        if not fields.keys() & set(_PROMPTS):
-            raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(_PROMPTS)}")
+        if not fields.keys() & set(PROMPTS):
+            raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
         named = await self._target(fields, given, sender)
         if not named.pool_tokens:
             raise ApiError(400, "the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
         node = await sender.prefetch(self._completion(fields), named)
         tokens = len(named.names) * named.chunk_tokens
-        return _done(action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
+        return done(action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
 
-    async def _target(self, payload: dict[str, msgspec.Raw], known: _Payload, sender: Sender) -> NamedPrompt:
+    async def _target(self, payload: dict[str, msgspec.Raw], known: HintPayload, sender: Sender) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
-        given = [field for field in _TARGETS if field in payload]
+        given = [field for field in TARGETS if field in payload]
         if len(given) > 1 or (not given and not sender.within):
-            raise ApiError(400, f"the payload must have exactly one of {', '.join(_TARGETS)}")
+            raise ApiError(400, f"the payload must have exactly one of {', '.join(TARGETS)}")
         named, direct = sender.own, self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
@@ -455,9 +314,9 @@ class Hints:
 
     @property
     def renew_s(self) -> float:
-        """How often leases are renewed: so that one renewal may fail."""
+        """How often leases are renewed."""
         leases = [one.lease_ttl_ms for one in self._view.by_role("master") if one.lease_ttl_ms]
-        return min(_LONGEST_S, min(leases, default=_LEASE_MS) / 3000)
+        return renewal_s(min(leases, default=_LEASE_MS))
 
     async def renew(self) -> None:
         """Ends the pins whose time is over, and renews the leases of all others."""

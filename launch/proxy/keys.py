@@ -16,41 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 
 from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
 from pd_cache.errors import ConfigError
+from pd_cache.hints import Client
 
 log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TENANT = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
-
-class Client(NamedTuple):
-    """Whose a key is."""
-
-    name: str = ""
-    """Empty if clients need no keys."""
-    tenant: str = ""
-    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
-
-    @property
-    def holder(self) -> str:
-        """Who has a share of what there is little of: a tenant, or a client without one."""
-        return self.tenant or self.name
-
-
-def fair(holder: str, held: int, free: int) -> bool:
-    """Returns whether a client or tenant that has `held` of something may have one more while `free` are left: if it has fewer than are free.
-
-    So one alone takes at most half, and the next always finds some. Without keys, all clients are one, which may take all.
-    """
-    return held < free if holder else free > 0
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:

@@ -30,7 +30,7 @@ from launch.proxy.bodies import (
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, PREFETCH_S, Hints, Sender
-from launch.proxy.keys import Admission, Client, Keys, fair
+from launch.proxy.keys import Admission, Keys
 from launch.proxy.metrics import REPORT_BYTES, ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -49,6 +49,7 @@ from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.hints import Client, fair
 from pd_cache.reasons import HopReport, RequestReport, Trip
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers

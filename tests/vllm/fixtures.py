@@ -86,7 +86,8 @@ def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
     tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, nodes, mode="mixed", tracing=tracing)
+    listed = {**nodes, "store-0": {"segment_size": "64MiB"}}  # of the pool, so that its size is known
+    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, listed, mode="mixed", tracing=tracing)
     with running_all((file, tuple(nodes)), wait=False) as (a, b):
         yield Pair(a, b)
 

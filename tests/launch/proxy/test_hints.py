@@ -16,15 +16,14 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
-from launch.openai import ApiError
 from launch.proxy import requests
 from launch.proxy.direct import Pool
-from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Pin, Pins, Sender
-from launch.proxy.keys import Client
+from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Sender
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
+from pd_cache.hints import Client, HintRefusedError, Pin, Pins
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, decodes, error_of, hangs, scenario, until, view
@@ -45,7 +44,7 @@ def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
     assert sorted(pins.chunks()) == [b"a", b"b", b"c"]
     assert pins.retain((Client(), "3"), pin(b"x"), 3) == 0
     assert pins.retain((Client(), "3"), pin(b"x"), 4) == 1
-    with pytest.raises(ApiError, match="3 pins"):
+    with pytest.raises(HintRefusedError, match="3 pins"):
         pins.retain((Client(), "4"), pin(b"a"), 9)
     assert pins.retain((Client(), "3"), pin(b"y", b"z"), 2) == 0
     assert b"x" in pins.chunks(), "a pin that finds no room leaves the one that it would have replaced"
@@ -64,13 +63,13 @@ def test_no_client_takes_all_that_pins_may() -> None:
     pins, many = Pins(6), [f"{n}".encode() for n in range(20)]
     for action_id in ("1", "2", "3"):
         assert pins.retain((Client("greedy"), action_id), pin(b"x"), 12) == 1
-    with pytest.raises(ApiError, match="as many as are free"):
+    with pytest.raises(HintRefusedError, match="as many as are free"):
         pins.retain((Client("greedy"), "4"), pin(b"x"), 12)
     assert pins.retain((Client("greedy"), "3"), pin(*many), 12) == 5, "and what another of its pins has"
     assert pins.retain((Client("ann", "a"), "1"), pin(*many), 12) == 3
     assert pins.retain((Client("ben", "a"), "1"), pin(*many), 12) == 3, "which is his tenant's already"
     assert pins.retain((Client("eve"), "1"), pin(*many), 12) == 2
-    with pytest.raises(ApiError, match="all are taken"):
+    with pytest.raises(HintRefusedError, match="all are taken"):
         pins.retain((Client("eve"), "2"), pin(*many), 12)
     assert pins.end_where(lambda key, pin: True) == 6
     assert not pins._uses, "a client without pins leaves nothing behind"

@@ -1,0 +1,212 @@
+"""Hints about the future of prompts, as vLLM, SGLang and Dynamo send them, and pins: which chunks are kept in the pool until when. Pure.
+
+The proxy (`launch/proxy/hints.py`) and vLLM's connector (`pd_cache/vllm/hints.py`) read the same envelope, and keep the same books.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from pd_cache.errors import PdCacheError
+
+KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
+PROMPTS = ("tokens", "prompt", "messages")
+TARGETS = (*PROMPTS, "block_hashes", "request_id")
+_LONGEST_S = 5.0
+"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
+_Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
+_Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
+
+
+class HintRefusedError(PdCacheError):
+    """An action that is not done; the message is the reason."""
+
+
+class HintsMessage(msgspec.Struct, frozen=True):
+    """The envelope on which vLLM, SGLang and Dynamo agreed."""
+
+    protocol_version: Literal["0.1"]
+    message_id: _Id
+    actions: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=8)]
+    """Read one by one, because each may be wrong. So few that the answer fits into a header."""
+
+
+class HintAction(msgspec.Struct, frozen=True):
+    action_id: _Id
+    action_type: str
+    action_version: str
+    payload: msgspec.Raw
+
+    def check(self) -> None:
+        """Raises HintRefusedError for an action that nobody here knows."""
+        if self.action_type not in KINDS or self.action_version != "1.0":
+            what = f"{self.action_type[:40]} {self.action_version[:8]}"
+            raise HintRefusedError(f"{what} is not supported, only {', '.join(KINDS)} 1.0")
+
+
+class HintPayload(msgspec.Struct, frozen=True):
+    """What is in a payload besides a prompt."""
+
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    once: bool = False
+    evict: bool = False
+    action_id: _Id | None = None
+    model: str | None = None
+    request_id: str | None = None
+    block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=1 << 14)] | None = None
+    """The engine's chained hashes of the prompt's blocks, from the first: of as many tokens as a prompt may have that is looked up."""
+
+
+class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of an action."""
+
+    action_id: str
+    status: Literal["accepted", "clipped", "refused"]
+    reason: str = ""
+    """Why it is not simply accepted."""
+    ttl_s: float | None = None
+    tokens: int | None = None
+    """How many of the prompt's tokens, from the first, are kept for `ttl_s`."""
+    in_pool: int | None = None
+    """How many of these the pool has now."""
+    released: int | None = None
+    """How many pins have ended."""
+    evicting: int | None = None
+    """How many of the prompt's tokens, from the last, the pool is to lose."""
+    node: str | None = None
+    """The node that loads the prompt."""
+
+
+class HintsAnswer(msgspec.Struct, frozen=True):
+    protocol_version: str
+    message_id: str
+    actions: list[ActionAnswer]
+
+
+def done(action_id: str, why: Sequence[str], **told: Any) -> ActionAnswer:
+    """Returns the answer to an action that was done, `why` not wholly."""
+    return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **told)
+
+
+def refused(action_id: str, error: Exception) -> ActionAnswer:
+    """Returns the answer to an action that was not done, because of `error`."""
+    return ActionAnswer(action_id, "refused", str(error).encode("ascii", "backslashreplace")[:150].decode())
+
+
+def renewal_s(lease_ms: int) -> float:
+    """Returns how often leases are renewed: so that one renewal may fail."""
+    return min(_LONGEST_S, lease_ms / 3000)
+
+
+class Client(NamedTuple):
+    """Whose a key is."""
+
+    name: str = ""
+    """Empty if clients need no keys."""
+    tenant: str = ""
+    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
+
+    @property
+    def holder(self) -> str:
+        """Who has a share of what there is little of: a tenant, or a client without one."""
+        return self.tenant or self.name
+
+
+def fair(holder: str, held: int, free: int) -> bool:
+    """Returns whether a client or tenant that has `held` of something may have one more while `free` are left: if it has fewer than are free.
+
+    So one alone takes at most half, and the next always finds some. Without keys, all clients are one, which may take all.
+    """
+    return held < free if holder else free > 0
+
+
+class Pin(NamedTuple):
+    names: Sequence[bytes]
+    """The chunks that are kept."""
+    target: bytes
+    """The last chunk of the prompt, whose name stands for all of it, even if not all of it is kept."""
+    space: tuple[str, str]
+    """The namespace and the weights version in which the names are those of these chunks."""
+    until: float
+    once: bool = False
+    """Whether the next request with the prompt ends it."""
+
+
+PinKey = tuple[Client, str]
+"""Whose a pin is, and the id of the action that made it."""
+
+
+class Pins:
+    """Which chunks are kept until when. Pure."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pins: dict[PinKey, Pin] = {}
+        self._uses: dict[str, Counter[bytes]] = {}
+        """For each holder, in how many of its pins a chunk is."""
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def chunks(self) -> list[bytes]:
+        """Returns the names of all chunks that are kept, each once."""
+        return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
+
+    def of(self, holder: str) -> Collection[bytes]:
+        """Returns the names of the chunks that are kept for a holder."""
+        return self._uses.get(holder, ())
+
+    def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
+        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
+        place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises HintRefusedError if there are too many pins."""
+        holder = key[0].holder
+        held = sum(client.holder == holder for client, _ in self._pins)
+        if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
+            raise HintRefusedError(f"of {self._most} pins, all are taken, or this client has as many as are free")
+        before, own, count = self._end(key), self.of(holder), 0
+        mine, left = len(own), room - self._taken()
+        for name in pin.names:
+            if name not in own:
+                if not (fair(holder, mine, left) if tenant_room is None else mine < tenant_room and left > 0):
+                    break
+                mine, left = mine + 1, left - 1
+            count += 1
+        kept = pin._replace(names=pin.names[:count]) if count else before
+        if kept is not None:
+            self._pins[key] = kept
+            self._uses.setdefault(holder, Counter()).update(kept.names)
+        return count
+
+    def end_where(self, ends: Callable[[PinKey, Pin], bool]) -> int:
+        """Ends the pins of which `ends(key, pin)` is true. Returns how many."""
+        ended = [key for key, pin in self._pins.items() if ends(key, pin)]
+        for key in ended:
+            self._end(key)
+        return len(ended)
+
+    def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
+        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may have now."""
+        for key in reversed(list(self._pins)):
+            most = tenant_room(key[0].tenant)
+            if self._taken() > room or (most is not None and len(self._uses[key[0].holder]) > most):
+                self._end(key)
+
+    def _taken(self) -> int:
+        return sum(map(len, self._uses.values()))
+
+    def _end(self, key: PinKey) -> Pin | None:
+        pin = self._pins.pop(key, None)
+        if pin is not None:
+            uses = self._uses[key[0].holder]
+            uses.subtract(pin.names)
+            for name in pin.names:
+                if not uses[name]:
+                    del uses[name]
+            if not uses:
+                del self._uses[key[0].holder]
+        return pin
