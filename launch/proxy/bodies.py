@@ -294,6 +294,10 @@ class Completion:
         """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not answer it."""
         return self._one_token(_STREAM)
 
+    def for_load(self) -> bytes:
+        """Returns the body that has a decode node load what the pool has of the prompt, and compute the rest."""
+        return self._one_token(_NULL)
+
     def _one_token(self, transfer: msgspec.Raw) -> bytes:
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
         if "max_completion_tokens" in fields:

@@ -136,6 +136,11 @@ class DirectRule:
         """The model whose prompts can be named; None if requests for it may name any."""
         return self._used.model if isinstance(self._used, Pool) else None
 
+    @property
+    def grouped(self) -> bool:
+        """Whether the model has several groups of layers."""
+        return isinstance(self._used, Pool) and len(self._used.namespaces) > 1
+
     def can_tell(self, model: str | None, tokens: int) -> bool:
         """Returns whether `look_up` can say more of such a prompt for `model`, and somebody wants to know it."""
         if self._namer is None or tokens > _MAX_TOKENS or (self._client is None and not self.wants_names):

@@ -155,7 +155,7 @@ Serve = Callable[[Exchange, bytes], Awaitable[web.StreamResponse]]
 class _Prefetched(NamedTuple):
     holder: str
     node: str
-    stream: asyncio.Task[None]
+    stream: asyncio.Task[int]
     """Holds the prompt at the node."""
 
 
@@ -522,8 +522,9 @@ class Requests:
 
     def _begin(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID, most_s: float | None = None
-    ) -> asyncio.Task[None] | None:
-        """Keeps a stream open until it is cancelled, for at most `most_s`. Returns None if there is no memory for its body.
+    ) -> asyncio.Task[int] | None:
+        """Keeps a stream open until it is cancelled, for at most `most_s`. The task's result is the status of its answer; 0 without one. Returns
+        None if there is no memory for its body.
 
         No request depends on it, so its failure counts against no node.
         """
@@ -531,7 +532,7 @@ class Requests:
         if not share.grow(len(body)):
             return None
 
-        async def stream() -> None:
+        async def stream() -> int:
             assert self.session is not None
             with self._pools["decode"].working(node), exchange.hop_span("stream", node) as span:
                 headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
@@ -539,10 +540,11 @@ class Requests:
                     async with asyncio.timeout(most_s):
                         answer = await send(self.session, "POST", node + path, headers, body)
                     answer.close()
-                    why = f"status {answer.status}"
+                    status, why = answer.status, f"status {answer.status}"
                 except (TimeoutError, HopError) as error:
-                    why = f"{error!r}"
+                    status, why = 0, f"{error!r}"
                 log.debug("request %s: the stream to %s has ended: %s", exchange.id, node, why)
+                return status
 
         task = asyncio.create_task(stream())
         task.add_done_callback(lambda _: share.give_back())
@@ -555,13 +557,16 @@ class Requests:
         node = pool.pick(now)
         if node is None:
             raise ApiError(400, "no decode node can be asked")
-        if not pool.streams(node):
+        streams = pool.streams(node)
+        if not streams and not self._direct.grouped:
             raise ApiError(400, f"{node} loads nothing before its request comes (handoff.stream, docs/hints.md)")
+        if not streams and not self._direct.why(named.tokens, named.pool_tokens or 0):
+            raise ApiError(400, f"{node} would compute it, because the pool lacks too much of it (docs/hints.md)")
         holder = exchange.client.holder
         held = sum(one.holder == holder for one in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
             raise ApiError(400, f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
-        body, name = completion.for_stream(), f"-prefetch-{last.hex()[:8]}"
+        body, name = completion.for_stream() if streams else completion.for_load(), f"-prefetch-{last.hex()[:8]}"
         stream = self._begin(exchange, node, completion.path, body, name, PREFETCH_S)
         if stream is None:
             raise ApiError(400, "other requests take all the memory for bodies")
@@ -569,13 +574,17 @@ class Requests:
             self._prefetched[last].stream.cancel()
         self._prefetched[last] = one = _Prefetched(holder, node, stream)
 
-        def ended(stream: asyncio.Task[None]) -> None:
+        def ended(*_: object) -> None:
             if self._prefetched.get(last) is one:
                 del self._prefetched[last]
 
-        stream.add_done_callback(ended)
+        if streams:
+            stream.add_done_callback(ended)
+        else:  # what the node has loaded stays in its own cache
+            asyncio.get_running_loop().call_later(PREFETCH_S, ended)
         await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
-        if stream.done():
+        if stream.done() and (streams or stream.result() != 200):
+            ended()
             raise ApiError(400, f"{node} has no room for it, or has refused it")
         return node
 

@@ -137,6 +137,19 @@ def wholes(kind: ModelKind, length: int) -> int:
 
 
 @each
+def test_what_a_request_for_one_token_has_loaded_the_next_one_finds_at_hand(nodes, kind, new_prompt):
+    """So a proxy prefetches (docs/hints.md)."""
+    server, prompt = nodes[kind], new_prompt(LENGTH)
+    server.store(prompt)
+    server.forget_prefixes()
+    server.store(prompt, 1)
+    loaded = server.loaded
+    answer = server.store([*prompt, *new_prompt(100)])
+    assert answer.cached >= wholes(kind, LENGTH) - KINDS[kind].chunk
+    assert server.loaded == loaded
+
+
+@each
 def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_prompt, vllm_pool):
     server, chunk = nodes[kind], KINDS[kind].chunk
     # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far longer

@@ -497,6 +497,32 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
 
 
 @scenario
+async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_one_token() -> None:
+    """A model with several layer groups has no streams."""
+    windows = msgspec.structs.replace(NAMESPACE, group="1", keeps="a window", tail=1)
+    async with pinning(2, POOL._replace(namespaces=(NAMESPACE, windows))) as c:
+
+        async def prefetch() -> Any:
+            async with c.session.post(c.url + "/hints", data=message("kv.prefetch", {"tokens": IDS})) as response:
+                return (await response.json())["actions"][0]
+
+        assert "the pool lacks too much of it" in (await prefetch())["reason"]
+        c.proxy._direct._client.found = 768
+        c.decode[0].script = c.decode[1].script = [answers(503)]
+        assert "no room" in (await prefetch())["reason"]
+        assert not c.proxy.requests._prefetched
+        c.decode[0].script = c.decode[1].script = []
+        told = await prefetch()
+        node = next(one for one in c.decode if one.url == told["node"])
+        assert (told["status"], told["in_pool"]) == ("accepted", 768)
+        assert node.bodies[-1] == {"prompt": IDS, "max_tokens": 1, "stream": False, "kv_transfer_params": None}
+        async with c.post({"prompt": [*IDS, 9]}) as response:
+            assert response.status == 200
+        assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
+        assert not c.proxy.requests._prefetched
+
+
+@scenario
 async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
     async with pinning() as c:
         c.proxy._direct._client.found = 0
