@@ -160,10 +160,8 @@ def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], lis
 class DrainJob(msgspec.Struct, frozen=True):
     """A drain job, as the master reports it."""
 
-    job_id: str
     status_name: str
     """`CREATED`, `PLANNING` or `RUNNING`; in the end `SUCCEEDED`, `FAILED` or `CANCELED`."""
-    segments: list[str]
     succeeded_units: _Size
     """Objects that were moved. A unit is an object in a segment."""
     failed_units: _Size
@@ -202,12 +200,9 @@ def drain_job(metrics: str, job: str) -> DrainJob | None:
     return decode_json(_accepted(answer), DrainJob)
 
 
-def cancel_drain(metrics: str, job: str) -> bool:
-    """Cancels a job: its segments take objects again. Returns False if the master refuses, as it does while any move is under way.
-
-    Raises OSError or ValueError if it does not answer.
-    """
-    return ask(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}").status == 200
+def cancel_drain(metrics: str, job: str) -> None:
+    """Cancels a job: its segments take objects again. Does nothing while any move is under way. Raises OSError or ValueError if there is no answer."""
+    ask(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")
 
 
 def _accepted(answer: Answer) -> bytes:

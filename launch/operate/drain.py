@@ -180,7 +180,9 @@ class _Follower:
         outcomes: dict[str, Literal["drained", "failed", "canceled", "goes on"]]
         outcomes = {"DRAINED": "drained", "DRAINING": "goes on"}
         state.outcome = outcomes.get(status, "canceled" if canceled else "failed")
-        left = set() if state.outcome == "drained" else set(self._left(_CANCEL_S if canceled else _LISTING_S))
+        left, limit_s = set[str](), _CANCEL_S if canceled else _LISTING_S
+        if state.outcome != "drained":
+            left.update(keys_in(self._metrics, self._own.te_endpoint, limit_s)[0])
         state.left = len(left)
         state.moved += len(self._asked_for - left)
         if not self._targets and state.outcome != "drained":
@@ -219,10 +221,6 @@ class _Follower:
         state.seconds = time.monotonic() - self._begin
         return own.status
 
-    def _left(self, limit_s: float) -> list[str]:
-        """Returns the keys that are known to be still there. Raises as `keys_in`."""
-        return keys_in(self._metrics, self._own.te_endpoint, limit_s)[0]
-
     def _move_leased(self) -> None:
         """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
         store, listed = self._store, self._listed
@@ -242,7 +240,7 @@ class _Follower:
         if self._job is None:
             return status
         deadline = time.monotonic() + _CANCEL_S
-        keys = self._left(_CANCEL_S)
+        keys, _ = keys_in(self._metrics, self._own.te_endpoint, _CANCEL_S)
         self._store.wait_open(_CALL_S)
         while status == "DRAINING" and time.monotonic() < deadline:
             # the master cancels only while no move is under way, and begins no move of a leased object
