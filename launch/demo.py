@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
-from launch.http import NOBODY, ask
+from launch.http import NOBODY, fetch
 from launch.up import quiet, running
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
-from pd_cache.decoding import decode_json, one_line
+from pd_cache.decoding import decode_json
 from pd_cache.errors import ConfigError, PdCacheError
 
 _OUTPUT_TOKENS = 16
@@ -92,10 +92,8 @@ def _ask(url: str, model: str, prompt: list[int]) -> dict[str, Any]:
     """Posts one completion to the proxy. Returns the answer, with the tokens and what the nodes say about them."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     try:
-        answer = ask(f"{url}/v1/completions", _TIMEOUT_S, NOBODY, json.dumps(body).encode())
-        if answer.status != 200:
-            raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:2000].decode(errors='replace'))}")
-        return decode_json(answer.body, dict[str, Any])
+        answer = fetch(f"{url}/v1/completions", _TIMEOUT_S, NOBODY, json.dumps(body).encode())
+        return decode_json(answer, dict[str, Any])
     except (OSError, ValueError) as error:
         raise PdCacheError(f"no answer from {url}: {error}") from None
 

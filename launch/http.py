@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import socket
 import ssl
 import threading
-import urllib.error
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from pd_cache.cluster import ClusterConfig
+from pd_cache.decoding import one_line
 
 ANSWER_S = 2.0
 _LARGEST_ANSWER = 4 << 20
@@ -95,16 +94,23 @@ class Answer(NamedTuple):
     """What came back, whatever its status."""
 
     status: int
-    reason: str
-    headers: http.client.HTTPMessage
     body: bytes
 
 
-def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY) -> bytes:
-    """Returns the body of `ask`'s answer. Raises as `ask`, and urllib's HTTPError, an OSError, for a status other than 2xx."""
-    answer = ask(url, timeout, access)
+class BadStatus(OSError):
+    """An answer with another status than 2xx. The message has the status, and the beginning of the body."""
+
+    def __init__(self, status: int, body: bytes = b"") -> None:
+        told = one_line(body[:300].decode(errors="replace"))
+        super().__init__(f"it answers {status}{told and ': ' + told}")
+        self.status = status
+
+
+def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: bytes | None = None) -> bytes:
+    """Returns the body of `ask`'s answer. Raises as `ask`, and BadStatus."""
+    answer = ask(url, timeout, access, body)
     if not 200 <= answer.status < 300:
-        raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO(answer.body))
+        raise BadStatus(answer.status, answer.body)
     return answer.body
 
 
@@ -136,7 +142,7 @@ def ask(
         answered = answer.read(_LARGEST_ANSWER + 1)
     if len(answered) > _LARGEST_ANSWER:
         raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
-    return Answer(answer.status, answer.reason, answer.headers, answered)
+    return Answer(answer.status, answered)
 
 
 def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
@@ -146,7 +152,7 @@ def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
     """
     with _asked(url, timeout, NOBODY, None) as answer:
         if answer.status != 200:
-            raise urllib.error.HTTPError(url, answer.status, answer.reason, answer.headers, io.BytesIO())
+            raise BadStatus(answer.status)
         for line in answer:
             yield line.removesuffix(b"\n")
         if answer.length:  # http.client raises only if all is read at once

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import urllib.error
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from launch.discovery import Directory, View, open_directory
 from launch.figures import TIERS, read_node, read_samples, shown_age, total
-from launch.http import NOBODY, Access, proxy_access
+from launch.http import NOBODY, Access, BadStatus, proxy_access
 from launch.masters import LEADER, Segment, master_health, mooncake_of, segments_at
 from launch.versions import known_versions
 from launch.watched import TIMEOUT_S, ask_server, get_text, is_asked
@@ -280,10 +279,9 @@ def _ask_http(row: NodeStatus, access: Access) -> None:
         """Returns a page; an empty one for a bad status. From `worst` on, the node is up but degraded."""
         try:
             return get_text(f"{row.url}{path}", access)
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code >= worst:
-                    row.state = f"degraded: {path} answers {error.code}"
+        except BadStatus as error:
+            if error.status >= worst:
+                row.state = f"degraded: {path} answers {error.status}"
         return ""
 
     told = read_about(ask("/health", worst=500))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import urllib.error
 import urllib.parse
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,9 +74,6 @@ def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
                 segments = read_segments(get_text(f"{record.metrics}/get_segments_detail").encode())
         with _reading:
             return NodeAnswer(record.name, at, read_node(read_samples(text), at), segments=segments)
-    except urllib.error.HTTPError as error:
-        with error:
-            return NodeAnswer(record.name, time.monotonic(), None, f"it answers {error.code}")
     except (OSError, PdCacheError, ValueError) as error:
         return NodeAnswer(record.name, time.monotonic(), None, one_line(str(error)) or repr(error))
 

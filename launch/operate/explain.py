@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from launch.discovery import View
-from launch.http import NOBODY, ask, proxy_access
+from launch.http import NOBODY, BadStatus, fetch, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
 from launch.proxy.prefixes import PromptNamer
 from launch.status import NodeStatus, cluster_status
@@ -91,16 +91,13 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     def asked(record: NodeRecord, asked_for: str) -> Sequence[HopReport]:
         by_proxy = record.role == "proxy"
         try:
-            answer = ask(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
-            if answer.status == 200 and by_proxy:
-                return decode_json(answer.body, Trip).hops
-            if answer.status == 200:
-                told = decode_json(answer.body, _Reports).reports
-                return [HopReport(record.role, record.name, report) for report in told]
-            if answer.status != 404:
-                unanswered[record.name] = f"it answers {answer.status} {one_line(answer.reason)}"
+            answer = fetch(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
+            if by_proxy:
+                return decode_json(answer, Trip).hops
+            return [HopReport(record.role, record.name, report) for report in decode_json(answer, _Reports).reports]
         except (OSError, ValueError) as error:
-            unanswered[record.name] = f"no answer: {error}"
+            if not (isinstance(error, BadStatus) and error.status == 404):
+                unanswered[record.name] = f"no answer: {error}"
         return []
 
     within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
@@ -211,10 +208,8 @@ def prompt_text(explained: Sequence[ExplainedNode]) -> str:
 def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
     """Returns the tokens of a text from the node. Raises OSError or ValueError if it does not answer with them."""
     body = {"prompt": prompt, **({"model": record.model} if record.model else {})}
-    answer = ask(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
-    if answer.status != 200:
-        raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
-    return decode_json(answer.body, _Tokens).tokens
+    answer = fetch(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
+    return decode_json(answer, _Tokens).tokens
 
 
 class _PoolLookups:

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from launch.http import ask, client_key, proxy_access
+from launch.http import client_key, fetch, proxy_access
 from launch.status import cluster_status
 from pd_cache.cluster import ClusterConfig
-from pd_cache.decoding import decode_json, one_line
+from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError
 from pd_cache.hints import ActionAnswer, HintsAnswer
 
@@ -31,10 +31,8 @@ def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], actio
         if row.record.role != "proxy":
             continue
         try:
-            told = ask(f"{row.record.address}/hints", _ASK_S, access, body)
-            if told.status != 200:
-                raise ValueError(f"{told.status}: {one_line(told.body[:300].decode(errors='replace'))}")
-            (answer,) = decode_json(told.body, HintsAnswer).actions
+            told = fetch(f"{row.record.address}/hints", _ASK_S, access, body)
+            (answer,) = decode_json(told, HintsAnswer).actions
         except (OSError, ValueError) as error:
             why = f"{row.name}: {error}"
         else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ssl
 import time
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import pytest
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
 from bench.suites.serve import clusters_proxy
-from launch.http import NOBODY, client_key, fetch, proxy_access, proxy_certificate, trusting
+from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, proxy_certificate, trusting
 from launch.status import NodeStatus, cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
@@ -69,7 +68,7 @@ def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(
         row = proxy_row(guarded)
         assert row.state in NO_DECODE_NODE
         assert row.in_flight is None
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(BadStatus, match="401"):
             fetch(f"{guarded.url}/metrics", access=proxy_access(guarded.config))
     finally:
         hidden.rename(file)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from launch.http import Access, fetch, fetch_lines
+from launch.http import Access, BadStatus, fetch, fetch_lines
 
 Serve = Callable[[socket.socket, threading.Event], None]
 
@@ -72,7 +71,7 @@ def all_lines(url: str, timeout: float) -> list[bytes]:
         (fetch, whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
         (fetch, whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)), ValueError, "more than"),
         (all_lines, drop_by_drop(b"HTTP/1.1 200 OK\r\n\r\n" + b"a\n" * 5000), TimeoutError, "no whole answer within 0.3 s"),
-        (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), urllib.error.HTTPError, "503"),
+        (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), BadStatus, "503"),
     ],
     ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much", "a list drop by drop", "a list refused"],
 )  # fmt: skip
@@ -98,9 +97,9 @@ def test_a_key_goes_to_the_node_and_not_to_a_proxy_of_the_environment(monkeypatc
 def test_a_redirect_is_not_followed() -> None:
     with answering(whole(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (elsewhere, of_elsewhere):
         moved = f"HTTP/1.1 302 Found\r\nLocation: {elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
-        with answering(whole(moved)) as (node, _), pytest.raises(urllib.error.HTTPError) as raised:
+        with answering(whole(moved)) as (node, _), pytest.raises(BadStatus) as raised:
             fetch(node, 60, Access("secret"))
-    assert raised.value.code == 302
+    assert raised.value.status == 302
     assert not of_elsewhere
 
 
