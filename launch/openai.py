@@ -50,9 +50,9 @@ class ApiError(PdCacheError):
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
 
 
-def overloaded(message: str, retry_after: int = 1, *, code: str = "overloaded") -> ApiError:
+def overloaded(message: str, retry_after: int = 1) -> ApiError:
     """Returns a 503 that asks the client to come back in `retry_after` seconds."""
-    return ApiError(503, message, code=code, retry_after=retry_after)
+    return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
 def given_id(request: web.Request) -> str:

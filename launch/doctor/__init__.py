@@ -19,7 +19,6 @@ import pd_cache
 from launch.discovery import known_master
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
-from launch.masters import Segment
 from launch.status import ClusterStatus, cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes
@@ -57,28 +56,27 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         return
     status = cluster_status(config)
     mine = local_nodes(config)
-    running = {row.name for row in status.nodes if row.answers} | {
-        node.name for node in mine if node.role == "store" and _mounted(config, node.host, status.segments)
-    }
+    segments, running = status.segments or (), {row.name for row in status.nodes if row.answers}
+    for node in mine:  # a store without a metrics_port answers nothing, and has its memory if the pool has that
+        mounted = sum(segment.size_bytes for segment in segments if segment.host == node.host)
+        if node.role == "store" and mounted >= sum(
+            config.segment_size(one) for one in config.nodes if one.host == node.host
+        ):
+            running.add(node.name)
     yield checks.memory_finding(config, mine, running)
     yield probe.listening_finding(mine)
     yield from probe.cluster_findings(status)
     if not any(row.answers for row in status.nodes):
         return
-    yield from _network(config, status)
+    hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
+    leading = next((row.name for row in status.leading), None)
+    targets = probe.targets_of(config, status.view, segments, leading)
+    yield from probe.reach_findings(asyncio.run(probe.reach(targets)))
+    yield from probe.advertised_findings(hosts, segments)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)
     if own.second_pool is not None:
         yield probe.second_pool_finding(own.second_pool)
-
-
-def _network(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
-    segments = status.segments or ()
-    hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
-    leading = next((row.name for row in status.leading), None)
-    reached = asyncio.run(probe.reach(probe.targets_of(config, status.view, segments, leading)))
-    yield from probe.reach_findings(reached)
-    yield from probe.advertised_findings(hosts, segments)
 
 
 def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:
@@ -92,12 +90,6 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
     # with etcd, a machine's file need not hold the master
     master = known_master(config) or leader.address
     yield from probe.probe_findings(config, status.segments, master, leader.metrics or "", _own_host(config))
-
-
-def _mounted(config: ClusterConfig, host: str, segments: list[Segment] | None) -> bool:
-    """Returns whether the pool has all the memory that a host's nodes promise."""
-    promised = sum(config.segment_size(node) for node in config.nodes if node.host == host)
-    return sum(segment.size_bytes for segment in segments or () if segment.host == host) >= promised
 
 
 def _own_host(config: ClusterConfig) -> str:

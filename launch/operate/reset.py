@@ -33,7 +33,9 @@ def reset_models(
     status = cluster_status(config)
     authorities = [row.record.versions for row in status.nodes if row.record.versions is not None]
     known = known_versions(authorities)
-    names = {weights: weights for weights in known} | _names(status)
+    records = [row.record for row in status.nodes if row.record.cache_namespaces]
+    served = {one.cache_namespaces[0].model: one.model or one.cache_namespaces[0].model for one in records}
+    names = {weights: weights for weights in known} | served
     chosen = {weights: name for weights, name in names.items() if model in (None, name, weights)}
     if not chosen:
         there = f"they serve {', '.join(sorted(set(names.values())))}" if names else "none has told its namespace"
@@ -48,12 +50,6 @@ def reset_models(
                 f"try again with --version {label}"
             ) from error
         told(ResetModel(name, label, processes))
-
-
-def _names(status: ClusterStatus) -> dict[str, str]:
-    """Returns the models that nodes serve: what identifies the weights, and what the nodes call it."""
-    spaces = [(row.record, row.record.cache_namespaces[0]) for row in status.nodes if row.record.cache_namespaces]
-    return {space.model: record.model or space.model for record, space in spaces}
 
 
 def _with_unheard(processes: Told, status: ClusterStatus, weights: str) -> Told:

@@ -228,7 +228,8 @@ class NodePools:
         }
 
     def _compare(self) -> None:
-        records = [self._completed(record) for record in self._view.by_role(*_HOPS)]
+        told = ((record, self._told.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS))
+        records = [record if about is None else record.telling(about) for record, about in told]
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
         prefill = self.pools["prefill"]
@@ -253,10 +254,6 @@ class NodePools:
             if masters := self._view.by_role("master"):
                 self._versions = ",".join(sorted(one.versions for one in masters if one.versions is not None))
             self._direct.use(Pool(namespaces, master, decode.model, self._versions))
-
-    def _completed(self, record: NodeRecord) -> NodeRecord:
-        told = self._told.get(record.address.rstrip("/"))
-        return record if told is None else record.telling(told)
 
 
 def _target(record: NodeRecord) -> Target:

@@ -13,7 +13,6 @@ from launch.supervise import ForeignProgram, Process, RoleError, spawn_child, st
 from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import find_program
-from transfer.settings import mooncake_release, mooncake_version
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
@@ -33,7 +32,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
         f"--metrics_host={node.host}",
         f"--metrics_port={node.metrics_port}",
         f"--default_kv_lease_ttl={node.lease_ttl_ms}",
-        f"--{_ttl_flag()}={node.client_ttl_s}",
+        f"--client_ttl={node.client_ttl_s}",  # 0.3.14 calls it client_active_ttl_sec, and takes both
         "--put_start_discard_timeout_sec=5",  # so long the put of a writer that died blocks its key
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
@@ -59,11 +58,6 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
         ),
         "--logtostderr",
     ]
-
-
-def _ttl_flag() -> str:
-    """Returns the flag for `client_ttl_s`, which Mooncake has renamed: 0.3.14 still takes the old one."""
-    return "client_active_ttl_sec" if mooncake_release(mooncake_version()) >= (0, 3, 14) else "client_ttl"
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:

@@ -258,8 +258,7 @@ class ReferenceEngine:
             while not self._stopping:
                 self._handle_inbox()
                 self._tick()
-                if not self._has_work:
-                    self._sleep()
+                self._sleep()
         except Exception:  # whatever broke it: waiting requests must get an error, and /health must report it
             _logger.exception("the engine has failed")
             with self._changed:
@@ -276,10 +275,18 @@ class ReferenceEngine:
             call()
 
     def _sleep(self) -> None:
-        deadline = self._next_deadline()
-        longest = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - time.monotonic())
+        """Waits for news or for the next deadline, unless another tick would make progress now."""
+        if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
+            return
+        room = len(self._running) < self.config.max_running
+        if room and self._waiting and self._blocks_needed(self._waiting[0]) <= self.pool.free:
+            return
+        deadlines = [active.generation.deadline for active in self._active()]
+        deadlines += [active.load.deadline for active in self._running if active.load is not None]
+        until = min((one - time.monotonic() for one in deadlines), default=_LONGEST_SLEEP_S)
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._stopping, timeout=max(0.0, longest))
+            longest = max(0.0, min(until, _LONGEST_SLEEP_S))
+            self._changed.wait_for(lambda: self._inbox or self._stopping, timeout=longest)
 
     def _end_all(self) -> None:
         """Ends all requests, so that none waits for a thread that no longer computes."""
@@ -318,20 +325,6 @@ class ReferenceEngine:
         metrics.queued.set(len(self._waiting))
         metrics.running.set(len(self._running))
         metrics.free_blocks.set(self.pool.free)
-
-    @property
-    def _has_work(self) -> bool:
-        """Whether another tick would make progress now."""
-        if any(active.phase in (_Phase.PREFILL, _Phase.DECODE) for active in self._running):
-            return True
-        room = len(self._running) < self.config.max_running
-        return room and bool(self._waiting) and self._blocks_needed(self._waiting[0]) <= self.pool.free
-
-    def _next_deadline(self) -> float | None:
-        """The `time.monotonic()` at which a tick is due even if nothing happens; None if there is none."""
-        deadlines = [active.generation.deadline for active in self._active()]
-        deadlines += [active.load.deadline for active in self._running if active.load is not None]
-        return min(deadlines, default=None)
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
