@@ -70,15 +70,6 @@ def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
         assert answer.body["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_many_prompts_with_overlapping_prefixes_at_once(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
-    prefix = prompt(6 * CHUNK)
-    prompts = [prefix[: CHUNK * (index % 7)] + prompt(20 + index) for index in range(16)]
-    with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(lambda tokens: complete(url_of(cluster), tokens), prompts))
-    assert [answer.status for answer in answers] == [200] * 16
-    assert [answer.tokens for answer in answers] == [alone(tokens) for tokens in prompts]
-
-
 def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(cluster, alone, file, prompt):
     """The longest prompt takes the prefill node 15 steps. On a busy machine the decode node may be too late for all of them."""
 

@@ -265,31 +265,17 @@ def test_a_command_says_nothing_of_an_engine_that_starts_before_it_has_arrived()
     assert polled(a, *late) == ["new", "new"]
 
 
-def test_an_engine_that_speaks_while_a_command_is_under_way_means_the_same_change() -> None:
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_engine_that_speaks_while_a_command_is_under_way_means_the_same_change(heard: bool) -> None:
+    """If it has heard of it, too: else it would make a version of its own, which an engine joins whose weights change next."""
     world = World()
     a, b = world.engine(), world.engine()
     world.command("new")
+    assert not heard or polled(a, b) == ["new", "new"]
     assert a.version.reset() == "new"
     assert polled(a, b) == ["new", "new"]
-
-
-def test_an_engine_that_has_heard_of_a_command_under_way_means_the_same_change_too() -> None:
-    """Otherwise it would make a version of its own, which an engine joins whose weights change next."""
-    world = World()
-    a, b = world.engine(), world.engine()
-    world.command("new")
-    assert polled(a, b) == ["new", "new"]
-    assert a.version.reset() == "new"
     world.clock.now += OVER_S
     assert b.version.reset() not in ("new", None)
-
-
-def test_a_command_after_an_engines_change_reaches_that_engine_too() -> None:
-    world = World()
-    a, b = world.engine(), world.engine()
-    assert a.version.reset()
-    world.command("new")
-    assert polled(a, b) == ["new", "new"]
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 import uuid
@@ -301,13 +300,10 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
             lambda: backend.batch_set_v1(keys, at(*range(8))) == [True] * 8,
             what="the authority of versions, which has just started",
         )
-        pool.nodes["store-0"].send(signal.SIGSTOP)
-        try:
+        with pool.nodes["store-0"].stopped():
             assert backend.batch_get_v1(keys, at(*range(8, 16))) == [False] * 8
             filled(host, 3)
             others = [page(host, number) for number in range(8, 16)]
-        finally:
-            pool.nodes["store-0"].send(signal.SIGCONT)
         wait_for(lambda: backend.batch_get_v1(keys, at(*range(8))) == [True] * 8, what="a load after the pause")
         assert [page(host, number) for number in range(8, 16)] == others
     finally:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,16 +36,6 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
     wait_for(stored, 60, "the prompt in the pool")
 
 
-@contextmanager
-def stopped(pool: Pool, name: str) -> Iterator[None]:
-    """A node that neither answers nor dies."""
-    pool.nodes[name].send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        pool.nodes[name].send(signal.SIGCONT)
-
-
 def corrupt(pool: Pool, *keys: str, byte: int | None = None) -> None:
     """Flip a bit of each of these objects: in the middle, or of this byte."""
     with pool.bare_client() as client:
@@ -77,7 +64,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prom
 def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
-    with stopped(vllm_pool, "store-0"):
+    with vllm_pool.nodes["store-0"].stopped():
         with pair.b.abandoned(prompt):
             wait_for(lambda: pair.b.blocks_in_use)
         assert pair.b.blocks_in_use, "a transfer may still write to staging: its end is waited for"
@@ -91,7 +78,7 @@ def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, 
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
-    with stopped(vllm_pool, "store-0"):
+    with vllm_pool.nodes["store-0"].stopped():
         answer = pair.b.complete(prompt)
         assert answer.tokens == plain.tokens(prompt)
         wait_for(lambda: pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve") > failed)
@@ -100,7 +87,7 @@ def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, 
 
 def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
-    with stopped(vllm_pool, "store-0"):
+    with vllm_pool.nodes["store-0"].stopped():
         with pair.a.abandoned(prompt):
             wait_for(lambda: pair.a.blocks_in_use)
         assert pair.a.complete(other := new_prompt(100)).tokens == plain.tokens(other), "the engine serves on meanwhile"
