@@ -32,8 +32,6 @@ _HEADER = struct.Struct("<4sHHQ")
 _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
-MAX_OBJECTS = 4 * MAX_SHARDS
-"""The most objects of a chunk, in all groups of layers together."""
 MAX_FRAME = 4 << 20
 """The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
@@ -103,15 +101,9 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
         groups: list[EngineIdentity | FurtherLayers] = [self, *self.further]
-        objects = [one.world_size * one.shards_per_rank for one in groups]
-        if max(objects) > MAX_SHARDS:
-            raise ValueError(f"ranks and their shards make {max(objects)} shards of a chunk; {MAX_SHARDS} are the most")
-        if sum(objects) > MAX_OBJECTS:
-            raise ValueError(
-                f"a chunk has at most {MAX_OBJECTS} objects in all groups of layers together, got {sum(objects)}"
-            )
-        if len({one.layers for one in groups}) < len(groups):
-            raise ValueError("a group of layers is named twice")
+        shards = max(one.world_size * one.shards_per_rank for one in groups)
+        if shards > MAX_SHARDS:
+            raise ValueError(f"ranks and their shards make {shards} shards of a chunk; {MAX_SHARDS} are the most")
 
     @classmethod
     def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:

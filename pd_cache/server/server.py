@@ -57,7 +57,6 @@ log = logging.getLogger(__name__)
 _CLOSING = Refused("closing", "the cache server is closing")
 MAX_IN_FLIGHT = 256
 """The most lookups, and the most moves, that are queued or running. One more is answered `busy`, which engines count as a miss."""
-_MAX_CLIENTS = 256
 _TICK_S = 0.5
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
@@ -312,8 +311,6 @@ class CacheServer:
                     f"{one.block_size}",
                 )
         with self._lock:
-            if len(self._clients) >= _MAX_CLIENTS and identity not in self._clients:
-                raise RefusalError("busy", f"the server serves at most {_MAX_CLIENTS} clients at a time")
             before = self._clients.get(identity)
             if before is None or before.hello != hello:
                 self._clients[identity] = Client(hello, groups)

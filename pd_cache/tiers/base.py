@@ -46,9 +46,8 @@ class StorageBackend(ABC):
     """The memory that `stage` lends from and that payloads are read into."""
     batch_size: int
     """How many payloads a caller should best hand over together."""
-    settles_at_once: bool = False
-    """Whether a write has ended when `batched_put` returns."""
     kind: TierKind = "pool"
+    """What the tier keeps objects in. A write into memory has ended when `batched_put` returns."""
     near: Callable[[Sequence[str]], TierChunks] | None = None
     """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose part is 0. None if there is no such tier."""
 

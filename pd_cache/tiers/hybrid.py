@@ -322,7 +322,7 @@ class _WriteBehind:
 
     def put(self, tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: float | None) -> None:
         """Begins to write the chunks that fit, and counts the others as dropped."""
-        if tier.backend.settles_at_once:
+        if tier.backend.kind == "memory":
             _begin(tier, keys, items, timeout).results()
             return
         with self._lock:

@@ -26,7 +26,6 @@ _BATCH_BYTES = 64 << 20
 class LocalBackend(StorageBackend):
     """Keeps objects in the slots that they came in, within a byte budget, by an eviction policy."""
 
-    settles_at_once = True
     kind = "memory"
 
     def __init__(self, memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> None:

@@ -27,7 +27,7 @@ class PipelinedBackend(StorageBackend):
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size
         self.memory = inner.memory
-        self.settles_at_once = inner.settles_at_once
+        self.kind = inner.kind
         self._depth = depth
 
     @property

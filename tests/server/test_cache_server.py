@@ -26,7 +26,7 @@ from pd_cache.server import server as cache_server
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_welcome
-from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Refused, Retrieve, Store, Welcome
+from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
 from pd_cache.server.server import CacheServer
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
@@ -37,7 +37,6 @@ from tests.support.server import (
     LATE_S,
     PER_CHUNK,
     Engine,
-    StrangePeer,
     move_unchecked,
     same_tensors,
     served,
@@ -480,22 +479,6 @@ def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_
         assert set(troubles(engine.worker.metrics, "store")) == {"server_lost"}
         assert engine.retrieve("a", tokens) == {0, 1}
         assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, "an outage is no plain miss"
-
-
-def test_one_client_more_than_the_server_takes_is_refused_and_the_others_stay(
-    server: CacheServer, engine: Engine, tokens: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.store(name, tokens)
-    with StrangePeer(server.url) as one, StrangePeer(server.url) as too_many:
-        monkeypatch.setattr(cache_server, "_MAX_CLIENTS", len(server._clients) + 1)
-        assert isinstance(one.hello(), Welcome)
-        answer = too_many.hello()
-        assert isinstance(answer, Refused)
-        assert answer.reason == "busy"
-        assert isinstance(one.hello(), Welcome), "one that is known may say hello again"
-        assert engine.lookup(name, tokens) == 3 * CHUNK
-        server._gone(one.name.encode())
-        assert isinstance(too_many.hello(), Welcome)
 
 
 def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from pd_cache.reasons import Found
 from pd_cache.server.protocol import (
     PROTOCOL,
     FrameError,
-    Hello,
     Lookup,
     Refused,
     StatusQuery,
@@ -40,9 +39,6 @@ def nonsense(body: bytes) -> bytes:
     return encode(9, StatusQuery())[:16] + body
 
 
-LAYERS = {"layers": "0", "keeps": "every token", "tail": 0}
-
-
 def hello(**engine: Any) -> bytes:
     """The frame of a scheduler that says this about its engine."""
     return nonsense(msgspec.msgpack.encode(["hello", TOKEN, "scheduler", {"model": "m", "block_size": 4, **engine}]))
@@ -58,21 +54,10 @@ BAD = {
     "a string where a number belongs": nonsense(encode(9, Lookup("r", (), 3))[16:-2] + b"\xa1x\xa0"),
     "a name that is too short": nonsense(msgspec.msgpack.encode(["lookup", "r", [b"abc"], 0])),
     "a rank outside of the world": hello(world_size=2, rank=2),
-    "a group of layers that is named twice": hello(further=[[LAYERS, 4, 1, 1], [LAYERS, 8, 1, 1]]),
-    "more objects in all groups together than a lookup asks for at once": hello(
-        further=[[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(4)]
-    ),
     "a pickle": nonsense(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
     "an answer": encode(9, Found(3, 3)),
     "nested deeply": nonsense(b"\x91" * 5000),
 }
-
-
-def test_a_hello_may_name_as_many_groups_as_a_lookup_asks_for_at_once() -> None:
-    groups = [[{**LAYERS, "layers": str(n)}, 4, 1024, 1] for n in range(3)]
-    _, request = decode_request(hello(further=groups))
-    assert isinstance(request, Hello)
-    assert len(request.engine.further) == 3
 
 
 def test_another_version_is_refused_and_the_refusal_is_read_across_versions() -> None:
