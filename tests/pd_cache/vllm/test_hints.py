@@ -80,6 +80,9 @@ def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over_or_it_i
     assert scene.send("kv.retain", OTHER[1:CHUNK] * 2, "c", ttl_s=1)["reason"].startswith("all pins of this engine")
     scene.clock.now += 30
     scene.keeps(OTHER[:CHUNK])
+    scene.clock.now += 30
+    scene.keeps()
+    assert scene.send("kv.retain", OTHER, "b", ttl_s=9)["status"] == "accepted"
     assert scene.send("kv.release", PROMPT, "d", action_id="b")["released"] == 1
     assert scene.send("kv.retain", PROMPT, "e", ttl_s=9)["status"] == "accepted"
     assert scene.send("kv.release", LONG)["reason"] == "this engine has no such pin"
