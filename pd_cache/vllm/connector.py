@@ -71,7 +71,7 @@ from pd_cache.vllm.model import (
 from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import read_settings
-from pd_cache.vllm.stats import CacheStats, CacheStatsSource, PromCacheMetrics
+from pd_cache.vllm.stats import CacheStats, PromCacheMetrics
 from pd_cache.vllm.steps import Step, StepReport
 from pd_cache.vllm.worker import WorkerSide
 
@@ -161,7 +161,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = fitted(settings, vllm_config, self._layers, hash_block_size)
         self._metrics = CacheMetrics()
-        self._stats = CacheStatsSource(self._metrics)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._resources = contextlib.ExitStack()
@@ -453,7 +452,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     @never_fails("stats")
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns what was counted since the last call."""
-        return self._stats.take()
+        added = self._metrics.take_added()
+        return CacheStats({"|".join(key): value for key, value in added.items()}) if added else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

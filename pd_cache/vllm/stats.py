@@ -1,6 +1,6 @@
 """Statistics in vLLM's classes.
 
-The cache counts once, in `CacheMetrics`. The worker and the scheduler send differences to the API server's process, which adds them up on
+The cache counts once, in `CacheMetrics`. The worker and the scheduler send what was added to the API server's process, which adds it up on
 vLLM's /metrics.
 """
 
@@ -11,33 +11,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pd_cache.metrics import CacheMetrics
+from pd_cache.metrics import COUNTERS
 
-_COUNTERS = {
-    "tokens": ("tokens", ("op", "outcome"), "Tokens by what became of them in the cache"),
-    "bytes": ("bytes", ("op",), "Payload bytes moved"),
-    "group_bytes": (
-        "group_bytes",
-        ("op", "layers"),
-        "Payload bytes moved, by group of layers, for models that have several",
-    ),
+_COUNTERS = {family: (family, *told) for family, told in COUNTERS.items()} | {
     "op_seconds_sum": ("op_seconds", ("op",), "Seconds spent in cache operations"),
     "op_seconds_count": ("ops", ("op",), "Cache operations"),
-    "troubles": ("troubles", ("op", "reason"), "Chunks not stored or not loaded, by reason"),
-    "requests": ("requests", ("reason",), "Prompts, by why the first chunk that was not loaded was not there"),
-    "prompt_tokens": ("prompt_tokens", ("source",), "Tokens of prompts: at_hand in vLLM's own cache, loaded, computed"),
-    "missed_tokens": (
-        "missed_tokens",
-        ("reason",),
-        "Tokens of prompts computed, by why the first of their chunks was not there",
-    ),
-    "tier_hits": ("tier_hits", ("tier",), "Chunks read, by tier"),
-    "tier_misses": ("tier_misses", ("tier", "reason"), "Chunks that a tier should have had, by why it had not"),
-    "tier_evictions": ("tier_evictions", ("tier",), "Chunks evicted, by tier"),
-    "tier_healed": ("tier_healed", ("tier",), "Removals of damaged objects that succeeded, by tier"),
-    "tier_dropped_writes": ("tier_dropped_writes", ("tier", "reason"), "Chunks not written to a tier, by reason"),
-    "tier_failures": ("tier_failures", ("tier", "reason"), "Times that a tier was switched off"),
-    "tier_file_errors": ("tier_file_errors", ("tier", "error"), "Errors that were one file's alone"),
 }
 """Of each family of `CacheMetrics`: the name of its counter, its labels, and what it counts."""
 
@@ -81,30 +59,6 @@ class CacheStats(KVConnectorStats):
             if family == "troubles":
                 line[rest.replace("|", " ")] = int(value)
         return line
-
-
-class CacheStatsSource:
-    """What was counted since the last time."""
-
-    def __init__(self, metrics: CacheMetrics) -> None:
-        self._metrics = metrics
-        self._last: dict[tuple[str, ...], float] = {}
-        self._changes = 0
-
-    def take(self) -> CacheStats | None:
-        """Returns the statistics; None if nothing was counted."""
-        changes = self._metrics.changes
-        if changes == self._changes:
-            return None
-        self._changes = changes
-        totals = self._metrics.totals()
-        added = {
-            "|".join(key): value - self._last.get(key, 0.0)
-            for key, value in totals.items()
-            if value != self._last.get(key, 0.0) and key[0] in _COUNTERS
-        }
-        self._last = totals
-        return CacheStats(data=added) if added else None
 
 
 class PromCacheMetrics(KVConnectorPromMetrics):

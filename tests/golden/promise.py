@@ -85,6 +85,9 @@ def metric_names() -> str:
 
 
 def _metrics() -> Iterator[str]:
+    from pd_cache.metrics import COUNTERS
+
+    yield from (f"pd_cache_{family}{{{','.join(labels)}}}" for family, (labels, _) in COUNTERS.items())
     for package in ("pd_cache", "launch"):
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):

@@ -296,23 +296,22 @@ def test_reports_of_ranks_add_up() -> None:
 
 
 def test_statistics_are_what_was_added_since() -> None:
-    from pd_cache.vllm.stats import CacheStatsSource
+    from pd_cache.vllm.stats import CacheStats
+
+    def added() -> CacheStats:
+        return CacheStats({"|".join(key): value for key, value in metrics.take_added().items()})
 
     metrics = CacheMetrics()
-    source = CacheStatsSource(metrics)
-    assert source.take() is None
+    assert added().is_empty()
     metrics.trouble("store", "queue_full", 2)
     with metrics.timed("lookup"):
         metrics.tokens("lookup", "hit", 512)
-    first = source.take()
-    assert first is not None
-    assert first.data["troubles|store|queue_full"] == 2
-    assert first.data["tokens|lookup|hit"] == 512
-    assert first.data["op_seconds_count|lookup"] == 1
-    assert source.take() is None
+    first = added()
+    assert first.data.pop("op_seconds_sum|lookup") == metrics.totals()["op_seconds_sum", "lookup"]
+    assert first.data == {"troubles|store|queue_full": 2, "tokens|lookup|hit": 512, "op_seconds_count|lookup": 1}
+    assert added().is_empty()
     metrics.trouble("store", "queue_full")
-    second = source.take()
-    assert second is not None
+    second = added()
     assert second.data == {"troubles|store|queue_full": 1}
     assert first.aggregate(second).reduce()["store queue_full"] == 3
 
