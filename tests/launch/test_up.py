@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from launch import up
-from launch.roles import master
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -83,14 +82,3 @@ def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["777", "777"]
-
-
-@pytest.mark.parametrize(
-    ("version", "flag"),
-    [("0.3.13.post1", "--client_ttl=5"), ("0.3.14", "--client_active_ttl_sec=5"), ("", "--client_ttl=5")],
-)
-def test_the_masters_flag_for_silent_clients_is_that_of_the_installed_version(version, flag, monkeypatch):
-    monkeypatch.setattr(master, "mooncake_version", lambda: version)
-    monkeypatch.setattr(master, "find_program", lambda name: f"/bin/{name}")
-    given = master.master_command(cluster(), cluster().master)
-    assert [one for one in given if one.startswith("--client")] == [flag]
