@@ -578,13 +578,15 @@ class Requests:
             if self._prefetched.get(last) is one:
                 del self._prefetched[last]
 
-        if streams:
-            stream.add_done_callback(ended)
-        else:  # what the node has loaded stays in its own cache
-            asyncio.get_running_loop().call_later(PREFETCH_S, ended)
+        def failed() -> bool:  # one that is cancelled has given way to its request, or to another of the same prompt
+            return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
+
+        stream.add_done_callback(lambda _: ended() if failed() else None)
+        asyncio.get_running_loop().call_later(
+            PREFETCH_S, ended
+        )  # what a node without streams has loaded stays in its own cache
         await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
-        if stream.done() and (streams or stream.result() != 200):
-            ended()
+        if failed():
             raise ApiError(400, f"{node} has no room for it, or has refused it")
         return node
 

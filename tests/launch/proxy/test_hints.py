@@ -511,7 +511,18 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         c.decode[0].script = c.decode[1].script = [answers(503)]
         assert "no room" in (await prefetch())["reason"]
         assert not c.proxy.requests._prefetched
-        c.decode[0].script = c.decode[1].script = []
+        c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
+        told, again = await asyncio.gather(prefetch(), prefetch())
+        assert told["status"] == again["status"] == "accepted", "though the second has taken the place of the first"
+
+        async def fails_late(request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(2 * requests._PREFETCH_REFUSED_S)
+            return web.Response(status=500)
+
+        c.decode[0].script, c.decode[1].script = [fails_late], [fails_late]
+        assert (await prefetch())["status"] == "accepted"
+        await until(lambda: not c.proxy.requests._prefetched, "it has its place no longer")
+        c.decode[0].script, c.decode[1].script = [], []
         told = await prefetch()
         node = next(one for one in c.decode if one.url == told["node"])
         assert (told["status"], told["in_pool"]) == ("accepted", 768)
