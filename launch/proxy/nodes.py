@@ -21,6 +21,7 @@ from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.routing import Hop, NodePool, Reason, Target
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import About, NodeRecord, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
 
@@ -195,6 +196,8 @@ class NodePools:
         self._master = master or (lambda view: None)
         self._view = View(())
         self._versions = ""
+        self._serves: tuple[tuple[Namespace, ...], str | None] = ((), None)
+        """The namespaces and the model of the pool in use."""
         self._told: dict[str, About] = {}
         self._differences: dict[str, str] = {}
 
@@ -240,20 +243,24 @@ class NodePools:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        decode = next((one for one in records if one.role == "decode" and one.cache_namespaces), None)
+        known = [(one.cache_namespaces, one.model) for one in records if one.role == "decode" and one.cache_namespaces]
+        if (
+            known and self._serves not in known
+        ):  # while nodes of two versions come and go, it stays the same as long as it can
+            self._serves = known[0]
         master = self._master(self._view)
-        if decode is None:
+        if not known:
             self._direct.use("no decode node reports its namespace")
         elif master is None:
             self._direct.use("no master of the pool is known")
         else:
-            namespaces = decode.cache_namespaces
+            namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
             # A master whose record is gone comes back. Without its authority, lookups would find chunks of old weights, and each client that is
             # opened costs 26 MiB for ever.
             if masters := self._view.by_role("master"):
                 self._versions = ",".join(sorted(one.versions for one in masters if one.versions is not None))
-            self._direct.use(Pool(namespaces, master, decode.model, self._versions))
+            self._direct.use(Pool(namespaces, master, model, self._versions))
 
 
 def _target(record: NodeRecord) -> Target:

@@ -241,3 +241,18 @@ def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_w
         pools.update(View(records))
     direct.close()
     assert [pool.versions for pool in opened] == ["http://127.0.0.1:3", "http://h:4"]
+
+
+def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once() -> None:
+    opened: list[Pool] = []
+    direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
+    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
+    old, new = NAMESPACE, msgspec.structs.replace(NAMESPACE, model="tiny@2")
+    nodes = [
+        NodeRecord(name=name, role="decode", address=f"http://127.0.0.1:{port}", **space.described())
+        for name, port, space in (("a", 2, new), ("b", 3, old), ("c", 4, new))
+    ]
+    for records in (nodes[1:2], nodes, nodes[1:], nodes, (), nodes, nodes[::2], nodes, nodes[1:], nodes):
+        pools.update(View(tuple(records)))
+    direct.close()
+    assert [pool.namespaces for pool in opened] == [(old,), (new,)]
