@@ -168,11 +168,12 @@ class NodePool:
         return self._node(url).target.streams
 
     def out_of_turn(self, now: float, tried: Collection[str] = ()) -> str | None:
-        """Returns a node that is not skipped and is not in `tried`; None if there is none.
+        """Returns any node that is not skipped and is not in `tried`; None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
-        return next((node.target.url for node in self._candidates(now, tried)), None)
+        candidates = self._candidates(now, tried)
+        return candidates[int(self._rng.random() * len(candidates))].target.url if candidates else None
 
     def _candidates(self, now: float, tried: Collection[str]) -> list[_RoutedNode]:
         allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
