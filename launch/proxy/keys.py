@@ -208,7 +208,7 @@ class _WatchedFile(msgspec.Struct):
     seen: list[bytes]
     """The digests of what was loaded."""
     refused: list[bytes] | None = None
-    """Those of what could not be used. It is tried again once it changes."""
+    """Those of what could not be used, which is logged once and tried at each look: the process may have had no file descriptor left."""
 
 
 class WatchedFiles:
@@ -228,13 +228,15 @@ class WatchedFiles:
 
     def look(self) -> None:
         for one in self._watched:
-            if (digests := _digests(one.files)) in (one.seen, one.refused):
+            if (digests := _digests(one.files)) == one.seen:
+                one.refused = None
                 continue
             try:
                 one.load()
-            except ConfigError as error:
+            except Exception as error:  # noqa: BLE001 - of whatever kind: the other files go on
+                if digests != one.refused:
+                    log.error("%s changed and cannot be used; the previous contents stay in force: %s", one.what, error)
                 one.refused = digests
-                log.error("%s changed and cannot be used; the previous contents stay in force: %s", one.what, error)
             else:
                 one.seen, one.refused = digests, None
                 log.info("%s changed and was read again", one.what)

@@ -185,8 +185,8 @@ def parse_document(text: str, file: Path) -> Source:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{file}:{line}: is not valid YAML: {error.problem or error}") from None
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # PyYAML's scanner raises the others for invalid numbers in directives and escapes, and for an alias inside its own value
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError) as error:
+        # PyYAML raises the others for invalid numbers in directives and escapes, for an alias inside its own value, and for `!!bool x`
         raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -131,6 +132,8 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "the previous contents stay in force" in line.getMessage()
     keys.path.write_text(f"bob {KEY}-of-bob")
+    with patch.object(Path, "read_text", side_effect=OSError("too many open files")):
+        keys.files.look()
     keys.files.look()
     assert keys.client(f"{KEY}-of-bob") == "bob"
 
