@@ -142,6 +142,8 @@ def ask(
         answered = answer.read(_LARGEST_ANSWER + 1)
     if len(answered) > _LARGEST_ANSWER:
         raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
+    if answer.length:  # http.client raises only if all is read at once
+        raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
     return Answer(answer.status, answered)
 
 
@@ -155,7 +157,7 @@ def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
             raise BadStatus(answer.status)
         for line in answer:
             yield line.removesuffix(b"\n")
-        if answer.length:  # http.client raises only if all is read at once
+        if answer.length:
             raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
 
 

@@ -70,10 +70,11 @@ def all_lines(url: str, timeout: float) -> list[bytes]:
         (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 90 + b"X: " + b"y" * 60_000), TimeoutError, "no whole answer"),
         (fetch, whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
         (fetch, whole(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)), ValueError, "more than"),
+        (fetch, whole(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"), ConnectionResetError, "6 bytes early"),
         (all_lines, drop_by_drop(b"HTTP/1.1 200 OK\r\n\r\n" + b"a\n" * 5000), TimeoutError, "no whole answer within 0.3 s"),
         (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), BadStatus, "503"),
     ],
-    ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much", "a list drop by drop", "a list refused"],
+    ids=["a body drop by drop", "headers drop by drop", "no HTTP", "too much", "not all of it", "a list drop by drop", "a list refused"],
 )  # fmt: skip
 def test_an_answer_has_a_deadline_a_bound_and_must_be_http_and_a_list_a_good_status(ask, serve, error, why):
     with answering(serve) as (url, _):
