@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
 KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
@@ -45,7 +46,7 @@ class HintAction(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raises HintRefusedError for an action that nobody here knows."""
         if self.action_type not in KINDS or self.action_version != "1.0":
-            what = f"{self.action_type[:40]} {self.action_version[:8]}"
+            what = one_line(f"{self.action_type[:40]} {self.action_version[:8]}")
             raise HintRefusedError(f"{what} is not supported, only {', '.join(KINDS)} 1.0")
 
 

@@ -114,15 +114,21 @@ class EngineHints:
 
     def _renew(self) -> None:
         """Renews leases until this is closed, with a client of its own: that takes 26 MiB, and only who pins needs it."""
-        client, version = self._open(), None
+        client, version = None, None
         while not self._closed.is_set():
-            with self._lock:
-                self.pins.end_where(lambda key, pin: pin.until <= self._clock())
-                names = self.pins.chunks()
-            told = client.renew(names)
+            told = None
+            try:
+                client = client or self._open()
+                with self._lock:
+                    self.pins.end_where(lambda key, pin: pin.until <= self._clock())
+                    names = self.pins.chunks()
+                told = client.renew(names)
+            except Exception as error:  # noqa: BLE001 - the next time may succeed
+                self._metrics.trouble("hints", f"error_{type(error).__name__}", detail=str(error))
             if told is not None and version not in (None, told[0]):
                 with self._lock:  # the names are those of other chunks now
                     self.pins.end_where(lambda key, pin: True)
             version = version if told is None else told[0]
             self._closed.wait(self._settings.renew_s)
-        client.close()
+        if client is not None:
+            client.close()

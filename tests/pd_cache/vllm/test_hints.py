@@ -107,6 +107,30 @@ def test_pins_end_with_the_weights(scene: Pinning) -> None:
     assert scene.send("kv.retain", ttl_s=9)["status"] == "accepted"
 
 
+def test_pins_outlive_a_renewal_that_fails(scene: Pinning) -> None:
+    renew, fails = scene.renew, [OSError("no such device"), ValueError("no such key")]
+
+    def opens() -> Any:
+        if len(fails) == 2:
+            raise fails.pop()
+        return scene.open()
+
+    def renews(names: Sequence[bytes]) -> tuple[str, int]:
+        if fails:
+            raise fails.pop()
+        return renew(names)
+
+    scene.renew = renews  # type: ignore[method-assign]
+    scene.side.hints.open(100, opens)
+    assert scene.send("kv.retain", ttl_s=9)["status"] == "accepted"
+    scene.keeps(PROMPT)
+    assert (scene.opened, scene.troubles("hints", "error_OSError"), scene.troubles("hints", "error_ValueError")) == (
+        1,
+        1,
+        1,
+    )
+
+
 def test_anybody_can_send_them_as_kv_transfer_params_and_wrong_ones_fail_no_request(scene: Pinning) -> None:
     action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_s": 9}}
     sent = Request("sent", kv_transfer_params={"kv_hints": {**HINTS, "actions": [action, 7]}})
@@ -118,7 +142,7 @@ def test_anybody_can_send_them_as_kv_transfer_params_and_wrong_ones_fail_no_requ
 @pytest.mark.parametrize(
     ("kind", "payload", "reason"),
     [
-        ("kv.share", {}, "kv.share 1.0 is not supported"),
+        ("kv.share\n", {}, "kv.share\\n 1.0 is not supported"),
         ("kv.prefetch", {}, "the request is here"),
         ("kv.retain", {}, "ttl_s is missing"),
         ("kv.retain", {"ttl_s": 0}, "ttl_s"),
