@@ -502,9 +502,12 @@ class LocalDiskBackend(StorageBackend):
         try:
             return self._read_file(key, entry, target, size)
         finally:
-            if self.index.unpin(entry) and self.state is not Status.CLOSED:
-                self.folder.drop(entry.resource)
-                self._sweep_soon()
+            self._unpin(entry)
+
+    def _unpin(self, entry: Entry[str]) -> None:
+        if self.index.unpin(entry) and self.state is not Status.CLOSED:
+            self.folder.drop(entry.resource)
+            self._sweep_soon()
 
     def _read_file(self, key: str, entry: Entry[str], target: Staged, size: int) -> int | str:
         try:
@@ -548,8 +551,10 @@ class LocalDiskBackend(StorageBackend):
         fetched.tier = self.kind
 
         def checked(one: Fetched) -> None:
-            if one.reason and self._remove(digest_of(key)) is Status.OK:
-                self._metrics.healed()
+            # not `_remove`, which others who are reading the object would hold up
+            if one.reason and (entry := self.index.pin(digest_of(key))) is not None:
+                self._discard(entry, Damage.CORRUPT)
+                self._unpin(entry)
 
         fetched.when_checked(checked)
         return fetched

@@ -438,6 +438,25 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
     subject.check_integrity()
 
 
+def test_a_damaged_file_goes_although_others_are_reading_it(open_disk: Open) -> None:
+    """If they held it up, readers that always overlap would find it for ever, and never ask the tier behind."""
+    subject = open_disk()
+    subject.put({"k": value("k")})
+    file, index = file_of(subject, "k"), disk_of(subject).index
+    with file.open("r+b") as opened:
+        opened.write(b"!")
+    other = index.pin(digest_of("k"))
+    assert other is not None
+    assert subject.get(["k"]) == ["corrupt"]
+    assert not subject.has("k")
+    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert file.exists()
+    disk_of(subject)._unpin(other)
+    wait_for(lambda: not file.exists(), what="the damaged file gone")
+    assert subject.get(["k"]) == [value("k")]
+    subject.check_integrity()
+
+
 def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(open_disk, faults):
     subject = open_disk(threads=1, retry_s=60.0)
     subject.put(all_values())
