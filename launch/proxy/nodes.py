@@ -244,9 +244,7 @@ class NodePools:
                 log.warning("%s: %s", name, difference)
         self._differences = found
         known = [(one.cache_namespaces, one.model) for one in records if one.role == "decode" and one.cache_namespaces]
-        if (
-            known and self._serves not in known
-        ):  # while nodes of two versions come and go, it stays the same as long as it can
+        if known and self._serves not in known:  # while nodes of two versions come and go, it stays as long as it can
             self._serves = known[0]
         master = self._master(self._view)
         if not known:

@@ -582,9 +582,8 @@ class Requests:
             return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
 
         stream.add_done_callback(lambda _: ended() if failed() else None)
-        asyncio.get_running_loop().call_later(
-            PREFETCH_S, ended
-        )  # what a node without streams has loaded stays in its own cache
+        # what a node without streams has loaded stays in its own cache
+        asyncio.get_running_loop().call_later(PREFETCH_S, ended)
         await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
         if failed():
             raise ApiError(400, f"{node} has no room for it, or has refused it")
