@@ -311,11 +311,7 @@ class CacheServer:
                     f"{one.block_size}",
                 )
         with self._lock:
-            before = self._clients.get(identity)
-            if before is None or before.hello != hello:
-                self._clients[identity] = Client(hello, groups)
-        if before is not None and before.hello != hello:
-            self._forget(before)
+            self._clients.setdefault(identity, Client(hello, groups))
         return Welcome(
             chunk_size=group.chunk_size,
             hash_mode=group.hash_mode,
