@@ -425,9 +425,13 @@ def _transfer(
         slot.view[:] = contents
         slot.view[:8] = index.to_bytes(8, "little")
     started = time.perf_counter()
-    put = store.start_put(
+    putting = store.start_put(
         keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, placement=Placement(preferred_segment=name)
-    ).results()
+    )
+    try:
+        put = putting.results()
+    finally:  # after a Ctrl-C, too: what comes after the removal stays
+        putting.results()
     put_s = time.perf_counter() - started
     if failed := {status for status in put if status is not Status.OK}:
         if failed == {Status.NO_SPACE}:

@@ -154,6 +154,18 @@ def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypa
         _probe(pool)
     assert len(seen) == 16
     assert keys_of_doctors(pool) == []
+    monkeypatch.undo()
+    results, interrupts = Pending.results, iter([KeyboardInterrupt])
+
+    def interrupted(pending: Pending[Any]) -> list[Any]:
+        for error in interrupts:
+            raise error
+        return results(pending)
+
+    monkeypatch.setattr(Pending, "results", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _probe(pool)
+    assert keys_of_doctors(pool) == [], "though the put was under way"
 
 
 @pytest.mark.usefixtures("patient")
