@@ -360,7 +360,7 @@ class SchedulerSide:
                 ),
             )
         )
-        announcement["pd_cache"].update({KEY: ours[KEY]} if KEY in ours else {})
+        announcement["pd_cache"].update(ours)
         return announcement
 
     def _report(self, tracked: TrackedRequest, request: Request, computed: int) -> dict[str, Any]:

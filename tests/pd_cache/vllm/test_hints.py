@@ -135,6 +135,8 @@ def test_anybody_can_send_them_as_kv_transfer_params_and_wrong_ones_fail_no_requ
     action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_s": 9}}
     sent = Request("sent", kv_transfer_params={"kv_hints": {**HINTS, "actions": [action, 7]}})
     assert [one["status"] for one in scene.answered(sent)["actions"]] == ["accepted", "refused"]
+    sent = Request("handed over", kv_transfer_params={**sent.kv_transfer_params, "do_remote_decode": True})
+    assert len(scene.answered(sent)["actions"]) == 2
     assert scene.answered(Request("bad", kv_transfer_params={"kv_hints": "retain"})) is None
     assert scene.troubles("hints", "unreadable") == 1
 
