@@ -52,6 +52,6 @@ def answer_text(answer: ActionAnswer) -> str:
         lost = "" if answer.evicting is None else f"; the pool loses {answer.evicting} tokens{clipped}"
         return f"{answer.released} released{lost}"
     if answer.node:
-        return f"{answer.node} loads {answer.in_pool} of {answer.tokens} tokens, and holds them for {answer.ttl_s:g} s{clipped}"
+        return f"{answer.node} loads {answer.in_pool} of {answer.tokens} tokens; for {answer.ttl_s:g} s, its next request goes there{clipped}"
     kept = f"{answer.tokens} tokens for {answer.ttl_s:g} s{clipped}"
     return f"{answer.action_id}: keeps {kept}; the pool has {answer.in_pool} of them now"

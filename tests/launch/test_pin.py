@@ -128,7 +128,7 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -
         assert after.body["pd_cache"]["prefill"] is None, "it goes to the decode node alone"
         assert after.body["pd_cache"]["report"]["streamed"] == 5 * SMALL, "and has nothing to load"
         shown = cli("prefetch", *tokens).stdout
-        assert shown == f"{decode} loads 320 of 320 tokens, and holds them for 60 s\n"
+        assert shown == f"{decode} loads 320 of 320 tokens; for 60 s, its next request goes there\n"
 
         branch = [*prompt[: 2 * SMALL], *[7] * 2 * SMALL]
         assert complete(running.urls["proxy"], branch).status == 200
