@@ -207,11 +207,11 @@ def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(make, key
     assert subject.count("pd_cache_tier_misses_total", tier="local", reason="corrupt") == 1
     assert subject.count("pd_cache_tier_misses_total", tier="local", reason="foreign") == 1
     assert subject.count("pd_cache_tier_misses_total", tier="disk", reason="truncated") == 1
-    assert subject.count("pd_cache_tier_hits_total", tier="local") == 3
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == 4
     assert subject.count("pd_cache_tier_hits_total", tier="disk") == 1
-    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 2, "what follows is read there, too"
+    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 1
     assert subject.get(keys) == [value(n) for n in range(6)]
-    assert subject.count("pd_cache_tier_hits_total", tier="local") == 9, "what was read was put back"
+    assert subject.count("pd_cache_tier_hits_total", tier="local") == 10, "what was read was put back"
 
 
 @pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
