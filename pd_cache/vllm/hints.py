@@ -42,7 +42,7 @@ class EngineHints:
         self._open: Callable[[], LookupClient]
         self.pins = Pins(settings.bounds.max_pins)
         self._lock = threading.Lock()
-        """For whoever changes `pins`."""
+        """Held while `pins` is read or changed."""
         self._closed = threading.Event()
         self._renewing: threading.Thread | None = None
 
