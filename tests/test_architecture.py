@@ -53,7 +53,7 @@ HOMES = {
     "yaml": ("pd_cache/cluster/reader.py",),
     "xxhash": ("pd_cache/layout.py",),
     "numpy": ("pd_cache/paged/cpu.py",),
-    "triton": ("pd_cache/paged/cuda.py",),
+    "triton": ("pd_cache/paged/cuda.py", "pd_cache/paged/xxh3.py"),
     "torch.cuda": ("pd_cache/paged/cuda.py", "pd_cache/server/memory.py"),
     "opentelemetry": ("pd_cache/tracing.py",),
     "vllm": ("pd_cache/vllm/", "pd_cache/adapters/vllm_tier.py"),

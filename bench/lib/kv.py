@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import click
 import numpy as np
 import torch
 
+from bench.lib.report import option
 from pd_cache.cache import BlockCache, PromptCache
 from pd_cache.layout import KVLayout
 from pd_cache.tiers.memory import TRAILER_BYTES
@@ -22,6 +25,8 @@ _COPIED_TOGETHER = 64 << 20
 CHUNK, BLOCK = 256, 16
 """Tokens of a chunk, and of a block of the paged cache."""
 _KV_HEADS, _HEAD_DIM = 8, 128
+Device = Literal["cpu", "cuda"]
+device_option = option("--device", default="cpu", type=click.Choice(get_args(Device)), help="Of the paged cache.")
 
 
 class Shape(NamedTuple):
@@ -88,22 +93,54 @@ class RawPool:
         assert not any(self._client.batch_remove(keys, True))
 
 
+class FlatCopy:
+    """One copy between pieces of host memory and as many bytes that lie in a row on the device: what a paged cache cannot do without."""
+
+    def __init__(self, pieces: Sequence[memoryview], device: torch.Tensor) -> None:
+        """`device` is uint8 `[pieces, bytes of each]`. The pieces have to be page-locked, if it is on a GPU."""
+        self._host = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
+        self._device = device
+
+    @classmethod
+    def new(cls, pieces: Sequence[memoryview], device: Device) -> FlatCopy:
+        """Takes new memory of the device."""
+        return cls(pieces, torch.ones((len(pieces), len(pieces[0])), dtype=torch.uint8, device=device))
+
+    def to_host(self, part: slice = _ALL) -> None:
+        self._copy(self._host[part], self._device[part])
+
+    def to_device(self, part: slice = _ALL) -> None:
+        self._copy(self._device[part], self._host[part])
+
+    def _copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            if self._device.device.type == "cpu":
+                np.copyto(target.numpy(), source.numpy())  # torch's copy would use several threads
+            else:
+                target.copy_(source, non_blocking=True)
+        settle(self._device)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Waits for the tensor's device."""
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+
+
 class CopiedPool:
     """A `RawPool` for what lies in ordinary memory: each batch is copied to or from registered memory beside the call before."""
 
-    def __init__(self, raw: RawPool) -> None:
+    def __init__(self, raw: RawPool, device: Device) -> None:
         count = max(1, _COPIED_TOGETHER // raw.object_bytes)
         self._raw = raw
         self._caller = ThreadPoolExecutor(1)
-        self._memory = np.ones((len(raw.keys), raw.object_bytes), np.uint8)
-        self._registered = [np.frombuffer(slot.view, np.uint8) for slot in raw.slots]
+        self._copy = FlatCopy.new([slot.view for slot in raw.slots], device)
         self._batches = [slice(first, first + count) for first in range(0, len(raw.keys), count)]
 
     def put(self) -> None:
         calls = []
         for batch in self._batches:
-            for registered, memory in zip(self._registered[batch], self._memory[batch], strict=True):
-                np.copyto(registered, memory)
+            self._copy.to_host(batch)
             calls.append(self._caller.submit(self._raw.put, batch))
         for call in calls:
             call.result()
@@ -112,8 +149,7 @@ class CopiedPool:
         calls = [self._caller.submit(self._raw.get, batch) for batch in self._batches]
         for batch, call in zip(self._batches, calls, strict=True):
             call.result()
-            for registered, memory in zip(self._registered[batch], self._memory[batch], strict=True):
-                np.copyto(memory, registered)
+            self._copy.to_device(batch)
 
     def close(self) -> None:
         self._caller.shutdown()
@@ -122,21 +158,23 @@ class CopiedPool:
 class PagedPrompt:
     """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         tokens, block = shape.tokens, BLOCK
         blocks = -(-tokens // block)
         size = (shape.layers, 2 * blocks, _KV_HEADS, block, 2 * _HEAD_DIM)
-        self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16)
+        self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16).to(device)
         self.tensors = {str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())}
         self.layout = KVLayout.from_tensors(self.tensors)
+        self.device = device
         self.tokens = list(range(tokens))
         self.whole_tokens = shape.whole_tokens
         self.nbytes = shape.whole_tokens * self.layout.token_bytes
         """Of all whole chunks."""
-        self._order = (torch.randperm(blocks), blocks + torch.randperm(blocks))
+        orders = (torch.randperm(blocks), blocks + torch.randperm(blocks))
+        self._orders = [order.to(device) for order in orders]
         self._whole_blocks = shape.whole_tokens // block
         self.source, self.target = (
-            (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in self._order
+            (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in orders
         )
 
     def store(self, cache: BlockCache) -> None:
@@ -151,10 +189,11 @@ class PagedPrompt:
 
     def scramble(self) -> None:
         """Makes the target differ from the source everywhere."""
-        source, target = self._order
+        source, target = self._orders
         self._bits[:, target] = self._bits[:, source] ^ 1
+        settle(self._bits)
 
     def arrived(self) -> bool:
         """Returns whether source and target hold the same bytes, as far as whole chunks reach."""
-        source, target = (order[: self._whole_blocks] for order in self._order)
+        source, target = (order[: self._whole_blocks] for order in self._orders)
         return torch.equal(self._bits[:, source], self._bits[:, target])

@@ -7,25 +7,33 @@ much it costs differs between processes with the memory that each of them got.
 The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another
 process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
-    pd-cache bench engine --json
+`gather` and `scatter` are the copier alone, between the paged cache and staging memory, and with the checksum; `to_host` and `to_device` one copy
+of as many bytes that lie in a row, and `checksum` the hash alone.
+
+    pd-cache bench engine [--device cuda] --json
 """
 
 from __future__ import annotations
 
 import uuid
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 import click
+import torch
 
-from bench.lib.kv import CHUNK, CopiedPool, PagedPrompt, RawPool, Shape
+from bench.lib.kv import CHUNK, CopiedPool, Device, FlatCopy, PagedPrompt, RawPool, Shape, device_option
 from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import at_least, finish, option, output_options
 from bench.lib.stats import gbps, in_turn, timed
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, NodeSettings
+from pd_cache.layout import checksum
+from pd_cache.paged import host_pin, open_copier
+from pd_cache.paged.base import PendingCopy, Slots, plan
 from transfer.staging import StagingPool
 
 
@@ -64,26 +72,65 @@ def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: Copi
     }
 
 
+def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dict[str, Any]:
+    """GB/s between the paged cache and `memory`, which has a slot for each chunk, and those of a plain copy."""
+    nbytes = CHUNK * prompt.layout.token_bytes
+    chunks = plan(Slots(prompt.source[: prompt.whole_tokens]), prompt.layout, CHUNK)
+    with ExitStack() as stack:
+        copier = stack.enter_context(closing(open_copier(list(prompt.tensors.values()), prompt.layout)))
+        slots = [slot for _ in chunks if (slot := memory.lease(0.0)) is not None]
+        for slot in slots:
+            stack.callback(slot.release)
+        views = [slot.view[:nbytes] for slot in slots]
+        payloads = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
+        flat = FlatCopy.new(views, prompt.device)
+
+        def copy(start: Callable[[torch.Tensor, torch.Tensor], PendingCopy]) -> None:
+            for pending in [start(*pair) for pair in zip(chunks, payloads, strict=True)]:
+                pending.wait()
+
+        rates = gbps(
+            nbytes * len(chunks),
+            in_turn(
+                rounds,
+                {
+                    "gather": partial(copy, copier.gather),
+                    "to_host": flat.to_host,
+                    "checksum": lambda: [checksum(view) for view in views],
+                    "scatter": partial(copy, copier.scatter),
+                    "to_device": flat.to_device,
+                },
+            ),
+        )
+    return {
+        **rates,
+        "gather_ratio": rates["gather_gbps"] / rates["to_host_gbps"],
+        "scatter_ratio": rates["scatter_gbps"] / rates["to_device_gbps"],
+    }
+
+
 @click.command()
 @option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt.")
 @option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=9, type=click.IntRange(5))
+@device_option
 @output_options
-def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
+def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""
     shape = Shape(tokens, layers)
-    prompt = PagedPrompt(shape)
+    prompt = PagedPrompt(shape, device)
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     # prefaulted, one slot an object
-    memory = StagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes)
+    memory = StagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes, pin=host_pin())
+    copier = measure_copier(prompt, memory, rounds)
     keys = [f"raw/{uuid.uuid4().hex}" for _ in range(shape.chunks)]
     with local_pool(shape.pool_bytes) as master, raw_client(master) as client:
         settings = NodeSettings(master=master, cache=CacheConfig(chunk_size=CHUNK), transfer=shape.staging)
         with closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine:
             engine.wait_available(30)
             raw = RawPool(client, memory, keys, shape.object_bytes)
-            with closing(CopiedPool(raw)) as copied:
-                results = measure(engine, prompt, raw, copied, rounds)
+            with closing(CopiedPool(raw, prompt.device)) as copied:
+                results = copier | measure(engine, prompt, raw, copied, rounds)
     first = results["first_store_gbps"] / results["store_gbps"]
     checks = [
         at_least("store_ratio", results["store_ratio"], 0.9),
@@ -93,4 +140,6 @@ def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
         at_least("first_store_gbps / store_gbps", first, 0.7),
         at_least("bytes_equal", float(results["bytes_equal"]), 1.0),
     ]
+    if device == "cuda":
+        checks += [at_least(name, results[name], 0.9) for name in ("gather_ratio", "scatter_ratio")]
     finish(results, checks, **output)

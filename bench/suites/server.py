@@ -4,7 +4,7 @@ The server runs in a process of its own (`pd-cache launch cache-server`), over i
 two others. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a token). Rounds are interleaved with what they are
 compared with: `memcpy` of the same bytes into the same shared buffer, and an in-process `CacheEngine` on the same pool.
 
-    pd-cache bench server --json
+    pd-cache bench server [--device cuda] --json
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 
 import click
 import msgspec
-import numpy as np
 import torch
 import zmq
 
-from bench.lib.kv import BLOCK, CHUNK, PagedPrompt, Shape
+from bench.lib.kv import BLOCK, CHUNK, Device, FlatCopy, PagedPrompt, Shape, device_option
 from bench.lib.pool import cluster_here
 from bench.lib.report import at_least, at_most, finish, option, output_options
 from bench.lib.stats import gbps, in_turn, quantile, timed
@@ -35,12 +34,14 @@ from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.layout import KVLayout
+from pd_cache.paged import host_pin
 from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
 from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import ByteSize
+from transfer.staging import StagingPool
 
 CLIENTS = 4
 RATE = 1000
@@ -136,11 +137,13 @@ def from_memory(prompt: PagedPrompt, url: str, rounds: int) -> dict[str, float]:
         prompt.scramble()
         prompt.retrieve(server)
         assert prompt.arrived(), "other bytes came back from the server's memory"
-        source = np.ones(prompt.nbytes, np.uint8)
+        memory = StagingPool(prompt.nbytes, prompt.nbytes, pin=host_pin())
+        slot = memory.lease(0.0)
+        assert slot is not None
         storage = prompt.tensors["0"].untyped_storage()
-        target = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()[: prompt.nbytes]
+        target = torch.empty(0, dtype=torch.uint8, device=prompt.device).set_(storage)[: prompt.nbytes]
         steps: dict[str, Callable[[], object]] = {
-            "memcpy": partial(np.copyto, target, source),
+            "memcpy": FlatCopy([slot.view], target.unsqueeze(0)).to_device,
             "_scramble": prompt.scramble,
             "memory_retrieve": partial(prompt.retrieve, server),
         }
@@ -238,11 +241,12 @@ def lookups_at_a_rate(url: str, model: str) -> list[float]:
 @option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt that is transferred.")
 @option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=7, type=click.IntRange(3))
+@device_option
 @output_options
-def main(tokens: int, layers: int, rounds: int, **output: Any) -> None:
+def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -> None:
     """The cache server's questions and transfers."""
     shape = Shape(tokens, layers)
-    prompt = PagedPrompt(shape)
+    prompt = PagedPrompt(shape, device)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
     local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
     results: dict[str, Any] = {}

@@ -27,20 +27,13 @@ BlocksOrSlots = Sequence[int] | Slots
 """Where chunks lie in a paged cache: the blocks, in order, or the slots of the tokens."""
 
 
-def kept_blocks(blocks: torch.Tensor) -> range:
-    """Returns the places of those of a chunk's blocks that are not left out."""
-    kept = (blocks >= 0).nonzero()
-    return range(int(kept[0]), int(kept[-1]) + 1) if kept.numel() else range(0)
-
-
 class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> int:
         """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the checksum of the chunk object.
 
-        On the CPU it is end to end: of what the pages hold, and not of staging memory, to which a transfer that was given up may still
-        write. On CUDA it is of staging memory, taken after the copy.
+        It is end to end: of what the pages hold, and not of staging memory, to which a transfer that was given up may still write.
         """
 
 

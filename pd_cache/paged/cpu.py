@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from pd_cache.layout import Digest, KVLayout
-from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payload, kept_blocks, plane_bytes
+from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payload, plane_bytes
 
 Array = npt.NDArray[Any]
 
@@ -96,14 +96,16 @@ class CpuPagedCopier(PagedCopier):
         Yields for each part the engine's planes, the places of its blocks, and the part itself.
         """
         check_payload(blocks, payload, self.layout)
-        count, kept, ids = blocks.numel(), kept_blocks(blocks), blocks.numpy()
+        count, ids = blocks.numel(), blocks.numpy()
+        kept = (blocks >= 0).nonzero()
+        first, end = (int(kept[0]), int(kept[-1]) + 1) if kept.numel() else (0, 0)
         pages = payload.numpy().view(self._dtype).reshape(self.layout.planes, count, -1)
         large = self.layout.page_bytes >= _LARGE_PAGE
         per_step = max(1, _STEP_BYTES // self.layout.page_bytes)
         runs = []
         for start in range(0, count, per_step):
             cut = slice(start, min(start + per_step, count))
-            left = range(max(0, kept.start - start), max(0, min(kept.stop, cut.stop) - start))
+            left = range(max(0, first - start), max(0, min(end, cut.stop) - start))
             in_place = ids[cut].tolist() if large and len(left) == len(ids[cut]) else []
             runs.append(_Places(cut, ids[cut], left, in_place))
         # pages in place are taken plane by plane in any case

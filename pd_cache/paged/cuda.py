@@ -17,18 +17,19 @@ Who waits for whom:
 
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
 
-Checksums are taken on the host, of the staged bytes, in `wait()`, and so after the copy. A scatter's finds foreign bytes that came into
-staging memory before the copy to the device, unless the right ones came back before the checksum. A gather's does not find those that
-come between the copy from the device and the checksum: they would be sealed.
+Checksums are taken on the device, of what the bounce buffer holds (`pd_cache.paged.xxh3`), so bytes that come into staging memory from
+elsewhere, or are lost on the bus, are found whenever it happens. They are computed on streams of their own, beside the copies of other chunks.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,12 +37,15 @@ import triton.language as tl
 
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, checksum
-from pd_cache.paged.base import PagedCopier, PendingCopy, check_payload, kept_blocks, plane_bytes
+from pd_cache.paged.base import PagedCopier, PendingCopy, check_payload, plane_bytes
+from pd_cache.paged.xxh3 import Xxh3
 
 log = logging.getLogger(__name__)
 
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_LANES = 1024
+_MIXERS = 4
+"""Streams that end checksums, in turn: a chunk's takes about as long as its copy."""
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device that this process uses
 
 
@@ -62,14 +66,14 @@ def _move(
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
-    block = tl.load(blocks + index % count)  # below zero: left out
+    block = tl.load(blocks + index % count)  # below zero: left out, and zeros in the chunk
     page = tl.load(planes + 2 * plane) + block * tl.load(planes + 2 * plane + 1)
     element = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = element < tl.where(block < 0, 0, ELEMENTS)
     in_cache = page.to(chunk.dtype) + element
     in_chunk = chunk + (index * ELEMENTS + element)
     if GATHER:
-        tl.store(in_chunk, tl.load(in_cache, mask=inside), mask=inside)
+        tl.store(in_chunk, tl.load(in_cache, mask=inside, other=0), mask=element < ELEMENTS)
     else:
         tl.store(in_cache, tl.load(in_chunk, mask=inside), mask=inside)
 
@@ -107,19 +111,22 @@ class PageMover:
 
 
 class _Direction:
-    """One stream with the device memory that only work on this stream touches.
+    """One stream with the device memory that only work on this stream touches, and some that end the checksums.
 
     The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is queued behind the last read of an
     earlier call, and memory freed here returns to this stream's part of torch's allocator. So one bounce buffer, as large as the largest
-    chunk so far, is all the device memory needed, however many calls are in flight.
+    chunk so far, and a sixteenth of a chunk for each call in flight are all the device memory needed.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._lock = threading.Lock()
-        self.stream = torch.cuda.Stream(planes[0].device)  # type: ignore[no-untyped-call]
+        device = planes[0].device
+        self.stream, *self._mixers = (torch.cuda.Stream(device) for _ in range(1 + _MIXERS))  # type: ignore[no-untyped-call]
+        self._next_mixer = itertools.cycle(self._mixers)
+        self._hash: Xxh3 | None = None
         with torch.cuda.stream(self.stream):
             self.mover = PageMover(planes, layout)
-            self._bounce = torch.empty(0, dtype=torch.uint8, device=planes[0].device)
+            self._bounce = torch.empty(0, dtype=torch.uint8, device=device)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -147,28 +154,54 @@ class _Direction:
         """
         return blocks.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
 
+    def checksum(self, bounce: torch.Tensor) -> _Checksum | None:
+        """Begins the checksum of what the stream has put into the bounce buffer so far. Returns None for sizes whose checksum the host has to
+        take. Call while the stream is current."""
+        if not Xxh3.takes(bounce.numel()):
+            return None
+        if self._hash is None or self._hash.nbytes != bounce.numel():
+            self._hash = Xxh3(bounce.numel(), bounce.device)
+        sums, mixer = self._hash.add_up(bounce), next(self._next_mixer)
+        mixer.wait_stream(self.stream)
+        with torch.cuda.stream(mixer):
+            lanes = self._hash.mix(sums).to("cpu", non_blocking=True)
+        sums.record_stream(mixer)
+        return _Checksum(mixer, self._hash, lanes)
+
     def close(self) -> None:
         with self.current():
-            self.stream.synchronize()
-            self._bounce = self._bounce.new_empty(0)
+            for stream in (self.stream, *self._mixers):
+                stream.synchronize()
+            self._bounce, self._hash = self._bounce.new_empty(0), None
+
+
+class _Checksum(NamedTuple):
+    """One that is under way on the stream `mixer`."""
+
+    mixer: torch.cuda.Stream
+    hash: Xxh3
+    lanes: torch.Tensor
 
 
 class _Recorded:
-    """A pending copy that ends when the stream has reached this point. Raises an error that a kernel or copy met on the device."""
+    """A pending copy that ends when the stream has reached this point, and the checksum is there. Raises an error that a kernel or copy met on
+    the device."""
 
-    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, blanks: Sequence[torch.Tensor] = ()) -> None:
-        """`payload` is the chunk object on the host. `blanks` are the parts of it that are zeroed after the copy."""
+    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, found: _Checksum | None) -> None:
+        """`payload` is the chunk object on the host."""
         # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if found is not None:
+            found.mixer.wait_stream(stream)
+        self._event.record(stream if found is None else found.mixer)
         self._payload = payload
-        self._blanks = blanks
+        self._found = found
 
     def wait(self) -> int:
-        self.event.synchronize()
-        for blank in self._blanks:
-            blank.zero_()
-        return checksum(self._payload.numpy().data)
+        self._event.synchronize()
+        return (
+            checksum(self._payload.numpy().data) if self._found is None else self._found.hash.merge(self._found.lanes)
+        )
 
 
 class CudaPagedCopier(PagedCopier):
@@ -193,11 +226,9 @@ class CudaPagedCopier(PagedCopier):
             bounce = self._out.bounce(out.numel())
             self._out.stream.wait_stream(caller)
             self._out.mover.move(placed, bounce, gather=True)
+            found = self._out.checksum(bounce)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
-            kept = kept_blocks(blocks)
-            pages = out.view(self.layout.planes, -1, self.layout.page_bytes)
-            blanks = [part for part in (pages[:, : kept.start], pages[:, kept.stop :]) if part.numel()]
-            return _Recorded(self._out.stream, out, blanks)
+            return _Recorded(self._out.stream, out, found)
 
     def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         check_payload(blocks, source, self.layout)
@@ -206,11 +237,11 @@ class CudaPagedCopier(PagedCopier):
             placed = self._in.upload(blocks)
             bounce = self._in.bounce(source.numel())
             bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
+            found = self._in.checksum(bounce)
             self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
             self._in.mover.move(placed, bounce, gather=False)
-            done = _Recorded(self._in.stream, source)
-        caller.wait_event(done.event)
-        return done
+            caller.wait_stream(self._in.stream)
+            return _Recorded(self._in.stream, source, found)
 
     def close(self) -> None:
         """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy allocates them anew."""

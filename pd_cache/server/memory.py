@@ -186,6 +186,7 @@ def import_cuda(storage: CudaStorage) -> torch.Tensor:
         raise SharingError(
             f"the tensor is on GPU {storage.device}, but this process has {torch.cuda.device_count()} GPUs"
         )
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise torch ends the process, if this is the first that it does with a GPU
     untyped = torch.UntypedStorage._new_shared_cuda(
         storage.device,
         storage.handle,

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from pd_cache.errors import PdCacheError
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import KVLayout, PageKind, checksum
 from pd_cache.paged import open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
@@ -30,7 +30,7 @@ from transfer.staging import StagingPool
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from pd_cache.paged import cuda  # noqa: E402
+from pd_cache.paged import cuda, xxh3  # noqa: E402
 
 # Triton 3.9 announces, at the first compilation, a change in how it fuses floating-point operations; the kernel has none
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -156,18 +156,27 @@ def scattered_on_cpu(cache: Cache, chunk: torch.Tensor, payload: torch.Tensor) -
 # --- the kernel, interpreted -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> ModuleType:
-    assert cuda.__spec__ is not None
-    assert cuda.__spec__.origin is not None
-    spec = importlib.util.spec_from_file_location("interpreted_cuda", cuda.__spec__.origin)
+def in_the_interpreter(module: ModuleType) -> ModuleType:
+    assert module.__spec__ is not None
+    assert module.__spec__.origin is not None
+    spec = importlib.util.spec_from_file_location(f"interpreted_{module.__name__}", module.__spec__.origin)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    private = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(module)
-    return module
+        spec.loader.exec_module(private)
+    return private
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    return in_the_interpreter(cuda)
+
+
+@pytest.fixture(scope="module")
+def interpreted_xxh3() -> ModuleType:
+    return in_the_interpreter(xxh3)
 
 
 @every_case
@@ -197,6 +206,27 @@ def test_layers_of_different_block_strides_are_each_followed(interpreted: Module
     assert torch.equal(out.view(torch.int16).view(2, CHUNK_BLOCKS, 4, 3), torch.stack([x[blocks] for x in layers]))
 
 
+SIZES = [248, 256, 1016, 1024, 1032, 1088, 2048, 2056, 64 * 1024, 64 * 1024 + 8, 130 * 1024 - 8, 100_352]
+"""Bytes: around a block, a stripe, and as many blocks as the kernels take together."""
+
+
+def hashed(hasher: xxh3.Xxh3, payload: torch.Tensor) -> int:
+    return hasher.merge(hasher.mix(hasher.add_up(payload)).cpu())
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_interpreted_hash_is_that_of_the_host_and_depends_on_the_last_byte(interpreted_xxh3, nbytes):
+    payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    hasher = interpreted_xxh3.Xxh3(nbytes, payload.device)
+    assert hashed(hasher, payload) == checksum(payload.numpy().data)
+    payload[-1] ^= 1
+    assert hashed(hasher, payload) == checksum(payload.numpy().data)
+
+
+def test_the_hash_takes_whole_words_of_the_long_form() -> None:
+    assert [n for n in (0, 8, 232, 240, 241, 247, 248, 249, 256) if xxh3.Xxh3.takes(n)] == [248, 256]
+
+
 # --- the kernel, compiled ----------------------------------------------------------------------------------------------
 
 
@@ -216,6 +246,22 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, g
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
     assert compiled.asm["cubin"]
+
+
+def test_the_hash_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    words = dict.fromkeys(("words", "secret", "sums"), "*i64") | {
+        "blocks": "i32",
+        "stripes": "i32",
+        "last": "i64",
+        "ROWS": "constexpr",
+    }
+    sums = dict.fromkeys(("sums", "secret", "lanes"), "*i64") | {"blocks": "i32", "AHEAD": "constexpr"}
+    for source in (ASTSource(xxh3._add_up, words, {"ROWS": 16}), ASTSource(xxh3._mix, sums, {"AHEAD": 64})):
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------------
@@ -266,6 +312,44 @@ def test_gpu_copies_equal_the_cpu_copier(case: Case, pinned: bool) -> None:
     copier.scatter(chunk, payload).wait()
     device.assert_same(scattered_on_cpu(cache, chunk, payload))
     copier.close()
+
+
+@on_gpu
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_gpu_hashes_equal_those_of_the_host(nbytes: int) -> None:
+    payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    assert hashed(xxh3.Xxh3(nbytes, torch.device("cuda")), payload.cuda()) == checksum(payload.numpy().data)
+
+
+@on_gpu
+@every_case
+def test_gpu_copies_return_the_checksum_of_the_chunk(case: Case) -> None:
+    cache = Cache.random(case)
+    device = cache.copy("cuda")
+    copier = cuda.CudaPagedCopier(device.layers, device.layout)
+    chunk, out, payload = chunk_of(), empty_payload(cache.layout), random_payload(cache.layout)
+    chunk[0], chunk[-1] = -1, -1
+    assert copier.gather(chunk, out).wait() == checksum(out.numpy().data)
+    assert torch.equal(out, gathered_on_cpu(cache, chunk))
+    assert copier.scatter(chunk, payload).wait() == checksum(payload.numpy().data)
+    copier.close()
+
+
+@on_gpu
+def test_gpu_a_checksum_is_of_what_was_copied_and_not_of_what_staging_memory_holds_later(wide):
+    _, _, copier = wide
+    chunk, source = chunk_of(), random_payload(copier.layout, pinned=True)
+    sent = checksum(source.numpy().data)
+    pending = copier.scatter(chunk, source)
+    torch.cuda.synchronize()
+    source.zero_()
+    assert pending.wait() == sent
+
+    out = empty_payload(copier.layout, pinned=True)
+    pending = copier.gather(chunk, out)
+    torch.cuda.synchronize()
+    out.zero_()
+    assert pending.wait() == sent
 
 
 @on_gpu
@@ -393,5 +477,6 @@ def test_gpu_a_closed_copier_has_given_its_bounce_buffers_back(wide):
     copier.gather(chunk_of(), out)
     copier.close()
     copier.close()
+    torch.cuda.empty_cache()  # torch looks only now which memory no stream uses any more
     assert torch.cuda.memory_allocated() == held
     assert torch.equal(out, gathered_on_cpu(cache, chunk_of()))
