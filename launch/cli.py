@@ -588,7 +588,7 @@ def bench(name: str, arguments: Sequence[str]) -> None:
         command = importlib.import_module(f"bench.suites.{name}").main
         command.main(list(arguments), prog_name=f"pd-cache bench {name}")
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "tokenizers", "transformers"):
+        if error.name not in ("tokenizers", "transformers"):
             raise
         raise click.ClickException(
             f"{error}; install pd-cache's wheel with the extra `bench` (README.md, Install)"

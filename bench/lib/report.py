@@ -1,12 +1,11 @@
 """What every bench reports: its figures, beside them the targets and whether they were met, and how it was measured.
 
-The report is tables for people, one JSON object for scripts, and a page with plots.
+The report is tables for people, in a terminal or on a page, and one JSON object for scripts.
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import msgspec
@@ -32,13 +31,8 @@ import pd_cache
 from pd_cache.cluster import ClusterConfig
 from transfer.settings import ByteSize, mooncake_version
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _WIDTH = 160
 """Columns of a page, and of what is not a terminal."""
-_TICKS = 10
-"""So many different x, or fewer, are the ticks."""
 _NAME = re.compile(r"\b[a-z]+\d*(_[a-z0-9]+)+\b")
 """A figure as JSON names it."""
 _WORDS = {
@@ -94,45 +88,6 @@ class Table(NamedTuple):
     def of(cls, title: str, rows: Sequence[Mapping[str, object]]) -> Table:
         """Returns a table of rows that have their columns' names."""
         return cls(title, list(rows[0]), [list(row.values()) for row in rows])
-
-
-class LinePlot(NamedTuple):
-    """Lines through points, on the page; not shown in terminals. x is above zero, on a logarithmic scale."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
-    caption: str = ""
-    y_most: float | None = None
-    """Where the plot ends at the top; by default above the largest y."""
-
-    def svg(self) -> str:
-        """Returns the plot as an SVG document. Needs Matplotlib, of the extra `bench`."""
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        # text stays text, and the same figures give the same file
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pd-cache", "text.parse_math": False}):
-            figure = Figure(figsize=(7.5, 4.0), layout="constrained")
-            self._draw(figure.subplots())
-            file = io.StringIO()
-            figure.savefig(file, format="svg", metadata={"Date": None})
-        text = file.getvalue()
-        return text[text.index("<svg") :]
-
-    def _draw(self, axes: Axes) -> None:
-        for name, points in self.lines.items():
-            axes.plot(*zip(*points, strict=True), label=name, marker=".")
-        axes.set_xscale("log")
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter("{x:,.10g}")
-        if len(xs := sorted({x for points in self.lines.values() for x, _ in points})) <= _TICKS:
-            axes.set_xticks(xs)
-        axes.set_ylim(0, self.y_most)
-        axes.set(title=self.title, xlabel=self.x_label, ylabel=self.y_label)
-        axes.grid(alpha=0.3)
-        axes.legend()
 
 
 # --- how it was measured ---------------------------------------------------------------------------------------------
@@ -203,13 +158,12 @@ def finish(
     strict: bool,
     html: Path | None,
     tables: Sequence[Table] | None = None,
-    plots: Sequence[LinePlot] = (),
     config: ClusterConfig | None = None,
 ) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `plots` are
-    on the page only, which is written to `html`. `config`: the cluster's file, if there was one.
+    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `html`: the
+    file of the page. `config`: the cluster's file, if there was one.
     """
     facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
@@ -219,7 +173,7 @@ def finish(
     targets = [Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed])][: len(listed)]
     measured = Table("How it was measured", ("", ""), list(facts.items()))
     if html is not None:
-        html.write_text(_page([*targets, *shown_tables], plots, measured, everything), encoding="utf-8")
+        html.write_text(_page([*targets, *shown_tables, measured], everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
@@ -275,7 +229,7 @@ def _in_words(table: Table) -> Table:
 
 
 _STYLE = """:root{color-scheme:light dark}body{margin:1rem 2%;font-family:sans-serif}
-div{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem}figure{margin:1rem 0;background:#fff;color:#222}svg{width:100%;height:auto}pre,section{overflow-x:auto}table{border-collapse:collapse;width:100%}
+pre,section{overflow-x:auto}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8886;font-variant-numeric:tabular-nums}.n{text-align:right}
 .met{color:light-dark(#047857,#34d399)}.missed{background:#b91c1c;color:#fff;font-weight:600}"""
 
@@ -292,17 +246,13 @@ def _html(table: Table) -> str:
     return f"<section><h2>{escape(table.title)}</h2><table><tr>{head}</tr>{body}</table></section>"
 
 
-def _page(tables: Sequence[Table], plots: Sequence[LinePlot], measured: Table, results: Mapping[str, Any]) -> str:
-    """Returns one HTML document that loads nothing: tables, plots, and all figures as JSON."""
+def _page(tables: Sequence[Table], results: Mapping[str, Any]) -> str:
+    """Returns one HTML document that loads nothing: tables, and all figures as JSON."""
     context = click.get_current_context()
     title = escape(context.command_path)
     parts = [
         f"<h1>{title}</h1><p>{escape(context.command.help or '')}</p>",
         *map(_html, tables),
-        "<div>",
-        *(f"<figure>{plot.svg()}<figcaption>{escape(plot.caption)}</figcaption></figure>" for plot in plots),
-        "</div>",
-        _html(measured),
         f"<details><summary>All figures, as JSON</summary><pre>{escape(json.dumps(results, indent=1))}</pre></details>",
     ]
     return (

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from bench.lib.pool import bench_transfer, local_pool, raw_client
-from bench.lib.report import Check, LinePlot, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import in_turn
 from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
@@ -45,7 +45,7 @@ _RATES = {4096: 0.6, 32768: 0.4}
 _SEGMENT = 64 << 20
 _ROUNDS, _SECONDS, _WARM_UP = 200, 2.0, 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
-_KINDS: dict[Literal["raw", "lookup"], str] = {"raw": "raw batch_is_exist", "lookup": "lookups"}
+_KINDS: tuple[Literal["raw", "lookup"], ...] = ("raw", "lookup")
 
 
 def measure(
@@ -348,18 +348,6 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     return checks
 
 
-def plot_of(rows: Sequence[dict[str, Any]]) -> LinePlot:
-    """Returns how requests a second grow with clients."""
-    lines = {
-        f"{_KINDS[kind]}, {tokens} tokens": [
-            (row["clients"], row[f"{kind}_per_s"]) for row in rows if row["tokens"] == tokens
-        ]
-        for tokens in _RATES
-        for kind in _KINDS
-    }
-    return LinePlot("Requests a second", "clients, on all nodes together", "", lines)
-
-
 @click.command()
 @machine_options
 @option(
@@ -390,4 +378,4 @@ def main(
     )
     if figures is not None:
         config = None if file is None else read_config(file)[0]
-        finish(figures, checks_of(figures), plots=[plot_of(figures["clients"])], config=config, **output)
+        finish(figures, checks_of(figures), config=config, **output)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ import torch
 from click.core import ParameterSource
 
 from bench.lib.pool import config_option, local_pool
-from bench.lib.report import Check, LinePlot, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_most, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from bench.lib.two_machines import towards
 from launch.discovery import find_master, open_directory
@@ -51,7 +51,6 @@ _ROOM = 1.1
 """The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
 _FIND_S, _OPEN_S, _REMOVE_S = 10.0, 30.0, 60.0
 _STAGING = ByteSize(32 << 20)
-_HALVINGS = 8
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
@@ -249,23 +248,6 @@ class Pools:
             "seconds": tally.seconds,
         }
 
-    def plot(self, rows: Sequence[Mapping[str, Any]]) -> LinePlot:
-        """Returns the hit rate over the capacity."""
-        halved = sorted({max(1, self.distinct >> halvings) for halvings in range(_HALVINGS)})
-        room = {"unbounded": self.distinct}
-        pools = [(float(room.get(row["capacity_chunks"], row["capacity_chunks"])), row["hit_rate"]) for row in rows]
-        lines = {
-            "ideal": [(float(capacity), self.ideal) for capacity in halved],
-            "LRU, in simulation": [
-                (float(capacity), hit_rate(self._trace, SimulatedLru(capacity))) for capacity in halved
-            ],
-            "pool": sorted(pools),
-        }
-        caption = "The unbounded pool stands at the number of different chunks."
-        return LinePlot(
-            "Hit rate against the pool's capacity", "capacity, chunks of 512 tokens", "hit rate", lines, caption
-        )
-
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
     """Returns the targets that the rows allow to judge."""
@@ -334,4 +316,4 @@ def main(
         )
         rows = [pools.of_its_own(room, master) for room in pools.capacities(capacities)]
     figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
-    finish(figures, checks_of(rows), plots=[pools.plot(rows)], config=config, **output)
+    finish(figures, checks_of(rows), config=config, **output)

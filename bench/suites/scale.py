@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from bench.lib.arrivals import Part
-from bench.lib.report import LinePlot, Table, at_least, finish, option, output_options, progress
+from bench.lib.report import Table, at_least, finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
@@ -27,8 +27,6 @@ from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_SHOWN = 1.25
-"""Where a plot of shares ends: what is full is full."""
 _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
 _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
@@ -177,19 +175,6 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
     return None
 
 
-def plots_of(steps: Sequence[Growth]) -> list[LinePlot]:
-    """Returns how full each resource is, and first-token times."""
-    shares = {name: [(float(step.nodes), step.asked[name]) for step in steps] for name in steps[0].asked}
-    times = {
-        figure: [(float(step.nodes), step.row[figure]) for step in steps] for figure in ("ttft_p50_ms", "ttft_p99_ms")
-    }
-    ends = "Lines end at the top where more is asked for than can ever be done."
-    return [
-        LinePlot("How full each resource is", "nodes", "share asked for; 1 is full", shares, ends, y_most=_SHOWN),
-        LinePlot("Time to first token", "nodes", "milliseconds", times),
-    ]
-
-
 @click.command()
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
@@ -235,4 +220,4 @@ def main(
         Table.of("As the cluster grows", [step.row for step in steps]),
         Table.of("Asked for, of what each can do", [{"nodes": step.nodes, **step.asked} for step in steps]),
     ]
-    finish(results, [], tables=tables, plots=plots_of(steps), **output)
+    finish(results, [], tables=tables, **output)

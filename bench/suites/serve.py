@@ -25,10 +25,9 @@ import click
 import msgspec
 
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
-from bench.lib.load import ANY_LENGTH, Destination, Load, generate, summarize
+from bench.lib.load import ANY_LENGTH, Destination, generate, summarize
 from bench.lib.pool import cluster_here, config_option
-from bench.lib.report import Check, LinePlot, Table, at_least, at_most, finish, option, output_options, progress
-from bench.lib.stats import quantile
+from bench.lib.report import Check, Table, at_least, at_most, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, read_trace
 from launch.discovery import open_directory
 from launch.http import client_key, fetch, proxy_certificate
@@ -133,14 +132,14 @@ def any_server(url: str, vocabulary: int | None) -> Destination:
 # --- the load --------------------------------------------------------------------------------------------------------
 
 
-def send(what: str, target: Destination, arrivals: Sequence[Arrival], isolated: bool) -> tuple[Load, dict[str, Any]]:
-    """Returns what became of the requests, and a row of the report. Each is `isolated` from all others, or reuses what they left."""
+def send(what: str, target: Destination, arrivals: Sequence[Arrival], isolated: bool) -> dict[str, Any]:
+    """Returns a row of the report. Each request is `isolated` from all others, or reuses what they left."""
     target = target._replace(salted=uuid.uuid4().hex if isolated else "")
     with progress() as bar:
         task = bar.add_task(what, total=len(arrivals))
         load = asyncio.run(generate(target, arrivals, time.monotonic() + _START_S, lambda: bar.advance(task)))
     ideal = 0.0 if isolated else ideal_hit_rate(arrivals)
-    return load, {"pass": what, **summarize(load), "ideal_hit_rate": ideal}
+    return {"pass": what, **summarize(load), "ideal_hit_rate": ideal}
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
@@ -201,21 +200,12 @@ def main(
             prompt_tokens = min(prompt_tokens, target.longest - output_tokens)
             arrivals = synthetic(times, prompt_tokens, _SHARED, _PREFIXES, output_tokens)
         send("warm-up", target, [one._replace(due=0.0) for one in arrivals[:_WARM_UP]], isolated=True)
-        passes = [send(name, target, arrivals, isolated=name == "recompute") for name in _PASSES]
-    rows = [row for _, row in passes]
+        rows = [send(name, target, arrivals, isolated=name == "recompute") for name in _PASSES]
     beside = [[name, *(row[name] for row in rows)] for name in rows[0] if name != "pass"]
-    spread = {row["pass"]: distribution(load) for load, row in passes if row["answered"]}
     finish(
         {"results": rows},
         checks_of(rows),
         tables=[Table("", ("", *_PASSES), beside)],
-        plots=[LinePlot("Time to first token", "milliseconds", "share of requests", spread, y_most=1.0)],
         config=config,
         **output,
     )
-
-
-def distribution(load: Load) -> list[tuple[float, float]]:
-    """Points (milliseconds to the first token, the share of answered requests that took no more than that), in a hundred steps."""
-    seconds = [one.first or 0.0 for one in load.outcomes if not one.error]
-    return [(max(quantile(seconds, part / 100) * 1e3, 0.01), part / 100) for part in range(1, 101)]
