@@ -137,23 +137,6 @@ def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() ->
     assert scene.ask(stream) == (None, False), "it waits on without any, and computes nothing"
 
 
-def test_the_newest_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on() -> None:
-    """vLLM asks about no request behind one for which it has no blocks: perhaps about the very one that would end the stream."""
-    scene, request = scene_of(), Request("c", PROMPT)
-    begun(scene)
-    newest = begun(scene, request_id="b")
-    assert scene.ask(request) == (0, False), "and then vLLM allocates nothing"
-    assert scene.step(d=1).loads == [], "another request computes, and will give back its blocks"
-    assert scene.ask(request) == (0, False)
-    assert scene.step().loads == [LoadOp("b", [], [])]
-    assert scene.ask(newest) == (None, False)
-    assert scene.step().loads == [], "vLLM has asked about no other request"
-    scene.load(request, 0, blocks_of(request, 40))
-    scene.begin(request, blocks_of(request, 40))
-    scene.side.allocated(request, scene.manager.allocate(request, blocks_of(request, 40)), 0)
-    assert scene.step().loads == [], "it has its blocks"
-
-
 def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed() -> None:
     """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other loads."""
     scene, request = scene_of(), Request("c", PROMPT[::-1])
@@ -175,16 +158,6 @@ def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_ref
         scene.finish(stream)
     scene.step()
     assert scene.ask(request) == loads, "it waits for others' blocks, as without streams"
-
-
-def test_the_blocks_of_a_stream_that_gave_way_count_as_held_until_its_request_ends() -> None:
-    scene = scene_of()
-    stream, request = begun(scene), Request("c", PROMPT)
-    assert scene.ask(request) == (0, False)
-    assert scene.step().loads == [LoadOp("a", [], [])]
-    assert scene.side.streams.reserving
-    scene.finish(stream)
-    assert not scene.side.streams.reserving
 
 
 def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
