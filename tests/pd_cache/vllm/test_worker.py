@@ -136,13 +136,6 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(
         assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
 
 
-def test_a_load_without_blocks_to_report_fails_as_a_whole(make: Make, cache: Cache) -> None:
-    cache.loads = 2
-    side = make()
-    side.start(Step(loads=[LoadOp("a", [CHUNKS], [])]))
-    assert ended(side, "a") == EndedLoads({"a"}, {"a"}, set())
-
-
 def test_a_load_without_names_has_failed(make: Make, cache: Cache) -> None:
     side = make()
     side.start(Step(loads=[LoadOp("a", [], BLOCKS)]))
