@@ -124,21 +124,6 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine: Engine
     assert scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
 
 
-def test_a_lookup_pins_until_the_retrieve_or_the_sessions_end(server: CacheServer, engine: Engine, tokens: Any) -> None:
-    one, other = uuid.uuid4().hex, uuid.uuid4().hex
-    engine.store(one, tokens)
-    before = server.sessions.pinned
-    assert engine.lookup(one, tokens) == 3 * CHUNK
-    assert server.sessions.pinned == before + 3
-    engine.lookup(other, tokens)
-    assert server.sessions.pinned == before + 6
-    engine.retrieve(one, tokens, 20)
-    assert server.sessions.pinned == before + 3
-    engine.scheduler.end_session(other)
-    engine.scheduler.end_session(other)
-    wait_for(lambda: server.sessions.pinned == before)
-
-
 # --- the worker's adapter --------------------------------------------------------------------------------------------
 
 
