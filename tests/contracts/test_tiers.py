@@ -265,17 +265,6 @@ def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(make, kind, k
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="local", reason="no_space") >= 1
 
 
-@pytest.mark.parametrize("kind", OWN_BUDGET)
-def test_more_than_the_budget_evicts_and_what_is_left_is_right(make, kind, key):
-    subject = make(kind, objects=8)
-    for n in range(40):
-        assert subject.put({key(n): value(n)}) == [Status.OK]
-    kept = [n for n in range(40) if subject.has(key(n))]
-    assert len(kept) == 8
-    assert subject.get([key(n) for n in kept]) == [value(n) for n in kept]
-    subject.check_integrity()
-
-
 @pytest.mark.parametrize("kind", ["local", "hybrid(local)", "pipelined(local)"])
 def test_what_a_reader_holds_is_never_evicted(make, kind, key):
     subject = make(kind, objects=4)
