@@ -158,13 +158,6 @@ def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared: ObjectCach
     assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
 
 
-def test_namespaces_and_sizes_of_parts_share_nothing(shared: ObjectCache, make: Make, name: Name) -> None:
-    shared.put(name(1), b"value")
-    assert make("other").get(name(1)) is None
-    assert make("shared", part_bytes=PART + 1).get(name(1)) is None
-    assert make("shared").get(name(1)) == b"value"
-
-
 # --- names stand for contents ------------------------------------------------------------------------------------
 
 
