@@ -134,23 +134,6 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, mo
     assert asked.calls == [("batched_get", ["b"])]
 
 
-def test_a_lookup_over_tiers_is_one_batch_is_exist_for_what_the_local_ones_lack(pool, monkeypatch):
-    tokens = list(range(5000, 5000 + 4 * CHUNK))
-    model = uuid.uuid4().hex
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
-    slots = list(range(len(tokens)))
-    with tiered(pool, tiers, model=model) as node, host(pool, model=model) as other:
-        other.compute(tokens, slots)
-        other.store(tokens, slots)
-        assert sum(node.retrieve(tokens[: 2 * CHUNK], slots[: 2 * CHUNK])) == 2 * CHUNK, "two chunks are promoted"
-        hybrid = node.engine.backend
-        assert isinstance(hybrid, HybridBackend)
-        store = hybrid.tiers[-1].backend.store  # type: ignore[attr-defined]
-        asked = Asked(store, monkeypatch, "batch_exist")
-        assert node.lookup(tokens) == len(tokens), "the union of the tiers"
-        assert asked.calls == [("batch_exist", node.keys(tokens)[2:])]
-
-
 def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make, monkeypatch):
     subject = make()
     only_on_disk(subject, "k")
