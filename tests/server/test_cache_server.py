@@ -127,15 +127,6 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine: Engine
 # --- the worker's adapter --------------------------------------------------------------------------------------------
 
 
-def test_an_op_may_begin_at_any_chunk_of_the_prompt(engine: Engine, tokens: Any, name: str) -> None:
-    engine.store(name, tokens)
-    op = LoadStoreOp(list(range(30, 34)), token_ids=tokens, start=CHUNK, end=3 * CHUNK)
-    engine.worker.submit_retrieve_request(name, op)
-    engine.finish_retrieve(name)
-    engine.compute(tokens, first_block=40)
-    assert same_tensors([one[30:34] for one in engine.cache], [one[42:46] for one in engine.cache])
-
-
 @pytest.mark.parametrize(
     ("op", "message"),
     [
