@@ -24,6 +24,7 @@ class Watched:
 
     def __init__(self, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fetched: list[tuple[str, str]] = []
+        self.timeouts: list[float | None] = []
         self.closed = threading.Event()
         self.gate = threading.Semaphore(1000)
         self.fail_at: str | None = None
@@ -32,6 +33,7 @@ class Watched:
         def watched(
             keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
         ) -> Generator[Fetched, None, None]:
+            self.timeouts.append(timeout)
             try:
                 for key, fetched in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
                     if not self.gate.acquire(timeout=60):
@@ -67,8 +69,9 @@ def inner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(subject, inner):
-    fetches = subject.backend.batched_get(KEYS)
+    fetches = subject.backend.batched_get(KEYS, timeout=60)
     first = next(fetches)
+    assert inner.timeouts == [60]
     assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
     wait_for(lambda: len(inner.fetched) > 1, what="reading ahead while the first is used")
     assert all(thread.startswith("read-ahead") for _, thread in inner.fetched[1:])
