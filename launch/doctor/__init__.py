@@ -64,7 +64,6 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         ):
             running.add(node.name)
     yield checks.memory_finding(config, mine, running)
-    yield probe.listening_finding(mine)
     yield from probe.cluster_findings(status)
     if not any(row.answers for row in status.nodes):
         return

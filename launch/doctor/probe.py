@@ -11,12 +11,9 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -25,7 +22,7 @@ from launch.discovery import View
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
-from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, Node
+from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from pd_cache.config import NodeSettings
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
@@ -216,85 +213,6 @@ def _open_port(target: PeerAddress) -> str:
     if target.what == "segment":
         return f"let {port}/tcp through the firewall of {host}; {MOONCAKE_PORTS}"
     return f"on {host}: is {target.peer} running? ss -ltn 'sport = :{port}'; else let {port}/tcp through its firewall"
-
-
-# --- where Mooncake's clients listen: on all addresses, without a key; only a firewall can restrict that ---------------
-
-
-_LISTENING = "network.listening"
-_LISTENS = "0A"
-"""In /proc/net/tcp: the state LISTEN."""
-_HOSTNAME_S = 5.0
-
-
-def listening_finding(nodes: Iterable[Node], root: Path = Path("/")) -> Finding:
-    """Checks where `nodes`, those of this machine, listen beyond their `host`."""
-    ports = wide_ports(root)
-    if not ports:
-        return skipped(_LISTENING, "no Mooncake client runs here")
-    addresses = own_addresses()
-    if not addresses:
-        return skipped(_LISTENING, "`hostname -I` names no address of this machine")
-    written = {address for node in nodes if (address := _resolved(node.host)) is not None}
-    targets = [
-        PeerAddress("mooncake", "segment", f"[{other}]:{port}" if ":" in other else f"{other}:{port}")
-        for other in sorted(addresses - written)
-        for port in sorted(ports)
-    ]
-    reached = asyncio.run(reach(targets))
-    taken = sorted({target.address.rpartition(":")[0] for target, error in reached.items() if not error})
-    if not taken:
-        return ok(_LISTENING, "Mooncake's ports can be reached at no address that the file does not name")
-    first, last = _client_ports()
-    allowed = ", ".join(["127.0.0.0/8", *sorted(written)])
-    return warning(
-        _LISTENING, f"Mooncake's clients also take connections at {', '.join(taken)}",
-        why="they listen on all addresses, whatever host says, and ask for no key: who connects reads and writes the pool",
-        repair=f"nft add rule inet filter input tcp dport {first}-{last} ip daddr != {{ {allowed} }} drop; nft add rule inet "
-        f"filter input meta nfproto ipv6 tcp dport {first}-{last} drop",
-    )  # fmt: skip
-
-
-def wide_ports(root: Path = Path("/")) -> set[int]:
-    """Returns the ports, in the range of Mooncake's clients, on which a process of this machine listens at all addresses."""
-    first, last = _client_ports()
-    found = set()
-    for name in ("tcp", "tcp6"):
-        try:
-            lines = (root / "proc/net" / name).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            _, local, _, state, *_ = line.split()
-            address, port = local.split(":")
-            if state == _LISTENS and not int(address, 16) and first <= int(port, 16) <= last:
-                found.add(int(port, 16))
-    return found
-
-
-def own_addresses() -> set[str]:
-    """Returns addresses of this machine at which other machines could reach it; none if it cannot be asked for them."""
-    try:
-        asked = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False, timeout=_HOSTNAME_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    return set(asked.stdout.split())
-
-
-def _client_ports() -> tuple[int, int]:
-    """Returns the range from which Mooncake's clients choose their ports, by this environment; theirs may differ."""
-    values = (os.environ.get("MC_MIN_RPC_PORT", ""), os.environ.get("MC_MAX_RPC_PORT", ""))
-    first, last = (
-        int(value) if value.isdigit() else usual for value, usual in zip(values, (15000, 17000), strict=True)
-    )
-    return first, last
-
-
-def _resolved(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except (OSError, UnicodeError):
-        return None
 
 
 # --- a put and a get of 64 MiB to each segment -------------------------------------------------------------------------
