@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import pd_cache
 from launch.discovery import View
-from launch.openai import ID_HEADER, ApiError, ServerLog, errors, given_id
+from launch.openai import ID_HEADER, ServerLog, errors, given_id
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.hints import Hints, PoolBytes
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _KEEPALIVE_S = 75.0
 """How long a client's connection may stay open without a request."""
-_VIA = web.AppKey("via", str)
-"""Marks what this proxy sends to nodes, so that it knows its own requests if a record leads back to it."""
 
 
 class Proxy:
@@ -89,7 +87,6 @@ class Proxy:
     def app(self) -> web.Application:
         """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost, errors])
-        app[_VIA] = f"1.1 pd-cache-{uuid.uuid4().hex}"
         for pages in (self.requests, self._queries, self._ui):
             pages.add_to(app)
         app.router.add_get("/health", self._health)
@@ -124,7 +121,7 @@ class Proxy:
     async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
         # a request holds one connection at a time, and one for its stream; the rest is for health checks and connections that are being closed
-        session = new_session(2 * config.max_requests + 128, app[_VIA])
+        session = new_session(2 * config.max_requests + 128)
         self.requests.session = session
         checks = check_health(self._pools, session)
         hints = [_repeat(lambda: self._hints.renew_s, one) for one in (self._hints.renew, self._hints.evict)]
@@ -187,13 +184,9 @@ async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]
 
 @web.middleware
 async def _outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives the request its id, and refuses one that this proxy has sent."""
+    """Gives the request its id."""
     request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
-    if request.app[_VIA] in request.headers.getall("Via", ()):
-        told = "This proxy was asked by itself: a node's record has its address"
-        response: web.StreamResponse = ApiError(508, told, code="loop_detected").response()
-    else:
-        response = await handler(request)
+    response = await handler(request)
     if not response.prepared:
         response.headers[ID_HEADER] = request[REQUEST_ID]
     return response

@@ -74,17 +74,13 @@ class HopError(PdCacheError):
         self.refusal = refusal
 
 
-def new_session(connections: int, via: str | None = None) -> aiohttp.ClientSession:
-    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers.
-
-    `via` is sent with each request: the name of the proxy that sends it.
-    """
+def new_session(connections: int) -> aiohttp.ClientSession:
+    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket),
         timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the caller has a deadline
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        headers=None if via is None else {"Via": via},
     )
 
 
@@ -304,8 +300,6 @@ async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -
     """Returns why a node is not well; empty if it is. It is well if it answers anything but a 5xx."""
     answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
     try:
-        if answer.status == 508:
-            return "its address leads back to this proxy"
         if answer.status >= 500:
             return f"status {answer.status}"
         body = await read_all(answer, _MAX_ANSWER)

@@ -41,7 +41,6 @@ from tests.support.proxy import (
     scenario,
     streams_then,
     until,
-    view,
 )
 
 BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
@@ -210,27 +209,6 @@ async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
             assert response.status == 200
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
-
-
-@scenario
-async def test_a_record_that_leads_back_to_the_proxy_is_asked_once_told_and_left_out(monkeypatch) -> None:
-    monkeypatch.setattr(nodes, "HEALTH_INTERVAL_S", 0.02)
-    proxy = Proxy(ProxyConfig(policy="round_robin"))
-    await proxy.setup()
-    try:
-        url = await proxy.listen("127.0.0.1", 0)
-        proxy.update(view([], [url]))
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as response:
-                assert (response.status, (await error_of(response))["code"]) == (508, "loop_detected")
-            asked = proxy.metrics.registry.get_sample_value("pd_cache_proxy_requests_total", {"status": "508"})
-            assert asked == 1
-            health: dict[str, dict[str, bool]] = {"decode": {url: True}}
-            while health["decode"][url]:
-                async with session.get(f"{url}/health") as response:
-                    health = await response.json()
-    finally:
-        await proxy.close()
 
 
 # --- deadlines, and clients that go away ----------------------------------------------------------------------------------
