@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
-_OUTSTANDING = 1024
-"""The most requests of a client that wait for an answer. One more is refused as `busy`."""
 _SERVER_INCOMING = 32
 """How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
 _WAIT_SLICE_S = 0.5
@@ -227,8 +225,6 @@ class ClientLink:
                 problem = ServerRefusedError(
                     "invalid", f"a request may have at most {MAX_FRAME} bytes, this one has {len(frame)}"
                 )
-            elif len(self._futures) >= _OUTSTANDING:
-                problem = ServerRefusedError("busy", f"{_OUTSTANDING} requests of this client already wait for answers")
             else:
                 try:
                     if descriptors is not None and self._unix is not None:
@@ -420,7 +416,7 @@ class ServerLink:
             (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),  # a client that comes back takes over its old name
-            (zmq.SNDHWM, _OUTSTANDING),
+            (zmq.SNDHWM, _HIGH_WATER),
             (zmq.RCVHWM, _SERVER_INCOMING),
             (zmq.MAXMSGSIZE, MAX_FRAME),
         ):

@@ -179,10 +179,9 @@ def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> No
     with pytest.raises(ServerRefusedError, match="at most"):
         client.request(Lookup("x" * MAX_FRAME, ()), LATE_S).result()
     end.handle = lambda incoming: None
-    futures = [client.request(StatusQuery(), LATE_S) for _ in range(1025)]
-    assert futures[-1].outcome() == "busy"
+    futures = [client.request(StatusQuery(), LATE_S) for _ in range(3)]
     client.fail_all("the server is gone")
-    assert {one.outcome() for one in futures[:-1]} == {"server_lost"}
+    assert {one.outcome() for one in futures} == {"server_lost"}
     client.close()
     client.close()
     client.nudge()
