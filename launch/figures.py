@@ -101,6 +101,8 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     nodes_down: int = 0
     """For a proxy: how many nodes it leaves alone."""
     tier_bytes: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    """By operation and reason."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool."""
     tenants: dict[str, dict[str, float]] = {}
@@ -117,6 +119,17 @@ def read_node(samples: Samples, at: float) -> NodeReading:
     evictions = _by(samples, "pd_cache_tier_evictions_total", "tier")
     if "master_evicted_key_count" in samples:
         evictions["pool"] = total(samples, "master_evicted_key_count")
+    tiers = _by(samples, "pd_cache_tier_bytes", "tier")
+    if "master_allocated_bytes" in samples:
+        tiers["pool"] = total(samples, "master_allocated_bytes")
+    errors = {
+        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
+        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
+        for labels, value in samples.get(name, ())
+        if value and labels.get("reason") != "missing"
+    }
+    if refused := total(samples, "master_put_start_alloc_failures_total"):
+        errors["store.no_space"] = refused
     families = {
         "lookups": {"": operations.get("lookup", 0.0)},
         "requests": _by(samples, "pd_cache_proxy_requests_total", "status"),
@@ -138,7 +151,8 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         pool_up=all(value > 0 for _, value in up) if up else None,
         tiers_off=tuple(tier for tier, off in _by(samples, "pd_cache_tier_off", "tier").items() if off),
         nodes_down=sum(value == 0 for _, value in samples.get("pd_cache_proxy_node_up", ())),
-        tier_bytes=_by(samples, "pd_cache_tier_bytes", "tier"),
+        tier_bytes=tiers,
+        errors=errors,
         segments=tuple(_by(samples, "pd_cache_segment_bytes", "segment")),
         tenants=_tenants(samples),
     )

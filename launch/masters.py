@@ -34,11 +34,6 @@ class _Version(msgspec.Struct, frozen=True):
     display_version: str
 
 
-def master_health(metrics: str, timeout: float = ANSWER_S) -> MasterHealth:
-    """Returns what the master with these metrics says about itself. Raises OSError or ValueError if it does not answer."""
-    return decode_json(fetch(f"{metrics}/health", timeout), MasterHealth)
-
-
 def mooncake_of(record: NodeRecord) -> str:
     """Returns the version of Mooncake of a master with metrics; empty if it does not say.
 

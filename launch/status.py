@@ -1,13 +1,11 @@
 """`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
 
-Cache servers on this machine are asked over their own connection, all others for `/health` and `/metrics`. A node that does not answer
-gets a row that says so. Beside the rows there is what no node knows alone: whether discovery answers, which master leads, and which nodes
-will never share a hit with the others.
+Nodes are asked for `/health`, and then as `pd-cache top` asks them. A node that does not answer gets a row that says so. Beside the rows
+there is what no node knows alone: whether discovery answers, which master leads, and which nodes will never share a hit with the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.discovery import Directory, View, open_directory
-from launch.figures import TIERS, read_node, read_samples, shown_age, total
+from launch.discovery import View, open_directory
+from launch.figures import NodeReading, shown_age
 from launch.http import NOBODY, Access, BadStatus, proxy_access
-from launch.masters import LEADER, Segment, master_health, mooncake_of, segments_at
+from launch.masters import LEADER, MasterHealth, Segment, mooncake_of
 from launch.versions import known_versions
-from launch.watched import TIMEOUT_S, ask_server, get_text, is_asked
+from launch.watched import ask_node, get_text, is_asked, page_of
 from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
-from pd_cache.cluster.machine import host_of, is_local, shown_bytes
-from pd_cache.decoding import one_line
-from pd_cache.errors import PdCacheError
+from pd_cache.cluster.machine import host_of, shown_bytes
+from pd_cache.decoding import decode_json, one_line
 
 _SYNC_S = 5.0
 _AT_A_TIME = 16
@@ -44,20 +41,14 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
     difference: str = ""
     """How its namespace differs from that of most nodes; empty if it does not."""
-    up_since: float | None = None
-    """Seconds since 1970."""
-    hit_rate: float | None = None
-    """Tokens that were loaded of tokens that were asked for, since the start; None without prompts."""
-    bytes_by_tier: dict[str, float] = {}
-    in_flight: int | None = None
-    errors: dict[str, float] = {}
-    """Errors by operation and reason, since the start."""
+    reading: NodeReading = NodeReading(at=0.0)
+    """What its metrics say; nothing if they were not read."""
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool, as far as they are known."""
-    tenants: dict[str, dict[str, float]] = {}
-    """For a proxy: see `NodeReading.tenants`."""
+    pool: list[Segment] | None = None
+    """For a master: the segments that it knows, if it has said so."""
     memory: str = ""
     """`draining` or `drained` if the pool puts nothing into its segments any more (`pd-cache drain`); otherwise empty."""
 
@@ -81,14 +72,22 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return self.asked and not self.silent
 
     @property
-    def url(self) -> str:
-        """The address at which it speaks HTTP; empty if it does not."""
-        return self.record.address if self.record.address.startswith("http") else self.record.metrics or ""
-
-    @property
     def host(self) -> str:
         """The address of its machine; empty if that is unknown."""
-        return host_of(self.url or self.record.address)
+        return host_of(page_of(self.record) or self.record.address)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Tokens that were loaded of tokens that were asked for, since the start; None without prompts."""
+        tokens = {source: count for (kind, source), count in self.reading.counts.items() if kind == "tokens"}
+        asked = sum(tokens.values())
+        return tokens.get("loaded", 0.0) / asked if asked else None
+
+    @property
+    def in_flight(self) -> int | None:
+        """Requests that wait or run; None if it does not say."""
+        told = [one for one in (self.reading.queued, self.reading.running) if one is not None]
+        return int(sum(told)) if told else None
 
     @property
     def well(self) -> bool:
@@ -175,16 +174,11 @@ _NO_MEMORY = (
 
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
     """Asks discovery, then every node, all at the same time; each has a few seconds to answer."""
-    with open_directory(config) as directory:
-        directory.wait_synced(_SYNC_S)
-        return _look(config, directory)
-
-
-def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
-    synced, view = directory.wait_synced(0), directory.view()
     access = proxy_access(config)
-    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
-        rows = list(threads.map(lambda record: _ask(record, access), view.nodes))
+    with open_directory(config) as directory:
+        synced, view = directory.wait_synced(_SYNC_S), directory.view()
+        with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
+            rows = list(threads.map(lambda record: _ask(record, access), view.nodes))
     differing = differences(row.record for row in rows)
     for row in rows:
         row.difference = differing.get(row.name, "")
@@ -193,7 +187,7 @@ def _look(config: ClusterConfig, directory: Directory) -> ClusterStatus:
     fresh = synced and view.stale_since is None
     source = _source(config, view, synced)
     found = ClusterStatus(source, fresh, rows, elected=config.masters.ha)
-    segments = _segments(found.leading)
+    segments = next((row.pool for row in found.leading if row.pool is not None), None)
     for row in rows:
         mine = {segment.shown_status for segment in segments or () if segment.segment_name in row.segments}
         row.memory = " ".join(sorted(filter(None, mine)))
@@ -214,15 +208,6 @@ def _weights(rows: Iterable[NodeStatus]) -> list[str]:
     return lines
 
 
-def _segments(leading: Iterable[NodeStatus]) -> list[Segment] | None:
-    """Returns the segments of the first leading master that says so."""
-    for row in leading:
-        with contextlib.suppress(OSError, ValueError):
-            assert row.record.metrics is not None, "a master without metrics has not said that it leads"
-            return segments_at(row.record.metrics)
-    return None
-
-
 def _source(config: ClusterConfig, view: View, synced: bool) -> str:
     kind = str(config.discovery.__struct_config__.tag)
     if not synced:
@@ -238,79 +223,37 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     row = NodeStatus(record=record)
     if record.role == "store" and not record.address.endswith(":0"):
         row.segments = (record.address,)
+    if not is_asked(record):
+        row.state = NOT_ASKED
+        if record.role in ("store", "master"):
+            row.state += ": it has no metrics_port; its memory shows in the master's row"
+        return row
     try:
-        if not is_asked(record):
-            row.state = NOT_ASKED
-            if record.role in ("store", "master"):
-                row.state += ": it has no metrics_port; its memory shows in the master's row"
-        elif record.role == "master":
-            _ask_master(row)
-        elif record.role == "cache-server" and (record.metrics is None or is_local(row.host)):
-            _ask_server(row)
-        else:
-            _ask_http(row, access if record.role == "proxy" else NOBODY)
-    except (OSError, PdCacheError, ValueError) as error:
+        if record.role == "master":
+            health = decode_json(get_text(f"{record.metrics}/health"), MasterHealth)
+            waits = health.role == LEADER and not health.service_ready
+            row.leads = "leads, but does not serve yet" if waits else health.role
+            row.record = msgspec.structs.replace(record, mooncake=mooncake_of(record) or record.mooncake)
+        elif url := page_of(record):
+            told = read_about(get_text(f"{url}/health", access if record.role == "proxy" else NOBODY))
+            row.record = msgspec.structs.replace(record, version=told.version or record.version).telling(told)
+    except BadStatus as error:
+        if error.status >= 500:
+            row.state = f"degraded: /health answers {error.status}"
+    except (OSError, ValueError) as error:
         row.state = f"{NO_ANSWER}: {error}"
-    return row
-
-
-def _ask_server(row: NodeStatus) -> None:
-    """Asks a cache server of this machine over its socket, where it says more than its metrics do."""
-    report = ask_server(row.record)
-    read_metrics(report.metrics, row)
-    row.up_since, row.in_flight = report.up_since, report.in_flight
-    row.record = msgspec.structs.replace(row.record, version=report.software, mooncake=report.mooncake)
-
-
-def _ask_master(row: NodeStatus) -> None:
-    assert row.record.metrics is not None, "one without metrics is not asked"
-    samples = read_samples(get_text(f"{row.record.metrics}/metrics"))
-    health = master_health(row.record.metrics, TIMEOUT_S)
-    row.leads = "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
-    row.bytes_by_tier = {"mooncake": total(samples, "master_allocated_bytes")}
-    refused = total(samples, "master_put_start_alloc_failures_total")
-    row.errors = {"store.no_space": refused} if refused else {}
-    if version := mooncake_of(row.record):
-        row.record = msgspec.structs.replace(row.record, mooncake=version)
-
-
-def _ask_http(row: NodeStatus, access: Access) -> None:
-    def ask(path: str, worst: int) -> str:
-        """Returns a page; an empty one for a bad status. From `worst` on, the node is up but degraded."""
-        try:
-            return get_text(f"{row.url}{path}", access)
-        except BadStatus as error:
-            if error.status >= worst:
-                row.state = f"degraded: {path} answers {error.status}"
-        return ""
-
-    told = read_about(ask("/health", worst=500))
-    row.record = msgspec.structs.replace(row.record, version=told.version or row.record.version).telling(told)
-    if not access.guarded or access.key:  # this machine has a readable key for its metrics
-        read_metrics(ask("/metrics", worst=400), row)
-
-
-def read_metrics(text: str, row: NodeStatus) -> None:
-    """Completes a row from what a node of ours exports. Raises ValueError for text that Prometheus could not read."""
-    samples = read_samples(text)
-    reading = read_node(samples, 0.0)
-    if reading.pool_up is False:
+        return row
+    if record.role == "proxy" and access.guarded and not access.key:  # this machine has no readable key for its metrics
+        return row
+    answer = ask_node(record, access)
+    if answer.reading is None:
+        row.state = f"degraded: its metrics: {answer.why}" if page_of(record) else f"{NO_ANSWER}: {answer.why}"
+        return row
+    row.reading, row.pool = answer.reading, answer.segments
+    row.segments = answer.reading.segments or row.segments
+    if answer.reading.pool_up is False:
         row.state = "degraded: its pool does not answer"
-    if asked := sum(tokens for (kind, _), tokens in reading.counts.items() if kind == "tokens"):
-        row.hit_rate = reading.counts.get(("tokens", "loaded"), 0.0) / asked
-    row.bytes_by_tier = {
-        labels["tier"]: value for labels, value in samples.get("pd_cache_tier_bytes", ()) if "tier" in labels
-    }
-    row.errors = {
-        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
-        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
-        for labels, value in samples.get(name, ())
-        if value and labels.get("reason") != "missing"
-    }
-    row.up_since, row.tenants = reading.started, reading.tenants
-    row.segments = reading.segments or row.segments
-    if reading.queued is not None or reading.running is not None:
-        row.in_flight = int((reading.queued or 0) + (reading.running or 0))
+    return row
 
 
 # --- showing -----------------------------------------------------------------------------------------------------------
@@ -326,20 +269,21 @@ def status_table(status: ClusterStatus) -> Group:
     details = []
     for row in status.nodes:
         state = row.state.partition(":")[0].partition(";")[0]
-        held = [f"{TIERS.get(tier, tier)} {shown_bytes(size)}" for tier, size in row.bytes_by_tier.items() if size]
+        reading = row.reading
+        held = [f"{tier} {shown_bytes(size)}" for tier, size in reading.tier_bytes.items() if size]
         table.add_row(
             row.name,
             row.record.role,
             escape(", ".join(filter(None, (state, row.leads, row.memory)))),
-            "" if row.up_since is None else shown_age(max(0.0, time.time() - row.up_since)),
+            "" if reading.started is None else shown_age(max(0.0, time.time() - reading.started)),
             "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             escape("\n".join(held)),
             "" if row.in_flight is None else str(row.in_flight),
         )
         if state != row.state:
             details.append(Text(f"{row.name}: {row.state}", "" if row.well else "red"))
-        if row.errors:
-            errors = ", ".join(f"{reason} {count:.0f}" for reason, count in row.errors.items())
+        if reading.errors:
+            errors = ", ".join(f"{reason} {count:.0f}" for reason, count in reading.errors.items())
             details.append(Text(f"{row.name}: errors since its start: {errors}", "yellow"))
     differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
     problems = [Text(problem, "red") for problem in status.problems]
@@ -351,10 +295,23 @@ def status_table(status: ClusterStatus) -> Group:
 
 def as_dict(status: ClusterStatus) -> dict[str, object]:
     """Returns the cluster's state for scripts: a node's record and its row are one."""
-    nodes = []
-    for row in status.nodes:
-        shown = msgspec.to_builtins(row)
-        nodes.append({**shown.pop("record"), **shown})
+    nodes = [
+        {
+            **msgspec.to_builtins(row.record),
+            "state": row.state,
+            "difference": row.difference,
+            "up_since": row.reading.started,
+            "hit_rate": row.hit_rate,
+            "bytes_by_tier": row.reading.tier_bytes,
+            "in_flight": row.in_flight,
+            "errors": row.reading.errors,
+            "leads": row.leads,
+            "segments": row.segments,
+            "tenants": row.reading.tenants,
+            "memory": row.memory,
+        }
+        for row in status.nodes
+    ]
     return {
         "discovery": status.source,
         "well": status.well,

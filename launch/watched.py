@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,9 +22,6 @@ from launch.masters import Segment, read_segments
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
-
-if TYPE_CHECKING:
-    from pd_cache.server.protocol import StatusReport
 
 TIMEOUT_S = 2.0
 """How long a node may take."""
@@ -59,15 +56,26 @@ def is_asked(record: NodeRecord) -> bool:
     return record.role == "cache-server" or record.address.startswith("http")
 
 
+def page_of(record: NodeRecord) -> str:
+    """Returns the address at which a node answers `/health` and `/metrics`; empty for a cache server of this machine with an unknown port,
+    which answers at its own socket."""
+    if record.role == "cache-server" and not (record.metrics and urllib.parse.urlsplit(record.metrics).port):
+        return ""
+    return record.address if record.address.startswith("http") else record.metrics or ""
+
+
 def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
     """Asks a node for its metrics. `access`: key and certificates for proxies. Raises nothing."""
     segments: list[Segment] | None = None
     try:
-        if record.role == "cache-server" and not (record.metrics and urllib.parse.urlsplit(record.metrics).port):
-            text = ask_server(record).metrics
+        if url := page_of(record):
+            text = get_text(f"{url}/metrics", access if record.role == "proxy" else NOBODY)
+        elif record.address.endswith(":0"):
+            raise ValueError(_CHOSEN_BY_UP)
         else:
-            base = record.metrics if record.role in ("master", "store", "cache-server") else record.address
-            text = get_text(f"{base}/metrics", access if record.role == "proxy" else NOBODY)
+            from pd_cache.server.connection import server_status
+
+            text = server_status(record.address, TIMEOUT_S).metrics
         at = time.monotonic()
         if record.role == "master":
             with contextlib.suppress(OSError, ValueError):
@@ -76,16 +84,6 @@ def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
             return NodeAnswer(record.name, at, read_node(read_samples(text), at), segments=segments)
     except (OSError, PdCacheError, ValueError) as error:
         return NodeAnswer(record.name, time.monotonic(), None, one_line(str(error)) or repr(error))
-
-
-def ask_server(record: NodeRecord) -> StatusReport:
-    """Asks a cache server of this machine over its own socket. Raises ValueError if only `up` knows its port."""
-    if record.address.endswith(":0"):
-        raise ValueError(_CHOSEN_BY_UP)
-
-    from pd_cache.server.connection import server_status
-
-    return server_status(record.address, TIMEOUT_S)
 
 
 def get_text(url: str, access: Access = NOBODY) -> str:

@@ -126,7 +126,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
         "launch.status._SYNC_S",
-        "launch.status.TIMEOUT_S",
         "launch.watched.TIMEOUT_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",

@@ -180,7 +180,7 @@ def survey(config: ClusterConfig) -> PoolReport:
     spaces.sort(key=lambda one: (one.kind == "other", -(one.bytes or 0), one.name))
     tenants: dict[str, dict[str, float]] = {}
     for row in status.nodes:
-        for name, counts in row.tenants.items():
+        for name, counts in row.reading.tenants.items():
             before = tenants.get(name, {})
             tenants[name] = {kind: before.get(kind, 0.0) + counts.get(kind, 0.0) for kind in before | counts}
     return PoolReport(namespaces=spaces, segments=status.segments or [], tenants=tenants)

@@ -8,11 +8,13 @@ import urllib.parse
 from collections.abc import Callable
 
 from launch.discovery import Member
-from launch.masters import LEADER, MasterHealth, master_health
+from launch.http import fetch
+from launch.masters import LEADER, MasterHealth
 from launch.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
 from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import find_program
+from pd_cache.decoding import decode_json
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
@@ -102,6 +104,6 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
 def _health(node: MasterNode) -> MasterHealth:
     """Returns what a master says about itself: nothing if it does not answer."""
     try:
-        return master_health(f"http://{node.host}:{node.metrics_port}", timeout=1)
+        return decode_json(fetch(f"http://{node.host}:{node.metrics_port}/health", timeout=1), MasterHealth)
     except (OSError, ValueError):
         return MasterHealth()

@@ -29,7 +29,7 @@ from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_model
 from launch.proxy.events import BlockBudget, KnownCache, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.status import ClusterStatus, NodeStatus, as_dict, read_metrics, status_table
+from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
@@ -160,10 +160,6 @@ def _server_request(data: bytes) -> None:
 
 def _server_answer(data: bytes) -> None:
     number, answer = protocol.decode_answer(data)
-    if isinstance(answer, protocol.StatusReport):
-        row = NodeStatus(record=_record("c", "cache-server", "ipc:///run/x"))
-        row.up_since = answer.up_since
-        _show(row)
     if answer == answer:  # not a number is not equal to itself
         assert protocol.decode_answer(protocol.encode(number, answer)) == (number, answer)
 
@@ -311,14 +307,14 @@ _OLDER = read_node(read_samples(_METRICS.decode()), 0.0)
 
 def _metrics(data: bytes) -> None:
     """What `status`, and after those of a moment before `top` and `/ui`, make of a node's metrics."""
-    text, row = data.decode(errors="replace"), NodeStatus(record=_RECORDS[0])
-    read_metrics(text, row)
+    reading = read_node(read_samples(data.decode(errors="replace")), 2.0)
+    row = NodeStatus(record=_RECORDS[0], reading=reading)
     assert row.in_flight is None or row.in_flight >= 0
     assert row.hit_rate is None or row.hit_rate >= 0
     _show(row)
     history = NodeHistory()
     history.add(_OLDER)
-    history.add(reading := read_node(read_samples(text), 2.0))
+    history.add(reading)
     rates = history.rates(2.0)
     assert rates is not None
     assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))

@@ -57,7 +57,7 @@ def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guard
     assert row.record.address == guarded.url
     assert row.state in NO_DECODE_NODE
     assert row.in_flight == 0
-    assert row.up_since is not None
+    assert row.reading.started is not None
 
 
 def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment, mooncake_of
-from launch.status import ClusterStatus, NodeStatus, as_dict, read_metrics, status_table
+from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.launch.conftest import serving
 from tests.support.pool import Pool
@@ -112,9 +113,8 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
 
 
 def engine() -> NodeStatus:
-    row = NodeStatus(record=NodeRecord(name="e", role="decode", address="http://10.0.0.1:4"))
-    read_metrics(METRICS, row)
-    return row
+    record = NodeRecord(name="e", role="decode", address="http://10.0.0.1:4")
+    return NodeStatus(record=record, reading=read_node(read_samples(METRICS), 0.0))
 
 
 def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated() -> None:
@@ -131,7 +131,7 @@ def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> Non
 
 def test_eighty_columns_show_every_word() -> None:
     row, text = engine(), io.StringIO()
-    row.up_since, row.in_flight = 0.0, 3
+    row.reading = msgspec.structs.replace(row.reading, started=0.0, running=3.0)
     status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "no answer: timed out")])
     Console(file=text, width=80).print(status_table(status))
     shown = " ".join(text.getvalue().split())
@@ -142,10 +142,10 @@ def test_eighty_columns_show_every_word() -> None:
 
 def test_eighty_columns_have_a_line_for_each_node() -> None:
     record = NodeRecord(name="prefill-10", role="cache-server", address="http://10.0.0.1:4")
-    row = NodeStatus(
-        record=record, up_since=time.time() - 200_000, hit_rate=0.985, bytes_by_tier={"mooncake": 84 << 30}
-    )
-    row.in_flight, row.memory, text = 12, "draining", io.StringIO()
+    tokens = {("tokens", "loaded"): 98.5, ("tokens", "computed"): 1.5}
+    started = time.time() - 200_000
+    reading = NodeReading(at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8)
+    row, text = NodeStatus(record=record, reading=reading, memory="draining"), io.StringIO()
     Console(file=text, width=80).print(status_table(ClusterStatus("etcd", True, [row] * 3)))
     cells = ["prefill-10", "cache-server", "up,", "draining", "56", "h", "98.5%", "pool", "84.0", "GiB", "12"]
     assert [line.split() for line in text.getvalue().splitlines()[2:]] == [cells] * 3
