@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from launch.discovery import View, known_master
 from launch.masters import segments_at
-from pd_cache.chunks import SEED_VARIABLE, CacheMetadata, Namespace
+from pd_cache.chunks import SEED_VARIABLE, Namespace
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
@@ -54,14 +52,8 @@ def open_lookup(
 ) -> MooncakeLookupClient:
     """Returns a client that looks up in the namespaces of a model's groups of layers, the first of which names the chunks.
 
-    `host` is this process's address. Does not wait for the pool at `master`. Raises ValueError if this version makes other namespaces.
+    `host` is this process's address. Does not wait for the pool at `master`.
     """
-    space = namespaces[0]
-    cache = msgspec.structs.replace(
-        config.cache, chunk_size=space.chunk_size, hash_mode=space.hash_mode, hash_seed=space.hash_seed
-    )
-    first, *further = (CacheMetadata.within(one) for one in namespaces)
-    if tuple(one.namespace(cache) for one in (first, *further)) != tuple(namespaces):
-        raise ValueError(f"this version makes other namespaces of {namespaces}")
-    settings = NodeSettings(master=master, versions=versions, host=host, cache=cache, transfer=config.transfer)
+    settings = NodeSettings(master=master, versions=versions, host=host, cache=config.cache, transfer=config.transfer)
+    first, *further = namespaces
     return MooncakeLookupClient(settings, first, master, further=further, watches=True)

@@ -352,22 +352,6 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
             group=group,
         )
 
-    @classmethod
-    def within(cls, namespace: Namespace) -> CacheMetadata:
-        """Returns metadata for `namespace`: the first of as many ranks as there are shards."""
-        one = namespace
-        group = LayerGroup(layers=one.group, keeps=one.keeps, tail=one.tail, ahead=one.ahead) if one.group else None
-        return cls(
-            model=namespace.model,
-            kv_dtype=namespace.kv_dtype,
-            page_format=namespace.layout,
-            layers=namespace.layers,
-            block_size=namespace.block_size,
-            page_bytes=namespace.page_bytes,
-            world_size=namespace.shards,
-            group=group,
-        )
-
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside of world_size {self.world_size}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens, check_names
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Namespace, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.metrics import CacheMetrics
@@ -278,20 +278,21 @@ class MooncakeLookupClient(LookupClient):
     def __init__(
         self,
         config: NodeSettings,
-        metadata: CacheMetadata,
+        metadata: CacheMetadata | Namespace,
         master_addr: str,
         *,
-        further: Sequence[CacheMetadata] = (),
+        further: Sequence[CacheMetadata | Namespace] = (),
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
         watches: bool = False,
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
-        `further` are the model's other groups of layers, if it has several. `history` tells evicted chunks from those that were never
+        `metadata` is the engine's, or the namespace that it has told. `further` are the model's other groups of layers, if it has several. `history` tells evicted chunks from those that were never
         stored; without it, both are `missing`. `watches`: look in the current version of the weights, because this process has none itself.
         """
-        databases = [ChunkedTokenDatabase(one.namespace(config.cache)) for one in (metadata, *further)]
+        spaces = (one if isinstance(one, Namespace) else one.namespace(config.cache) for one in (metadata, *further))
+        databases = [ChunkedTokenDatabase(space) for space in spaces]
         super().__init__(databases[0], metrics)
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         second = config.second_pool
