@@ -130,7 +130,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",
-        "launch.doctor.probe._CONNECT_S",
     ):
         module, _, constant = name.rpartition(".")
         monkeypatch.setattr(

@@ -6,7 +6,6 @@ docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 import socket
@@ -68,9 +67,6 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     if not any(row.answers for row in status.nodes):
         return
     hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
-    leading = next((row.name for row in status.leading), None)
-    targets = probe.targets_of(config, status.view, segments, leading)
-    yield from probe.reach_findings(asyncio.run(probe.reach(targets)))
     yield from probe.advertised_findings(hosts, segments)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)

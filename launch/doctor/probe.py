@@ -1,4 +1,4 @@
-"""Checks of the cluster: what its nodes report, what is reached from here, and a real put and get to each segment.
+"""Checks of the cluster: what its nodes report, and a real put and get to each segment.
 
 The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not
 pinned, so what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is
@@ -7,23 +7,21 @@ evicted for a test.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 import pd_cache
-from launch.discovery import View
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
-from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
-from pd_cache.cluster.machine import host_of, port_of, shown_bytes
+from pd_cache.cluster import ClusterConfig, MasterNode
+from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.config import NodeSettings
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
@@ -103,89 +101,6 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-# --- what is reached from here ------------------------------------------------------------------------------------------
-
-
-_CONNECT_S = 1.0
-_CONNECTS = 32
-_WHY_HERE = "what this machine cannot reach, its engines cannot load from or store to"
-MOONCAKE_PORTS = "Mooncake's clients listen on ports of 15000 to 17000, or of MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
-
-
-class PeerAddress(msgspec.Struct, frozen=True):
-    """One address to connect to."""
-
-    peer: str
-    """The node's name; for anything that is not a node of ours, a description."""
-    what: str
-    """`service`, `metrics`, `segment`, `metadata`, `discovery`."""
-    address: str
-    """`host:port`."""
-
-
-def targets_of(
-    config: ClusterConfig, view: View, segments: Iterable[Segment] = (), leader: str | None = None
-) -> list[PeerAddress]:
-    """Returns everything that a node of this cluster may have to connect to over TCP.
-
-    `leader`: the name of the leading master, if one of several is elected; the others take no calls.
-    """
-    found = []
-    for record in view.nodes:
-        # a store's address is the name of its segment, at which nothing listens; the master reports the real one
-        listens = record.role != "store" and not record.address.startswith("ipc://")
-        if record.role == "master" and config.masters.ha:
-            listens = record.name == leader
-        for what, place in (("service", record.address if listens else None), ("metrics", record.metrics)):
-            if place and host_of(place) and port_of(place):
-                found.append(PeerAddress(record.name, what, f"{host_of(place)}:{port_of(place)}"))
-    hosts = {host_of(record.address) for record in view.nodes} | {node.host for node in config.nodes}
-    found += [
-        PeerAddress(segment.segment_name, "segment", segment.te_endpoint)
-        for segment in segments
-        if host_of(segment.te_endpoint) in hosts and port_of(segment.te_endpoint)
-    ]
-    metadata = config.transfer.metadata
-    if "://" in metadata:
-        port = port_of(metadata) or (443 if metadata.startswith("https") else 80)
-        found.append(PeerAddress("metadata server", "metadata", f"{host_of(metadata)}:{port}"))
-    if isinstance(config.discovery, EtcdDiscovery):
-        found += [PeerAddress("etcd", "discovery", endpoint) for endpoint in config.discovery.endpoints]
-    return list(dict.fromkeys(found))
-
-
-async def reach(targets: list[PeerAddress]) -> dict[PeerAddress, str]:
-    """Tries to connect to each, some at a time; sends nothing. Returns why there is no connection, or an empty string if it was made."""
-    places = asyncio.Semaphore(_CONNECTS)
-
-    async def one(target: PeerAddress) -> str:
-        host, port = host_of(target.address), port_of(target.address)
-        async with places:
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_S)
-            except TimeoutError:
-                return f"no answer within {_CONNECT_S:g} s"
-            except (OSError, ValueError) as error:  # ValueError: not a valid name
-                number = getattr(error, "errno", None)
-                return os.strerror(number) if number and number > 0 else str(error) or repr(error)
-            writer.close()
-            return ""
-
-    return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))
-
-
-def reach_findings(reached: Mapping[PeerAddress, str]) -> Iterator[Finding]:
-    """Judges the outcome of connections from here."""
-    check = "network.from_here"
-    if good := [target for target, error in reached.items() if not error]:
-        peers = len({target.peer for target in good})
-        yield ok(check, f"{len(good)} addresses of {peers} nodes, segments and services take connections")
-    for target, error in reached.items():
-        if error:
-            found = f"{target.what} at {target.address}: {error}"
-            yield broken(check, found, target.peer, why=_WHY_HERE, repair=_open_port(target))
-
-
 def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> Iterator[Finding]:
     """Finds segments that only their own host can reach, in a cluster of several `hosts`."""
     if len({host for host in hosts if not _only_here(host)}) < 2:
@@ -206,13 +121,6 @@ def _only_here(host: str) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
-
-
-def _open_port(target: PeerAddress) -> str:
-    host, _, port = target.address.rpartition(":")
-    if target.what == "segment":
-        return f"let {port}/tcp through the firewall of {host}; {MOONCAKE_PORTS}"
-    return f"on {host}: is {target.peer} running? ss -ltn 'sport = :{port}'; else let {port}/tcp through its firewall"
 
 
 # --- a put and a get of 64 MiB to each segment -------------------------------------------------------------------------
@@ -390,7 +298,8 @@ def _failed(segment: Segment, what: str, statuses: Collection[Status]) -> tuple[
     reasons = ", ".join(sorted(status.value for status in statuses))
     found = f"a {what} did not end within {_DEADLINE_S:g} s" if hung else f"a {what} failed: {reasons}"
     repair = (
-        f"on {segment.host}: is its process running, not stopped (ps -o stat)? Else open its ports: {MOONCAKE_PORTS}"
+        f"on {segment.host}: is its process running, not stopped (ps -o stat)? Else open its ports: those of Mooncake's clients are "
+        "15000 to 17000, or MC_MIN_RPC_PORT to MC_MAX_RPC_PORT"
     )
     return broken(_SEGMENT, found, segment.segment_name, why=_WHY_SEGMENT, repair=repair), hung
 

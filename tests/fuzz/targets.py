@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
-from launch.doctor.probe import advertised_findings, targets_of
+from launch.doctor.probe import advertised_findings
 from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import MasterHealth, read_copies, read_segments
@@ -35,7 +34,6 @@ from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
     About,
-    ClusterConfig,
     NodeRecord,
     RecordError,
     decode_record,
@@ -214,7 +212,6 @@ _RECORDS = (
     _record("a", "store", "10.0.0.3:1234"),
     _record("a", "bench-echo", "10.0.0.3:1234"),
 )  # fmt: skip
-_CONFIG = ClusterConfig(nodes=())
 
 
 def _etcd_record(data: bytes) -> None:
@@ -237,7 +234,6 @@ def _used(record: NodeRecord) -> None:
     usual = _RECORDS[0]
     for told in differences([usual, msgspec.structs.replace(usual, name="b"), record]).values():
         assert told.isprintable()
-    targets_of(_CONFIG, View((record,)))
     for namespace in record.cache_namespaces:
         _believed(namespace)
     _show(NodeStatus(record=record))
@@ -267,7 +263,6 @@ _SEGMENT = {
 
 def _segments(data: bytes) -> None:
     segments = read_segments(data)
-    targets_of(_CONFIG, View(_RECORDS[1:2]), segments)
     list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert all(segment.free >= 0 and segment.host == host_of(segment.segment_name) for segment in segments)
 

@@ -88,7 +88,7 @@ def test_of_a_cluster_that_does_not_run_one_finding_says_so_and_nothing_else_is_
         "nothing of this cluster runs",
         f"start it: pd-cache up -c {pool.file}",
     )
-    assert not {"cluster.pool", "network.from_here", "transfer.segment"} & {one.check for one in report.findings}
+    assert not {"cluster.pool", "transfer.segment"} & {one.check for one in report.findings}
 
 
 def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_process_ends(make_pool):

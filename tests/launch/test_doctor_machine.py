@@ -10,14 +10,13 @@ import msgspec
 import pytest
 
 import pd_cache
-from launch.discovery import View
 from launch.doctor import Finding, Verdict
 from launch.doctor.checks import (
     library_findings,
     memory_finding,
     rdma_findings,
 )
-from launch.doctor.probe import advertised_findings, cluster_findings, targets_of
+from launch.doctor.probe import advertised_findings, cluster_findings
 from launch.masters import LEADER, Segment
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
@@ -165,36 +164,6 @@ def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts
     found = list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert [one.about for one in found] == ["127.0.0.1:50052"]
     assert list(advertised_findings({"127.0.0.1"}, segments)) == []
-
-
-def test_only_addresses_of_the_clusters_own_hosts_are_tried() -> None:
-    records = (
-        NodeRecord(name="p", role="prefill", address="http://10.0.0.1:8100"),
-        NodeRecord(name="c", role="cache-server", address="ipc:///tmp/x.sock", metrics="http://10.0.0.1:9100"),
-        NodeRecord(name="s", role="store", address="10.0.0.2:0"),
-        NodeRecord(name="z", role="decode", address="http://10.0.0.5:0"),
-    )
-    segments = [Segment("10.0.0.2:1", GIB, "10.0.0.2:15001"), Segment("x", GIB, "169.254.169.254:80")]
-    cluster = config(transfer={"metadata": "http://10.0.0.1:8080/metadata"})
-    assert [(one.peer, one.address) for one in targets_of(cluster, View(records), segments)] == [
-        ("p", "10.0.0.1:8100"),
-        ("c", "10.0.0.1:9100"),
-        ("10.0.0.2:1", "10.0.0.2:15001"),
-        ("metadata server", "10.0.0.1:8080"),
-    ]
-
-
-def test_of_elected_masters_only_the_leader_takes_calls() -> None:
-    masters = [
-        NodeRecord(name=f"m{n}", role="master", address=f"10.0.0.{n}:1", metrics=f"http://10.0.0.{n}:2") for n in (1, 2)
-    ]
-    cluster = config(
-        master={"ha": True},
-        discovery={"kind": "etcd", "endpoints": ["10.0.0.9:2379"]},
-        nodes=[{"name": f"m{n}", "role": "master", "client_ttl_s": 20} for n in (1, 2)],
-    )
-    tried = {one.address for one in targets_of(cluster, View(tuple(masters)), (), "m2")}
-    assert tried == {"10.0.0.1:2", "10.0.0.2:1", "10.0.0.2:2", "10.0.0.9:2379"}
 
 
 # --- cluster ---------------------------------------------------------------------------------------------------------

@@ -227,16 +227,16 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
         report = examine(hosts, tmp_path, *reader.inside())
     finally:
         reader.unblock(memory)
-    unreached = [one.found for one in report.findings if (one.check, one.about) == ("network.from_here", "prefill-1")]
-    assert any(found.startswith(f"service at {memory.address}:8100: ") for found in unreached), unreached
-    assert ("network.from_here", segment) in broken(report)
+    (unreached,) = [one.found for one in report.findings if (one.check, one.about) == ("cluster.node", "prefill-1")]
+    assert unreached.startswith(f"no answer: {memory.address}:8100: "), unreached
+    assert ("transfer.segment", segment) in broken(report)
 
     hosts.hosts["decode-1"].cut()
     try:
         report = examine(hosts, tmp_path)
     finally:
         hosts.hosts["decode-1"].mend()
-    assert ("network.from_here", "decode-1") in broken(report) or ("cluster.node", "decode-1") not in {
+    assert ("cluster.node", "decode-1") in broken(report) or ("cluster.node", "decode-1") not in {
         (one.check, one.about) for one in report.findings
     }, "it does not answer, or its lease is over"
 
