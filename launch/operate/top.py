@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import math
@@ -39,8 +38,6 @@ from pd_cache.reasons import MEANINGS
 
 Key = Literal["up", "down", "sort", "reverse", "follow", "back", "help", "quit"]
 
-_NO_READER = (errno.EIO, errno.EPIPE)
-"""The terminal was closed, or the pipe's other end."""
 _SYNC_S, _TICK_S, _REDRAW_S = 5.0, 0.1, 0.5
 _STALE_S = 10.0
 """After how many seconds without a new reading a node counts as silent. The time from one question to the next is added."""
@@ -409,14 +406,10 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
         contextlib.closing(Asker(proxy_access(config), interval_s)) as asker,
     ):
         directory.wait_synced(_SYNC_S)
-        try:
-            if once:
-                _print_once(console, directory, asker, nodes, source, 5 * TIMEOUT_S + 2 * interval_s, stop)
-            else:
-                _follow(console, directory, asker, nodes, source, stop)
-        except OSError as error:
-            if error.errno not in _NO_READER:
-                raise
+        if once:
+            _print_once(console, directory, asker, nodes, source, 5 * TIMEOUT_S + 2 * interval_s, stop)
+        else:
+            _follow(console, directory, asker, nodes, source, stop)
 
 
 def _print_once(
