@@ -41,7 +41,7 @@ from bench.lib.report import Check, at_least, at_most, finish, option, output_op
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
-from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.events import KnownCache
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.cluster import HintsConfig
@@ -179,7 +179,7 @@ class _SeenCache(KnownCache):
     """A cache into which the router looks."""
 
     def __init__(self, node: _SimulatedNode) -> None:
-        super().__init__(BlockBudget(0))
+        super().__init__(lambda: 0)
         self._node = node
         self.ready = True
 
@@ -206,10 +206,12 @@ def simulate(
     told = 0 if router == "guess" else cache_tokens
     pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
-    budget = BlockBudget(sys.maxsize)
     known: dict[str, KnownCache] = {}
     if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
-        known = {url: KnownCache(budget) if router == "events" else _SeenCache(node) for url, node in fleet.items()}
+        known = {
+            url: KnownCache(lambda: sys.maxsize) if router == "events" else _SeenCache(node)
+            for url, node in fleet.items()
+        }
         for cache in known.values():
             cache.fingerprint = _SPACE
             cache.apply([EventBatch(0.0, [])])

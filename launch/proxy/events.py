@@ -1,8 +1,8 @@
 """What each prefill node's own cache holds, as its KV events say; and `/query`, which says it to other routers.
 
 A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node is to drop its sets. A set takes
-about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are counted and not noted, until others are
-removed. A hash is of the whole prefix, so the number of leading blocks that are in a set is how much of a prompt a node has.
+about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are not noted, until others are removed. A
+hash is of the whole prefix, so the number of leading blocks that are in a set is how much of a prompt a node has.
 
 `KnownCache.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read while it grows gives an answer
 that was true a moment ago.
@@ -14,7 +14,7 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -52,31 +52,12 @@ _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class BlockBudget:
-    """How many blocks all caches of an index may know of together."""
-
-    def __init__(self, most_blocks: int) -> None:
-        self.most = most_blocks
-        self.refused = 0
-        """How many blocks found no room."""
-        self.caches: list[KnownCache] = []
-
-    @property
-    def used(self) -> int:
-        return sum(map(len, list(self.caches)))
-
-    def grant(self, count: int) -> int:
-        """Returns how many of `count` further blocks may be noted."""
-        granted = max(0, min(count, self.most - self.used))
-        self.refused += count - granted
-        return granted
-
-
 class KnownCache:
     """What one node's own cache holds, and what requests under way are about to put there."""
 
-    def __init__(self, budget: BlockBudget) -> None:
-        self._budget = budget
+    def __init__(self, room: Callable[[], int]) -> None:
+        """`room()`: how many more blocks may be noted, of all caches together."""
+        self._room = room
         self._sets: dict[str, set[int]] = {}
         """The blocks in each medium."""
         self._partial: set[int] = set()
@@ -89,7 +70,6 @@ class KnownCache:
         """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
         self.unnameable = False
         """Whether the node's hashes cover tokens behind a block, so that no prompt could be found among them: its blocks are not noted."""
-        budget.caches.append(self)
 
     def __len__(self) -> int:
         return sum(map(len, list(self._sets.values())))
@@ -120,9 +100,8 @@ class KnownCache:
 
     def _add(self, medium: str, blocks: list[int]) -> None:
         known = self._sets.setdefault(medium, set())
-        if len(blocks) > self._budget.most - self._budget.used:
-            blocks = [block for block in blocks if block not in known]
-            blocks = blocks[: self._budget.grant(len(blocks))]
+        if len(blocks) > (room := max(0, self._room())):
+            blocks = [block for block in blocks if block not in known][:room]
         known.update(blocks)
 
     def knows(self, prompt: NamedPrompt | None) -> bool:
@@ -169,12 +148,6 @@ class KnownCache:
             else:
                 del under_way[block]
 
-    def forget(self) -> None:
-        """Gives back what the cache takes of the budget, for good."""
-        self._budget.caches.remove(self)
-        self._sets = {}
-        self.ready = False
-
 
 def _short(hashes: Sequence[int | bytes]) -> list[int]:
     return [value if type(value) is int else short_hash(value) for value in hashes]
@@ -185,7 +158,7 @@ class CacheView:
 
     def __init__(self, most_blocks: int, load_bytes: int) -> None:
         """`load_bytes`: how many bytes a node loads from the pool in the time in which it computes a token."""
-        self._budget = BlockBudget(most_blocks)
+        self._most_blocks = most_blocks
         self._load_bytes = load_bytes
         self._subscriber = EventSubscriber()
         self._caches: dict[tuple[str, str], KnownCache] = {}
@@ -196,6 +169,11 @@ class CacheView:
     @property
     def following(self) -> bool:
         return bool(self._caches)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it knows of, of all nodes."""
+        return sum(map(len, self._caches.values()))
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
         """Follows those of these prefill nodes that publish events, and no others. Returns what is known of the nodes' caches, by URL."""
@@ -208,14 +186,15 @@ class CacheView:
             if record.events is None or record.replays is None:
                 continue
             key = (url, record.instance)
-            caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._budget)
+            caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._room)
             cache.fingerprint = record.fingerprint
             wanted[key] = (EventEndpoints(record.events, record.replays), cache.apply)
-        self._subscriber.follow(wanted)
-        for left in self._caches.keys() - caches.keys():
-            self._caches[left].forget()
         self._caches, self._nodes = caches, nodes
+        self._subscriber.follow(wanted)
         return {url: cache for (url, _), cache in caches.items()}
+
+    def _room(self) -> int:
+        return self._most_blocks - self.blocks
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
         """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
@@ -239,9 +218,8 @@ class CacheView:
         feeds: Mapping[Hashable, Any] = self._subscriber.describe()
         known = {key: {"blocks": len(cache), "unnameable": cache.unnameable} for key, cache in self._caches.items()}
         return {
-            "blocks": self._budget.used,
-            "most_blocks": self._budget.most,
-            "refused_blocks": self._budget.refused,
+            "blocks": self.blocks,
+            "most_blocks": self._most_blocks,
             "publishers": {key[0]: {**one, **feeds.get(key, {})} for key, one in known.items()},
         }
 

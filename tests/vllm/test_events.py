@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from launch.discovery import file_records
-from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.events import KnownCache
 from launch.proxy.prefixes import PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, load_config, read_about
@@ -31,7 +31,7 @@ def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_repl
 
     ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(0, ends.stream, ends.replay)
-    known = KnownCache(BlockBudget(1 << 20))
+    known = KnownCache(lambda: 1 << 20)
     try:
         for number in range(6000):
             event = BlockStored(
@@ -67,7 +67,7 @@ def observed(pair: Pair) -> Iterator[Observed]:
     assert addresses is not None
     with closing(EventSubscriber(check_s=0.5)) as subscriber:
         (space,) = spaces(pair.a)
-        cache = KnownCache(BlockBudget(1 << 20))
+        cache = KnownCache(lambda: 1 << 20)
         cache.fingerprint = space.fingerprint()
         subscriber.follow({"node": (EventEndpoints(*addresses), cache.apply)})
         yield Observed(pair.a, cache, PromptNamer(space), config)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from launch.discovery import View
 from launch.proxy.direct import DirectRule
-from launch.proxy.events import BlockBudget, KnownCache
+from launch.proxy.events import KnownCache
 from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
 from launch.proxy.routing import NodePool, Target
 from pd_cache.chunks import BlockHasher, describe_hashes
@@ -47,7 +47,7 @@ def prompt(blocks: list[int], pool_tokens: int = 0) -> NamedPrompt:
 
 
 def cache(*events: KvEvent) -> KnownCache:
-    made = KnownCache(BlockBudget(1000))
+    made = KnownCache(lambda: 1000)
     made.fingerprint = FINGERPRINT
     made.apply([EventBatch(1.0, list(events))])
     return made
@@ -67,8 +67,7 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=30), st.lists(st.integers(0, 15), unique=True))
 def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | Forget], blocks: list[int]) -> None:
-    budget = BlockBudget(1000)
-    known, model = KnownCache(budget), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
+    known, model = KnownCache(lambda: 1000), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
     known.fingerprint = FINGERPRINT
     for event in happened:
         known.apply([event if isinstance(event, Forget) else EventBatch(1.0, [event])])
@@ -84,19 +83,16 @@ def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | F
     while there < len(blocks) and any(blocks[there] in one for one in model.values()):
         there += 1
     assert known.tokens(prompt(blocks)) == 16 * there
-    assert budget.used == len(known) == sum(map(len, model.values()))
+    assert len(known) == sum(map(len, model.values()))
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=12), st.integers(0, 20))
-def test_no_history_takes_more_than_the_budget(stored: list[list[int]], most: int) -> None:
-    budget = BlockBudget(most)
-    caches = [KnownCache(budget) for _ in range(3)]
+def test_no_history_takes_more_than_the_room_that_all_share(stored: list[list[int]], most: int) -> None:
+    caches: list[KnownCache] = []
+    caches += [KnownCache(lambda: most - sum(map(len, caches))) for _ in range(3)]
     for number, hashes in enumerate(stored):
         caches[number % 3].apply([EventBatch(1.0, [StoredEvent(hashes)])])
-        assert budget.used <= most
-    for one in caches:
-        one.forget()
-    assert budget.used == 0, "what leaves gives everything back"
+        assert sum(map(len, caches)) <= most
 
 
 def test_hashes_of_either_form_and_prompts_meet() -> None:
