@@ -191,17 +191,9 @@ class CacheMetrics:
             family: Counter(f"pd_cache_{family}", text, labels, registry=self.registry)
             for family, (labels, text) in COUNTERS.items()
         }
-        self._tokens = {
-            (op, outcome): self._counters["tokens"].labels(op, outcome)
-            for op, outcome in (
-                ("lookup", "requested"),
-                ("lookup", "hit"),
-                ("retrieve", "requested"),
-                ("retrieve", "loaded"),
-                ("store", "requested"),
-                ("store", "stored"),
-            )
-        }
+        for op, outcome in (("lookup", "hit"), ("retrieve", "loaded"), ("store", "stored")):
+            self._counters["tokens"].labels(op, "requested")
+            self._counters["tokens"].labels(op, outcome)
         seconds = Histogram(
             "pd_cache_op_seconds", "Duration of an operation", ["op"], buckets=_SECONDS, registry=self.registry
         )
@@ -221,8 +213,7 @@ class CacheMetrics:
     def tokens(self, op: str, outcome: str, count: int) -> None:
         """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
         if count:
-            self._tokens[op, outcome].inc(count)
-            self._add(("tokens", op, outcome), count)
+            self._count("tokens", op, outcome, by=count)
 
     def moved(self, op: str, nbytes: int, layers: str = "") -> None:
         """Counts payload bytes that arrived. `layers`: the group of layers (`Namespace.group`)."""
