@@ -218,21 +218,18 @@ def reset(file: Path, model: str | None, version: str | None) -> None:
     do not know yet that they have these weights, e.g. one that was started since. Chunks of the version before are left to eviction;
     `pd-cache pool rm --old` removes them at once.
     """
-    from launch.operate.reset import ResetModel, reset_models
+    from launch.operate.reset import reset_models
     from pd_cache.versions import LABEL
 
     if version is not None and (not version or not re.match(LABEL, version)):
         raise click.BadParameter(
             "expected 1 to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
         )
-
-    def report(one: ResetModel) -> None:
+    for one in reset_models(_running(file), model, version):
         told = ", ".join(one.processes.told) or "no process was there to be told"
         click.echo(f"{one.name}: version {one.label} is current ({told})")
         if untold := one.processes.untold:
             click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(untold)}", err=True)
-
-    reset_models(_running(file), model, version, told=report)
 
 
 @main.group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from launch.status import ClusterStatus, cluster_status
@@ -22,13 +22,11 @@ class ResetModel(NamedTuple):
     processes: Told
 
 
-def reset_models(
-    config: ClusterConfig, model: str | None, version: str | None, *, told: Callable[[ResetModel], None]
-) -> None:
+def reset_models(config: ClusterConfig, model: str | None, version: str | None) -> Iterator[ResetModel]:
     """Says that all nodes have other weights of the model that they call `model`, or of all models if it is None: those of `version`.
 
-    Calls `told` with each model as soon as it is done. Raises PdCacheError if the authority refuses or does not answer: then nothing has
-    changed for the models that `told` was not called with.
+    Yields each model when it is done. Raises PdCacheError if the authority refuses or does not answer: then nothing has changed for the models
+    that were not yielded.
     """
     status = cluster_status(config)
     authorities = [row.record.versions for row in status.nodes if row.record.versions is not None]
@@ -49,7 +47,7 @@ def reset_models(
                 f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
                 f"try again with --version {label}"
             ) from error
-        told(ResetModel(name, label, processes))
+        yield ResetModel(name, label, processes)
 
 
 def _with_unheard(processes: Told, status: ClusterStatus, weights: str) -> Told:
