@@ -26,8 +26,7 @@ from pd_cache.errors import PdCacheError
 TIMEOUT_S = 2.0
 """How long a node may take."""
 _CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
-_AT_A_TIME = 24
-_LONGEST_PAUSE_S = 15.0
+_AT_A_TIME = 64
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 _reading = threading.Lock()
 """Held while an answer is read: many at once would take the interpreter from a proxy's event loop."""
@@ -97,13 +96,12 @@ class _Schedule(msgspec.Struct):
     """When to ask one node."""
 
     due: float = 0.0
-    failures: int = 0
     question: Future[NodeAnswer] | None = None
     """Under way."""
 
 
 class Asker:
-    """Asks nodes on a bounded set of threads; silent ones less and less often, so that they leave the threads to the others."""
+    """Asks nodes on a bounded set of threads."""
 
     def __init__(self, access: Access, interval_s: float) -> None:
         """`interval_s`: from one question to a node to the next."""
@@ -124,10 +122,8 @@ class Asker:
                 answer = NodeAnswer(name, now, None, one_line(repr(error))) if error else schedule.question.result()
                 schedule.question = None
                 answers.append(answer)
-                schedule.failures = 0 if answer.reading is not None else schedule.failures + 1
-                pause = min(_LONGEST_PAUSE_S, self._interval_s * 2 ** min(schedule.failures, 8))
                 # from when it was due, so that intervals do not drift, unless it was late
-                schedule.due = max(schedule.due + self._interval_s, now) if not schedule.failures else now + pause
+                schedule.due = max(schedule.due + self._interval_s, now)
             if schedule.question is None and schedule.due <= now:
                 schedule.due = now
                 schedule.question = self._threads.submit(ask_node, record, self._access)
