@@ -238,13 +238,9 @@ class Child:
     def poll(self) -> int | None:
         # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's number
         if self._popen.returncode is None:
-            try:
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    return None
-            except ChildProcessError:
-                pass  # another thread or handler reaped it
-            else:
-                self._send(os.killpg, signal.SIGKILL)
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._send(os.killpg, signal.SIGKILL)
             self._popen.wait()
             for reader in self._readers:
                 reader.join(_DRAIN_S)
