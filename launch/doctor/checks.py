@@ -150,7 +150,8 @@ def _gid_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Fin
     routable = [
         f"{index} ({address})"
         for index, gid in gids.items()
-        if "v2" in read_text(port / "gid_attrs" / "types" / str(index)) and (address := _ipv4(gid))
+        if "v2" in read_text(port / "gid_attrs" / "types" / str(index))
+        and (address := ipaddress.IPv6Address(gid).ipv4_mapped)
     ]
     if not routable:
         return problem(
@@ -159,12 +160,6 @@ def _gid_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Fin
             repair="ip addr add ADDRESS/PREFIX dev DEV   # RoCE makes its GIDs from the interface's addresses; then show_gids",
         )  # fmt: skip
     return ok(check, f"{len(gids)} GIDs; RoCE v2 over IPv4 at index {', '.join(routable)}", about)
-
-
-def _ipv4(gid: str) -> str:
-    """Returns the IPv4 address in a GID; empty where there is none."""
-    mapped = ipaddress.IPv6Address(gid).ipv4_mapped
-    return str(mapped) if mapped is not None else ""
 
 
 def _word(file: Path) -> str:

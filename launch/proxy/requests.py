@@ -484,7 +484,10 @@ class Requests:
             exchange.nodes["prefill"] = node
             try:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
-                    asking = self._whole(exchange, span, "POST", node + exchange.request.path, body, _read_prefilled)
+                    url = node + exchange.request.path
+                    asking = self._whole(
+                        exchange, span, "POST", url, body, lambda one: (read_handoff(one), read_report(one))
+                    )
                     handoff, report = await asyncio.wait_for(asking, left)
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
@@ -685,10 +688,6 @@ class Requests:
                 body = msgspec.json.encode({"object": "list", "data": found})
                 return web.Response(body=body, content_type="application/json")
         raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
-
-
-def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
-    return read_handoff(answer), read_report(answer)
 
 
 def _free_frames(error: BaseException | None) -> None:

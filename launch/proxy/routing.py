@@ -95,10 +95,12 @@ class NodePool:
         costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {
             "round_robin": lambda node, prompt: 0.0,
             "least_loaded": lambda node, prompt: node.load,
-            "prefix_aware": self._prefix_cost if hop == "prefill" else self._room_cost,
+            "prefix_aware": lambda node, prompt: node.load + self._prefix_work(node, prompt),
         }
         if hop == "decode":
-            costs["least_loaded"] = self._room_cost
+            costs["least_loaded"] = costs["prefix_aware"] = lambda node, prompt: (
+                node.load / max(1, node.target.max_running)
+            )
         self._cost = costs[policy]
         self.load_cost = 0.0
         """What a token costs that is loaded from the pool, if one that is computed costs 1."""
@@ -233,12 +235,6 @@ class NodePool:
         """Returns the whole seconds, at least 1, until a node would be tried again."""
         wait = min((node.breaker.wait(now) for node in self._nodes.values()), default=0.0)
         return max(1, -int(-wait // 1))
-
-    def _room_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
-        return node.load / max(1, node.target.max_running)
-
-    def _prefix_cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
-        return node.load + self._prefix_work(node, prompt)
 
     def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         """Returns what a node would compute of the prompt, in tokens, plus the cost of what it would load."""
