@@ -44,7 +44,12 @@ TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
 """What people call a tier, by its kind."""
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
 _QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
-_RUNNING = ("pd_cache_reference_running", "num_requests_running", "pd_cache_proxy_requests_running")
+_RUNNING = (
+    "pd_cache_reference_running",
+    "num_requests_running",
+    "pd_cache_proxy_requests_running",
+    "pd_cache_server_running",
+)
 _MOST_STEPS = 240
 _SAME_START_S = 1.0
 

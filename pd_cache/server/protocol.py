@@ -290,10 +290,6 @@ class Stored(Message, frozen=True, tag="stored"):
 
 
 class StatusReport(Message, frozen=True, tag="status_report"):
-    software: str
-    pid: int
-    up_since: Annotated[float, msgspec.Meta(ge=0, le=1 << 40)]
-    """Seconds since 1970."""
     clients: Count
     workers: Count
     sessions: Count
@@ -301,11 +297,8 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     """How many keys all sessions hold."""
     in_flight: Count
     """How many operations are queued or running."""
-    available: bool
     metrics: str
     """All counters, in Prometheus' text format."""
-    mooncake: str = ""
-    """The version of Mooncake."""
 
 
 class Refused(Message, frozen=True, tag="refused"):

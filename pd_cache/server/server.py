@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from prometheus_client import generate_latest
+from prometheus_client import Gauge, generate_latest
 
-import pd_cache
 from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import CacheServerError
 from pd_cache.metrics import CacheMetrics
@@ -48,7 +46,6 @@ from pd_cache.server.protocol import (
     Welcome,
     failed,
 )
-from transfer.settings import mooncake_version
 
 T = TypeVar("T")
 
@@ -189,11 +186,12 @@ class CacheServer:
         self.sessions = Sessions()
         self.models = ServedModels(settings, self.metrics, self.sessions.end_backend)
         self._renew_s = max(0.1, lease_s / 3)
-        self._up_since = time.time()
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
         self._moves: WorkQueue[MoveJob] = WorkQueue(MAX_IN_FLIGHT)
+        running = Gauge("pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry)
+        running.set_function(self._in_flight)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -219,22 +217,20 @@ class CacheServer:
         """False while the pool of an engine's chunks is known to be down. True as long as no engine has registered."""
         return all(backend.available for backend in self.models.backends)
 
+    def _in_flight(self) -> int:
+        return self._lookups.in_flight + self._moves.in_flight
+
     def status(self) -> StatusReport:
         """Returns what the server is doing."""
         with self._lock:
             clients = list(self._clients.values())
         return StatusReport(
-            software=pd_cache.__version__,
-            pid=os.getpid(),
-            up_since=self._up_since,
             clients=len(clients),
             workers=sum(client.worker is not None for client in clients),
             sessions=len(self.sessions),
             pinned=self.sessions.pinned,
-            in_flight=self._lookups.in_flight + self._moves.in_flight,
-            available=any(backend.available for backend in self.models.backends),
+            in_flight=self._in_flight(),
             metrics=generate_latest(self.metrics.registry).decode(),
-            mooncake=mooncake_version(),
         )
 
     def close(self) -> None:
