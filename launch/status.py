@@ -21,7 +21,7 @@ from launch.figures import NodeReading, shown_age
 from launch.http import NOBODY, Access, BadStatus, proxy_access
 from launch.masters import LEADER, MasterHealth, Segment, mooncake_of
 from launch.versions import known_versions
-from launch.watched import ask_node, get_text, is_asked, page_of
+from launch.watched import ask_node, get_text, page_of
 from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
 from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.decoding import decode_json, one_line
@@ -223,18 +223,16 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     row = NodeStatus(record=record)
     if record.role == "store" and not record.address.endswith(":0"):
         row.segments = (record.address,)
-    if not is_asked(record):
-        row.state = NOT_ASKED
-        if record.role in ("store", "master"):
-            row.state += ": it has no metrics_port; its memory shows in the master's row"
+    if not (url := page_of(record)):
+        row.state = f"{NOT_ASKED}: it has no metrics_port; its memory shows in the master's row"
         return row
     try:
         if record.role == "master":
-            health = decode_json(get_text(f"{record.metrics}/health"), MasterHealth)
+            health = decode_json(get_text(f"{url}/health"), MasterHealth)
             waits = health.role == LEADER and not health.service_ready
             row.leads = "leads, but does not serve yet" if waits else health.role
             row.record = msgspec.structs.replace(record, mooncake=mooncake_of(record) or record.mooncake)
-        elif url := page_of(record):
+        else:
             told = read_about(get_text(f"{url}/health", access if record.role == "proxy" else NOBODY))
             row.record = msgspec.structs.replace(record, version=told.version or record.version).telling(told)
     except BadStatus as error:
@@ -247,7 +245,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
         return row
     answer = ask_node(record, access)
     if answer.reading is None:
-        row.state = f"degraded: its metrics: {answer.why}" if page_of(record) else f"{NO_ANSWER}: {answer.why}"
+        row.state = f"degraded: its metrics: {answer.why}"
         return row
     row.reading, row.pool = answer.reading, answer.segments
     row.segments = answer.reading.segments or row.segments

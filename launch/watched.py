@@ -21,7 +21,6 @@ from launch.http import NOBODY, Access, fetch
 from launch.masters import Segment, read_segments
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
-from pd_cache.errors import PdCacheError
 
 TIMEOUT_S = 2.0
 """How long a node may take."""
@@ -48,18 +47,8 @@ class NodeAnswer(NamedTuple):
     """For a master: the segments that it knows."""
 
 
-def is_asked(record: NodeRecord) -> bool:
-    """Returns whether there is a way to ask this node."""
-    if record.role in ("master", "store"):
-        return record.metrics is not None
-    return record.role == "cache-server" or record.address.startswith("http")
-
-
 def page_of(record: NodeRecord) -> str:
-    """Returns the address at which a node answers `/health` and `/metrics`; empty for a cache server of this machine with an unknown port,
-    which answers at its own socket."""
-    if record.role == "cache-server" and not (record.metrics and urllib.parse.urlsplit(record.metrics).port):
-        return ""
+    """Returns the address at which a node answers `/health` and `/metrics`; empty if it takes no questions."""
     return record.address if record.address.startswith("http") else record.metrics or ""
 
 
@@ -67,21 +56,14 @@ def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
     """Asks a node for its metrics. `access`: key and certificates for proxies. Raises nothing."""
     segments: list[Segment] | None = None
     try:
-        if url := page_of(record):
-            text = get_text(f"{url}/metrics", access if record.role == "proxy" else NOBODY)
-        elif record.address.endswith(":0"):
-            raise ValueError(_CHOSEN_BY_UP)
-        else:
-            from pd_cache.server.connection import server_status
-
-            text = server_status(record.address, TIMEOUT_S).metrics
+        text = get_text(f"{page_of(record)}/metrics", access if record.role == "proxy" else NOBODY)
         at = time.monotonic()
         if record.role == "master":
             with contextlib.suppress(OSError, ValueError):
                 segments = read_segments(get_text(f"{record.metrics}/get_segments_detail").encode())
         with _reading:
             return NodeAnswer(record.name, at, read_node(read_samples(text), at), segments=segments)
-    except (OSError, PdCacheError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return NodeAnswer(record.name, time.monotonic(), None, one_line(str(error)) or repr(error))
 
 
@@ -183,7 +165,7 @@ class WatchedNodes:
     """What is known of the nodes. The time comes from the caller."""
 
     def __init__(
-        self, stale_s: float = 10.0, since_start: bool = False, asked: Callable[[NodeRecord], bool] = is_asked
+        self, stale_s: float = 10.0, since_start: bool = False, asked: Callable[[NodeRecord], object] = page_of
     ) -> None:
         """`stale_s`: after how many seconds without a new reading a node counts as silent, even if it was not asked since. `since_start`: shares
         and quantiles are those since the nodes' start, and not of the last minute. `asked`: which nodes are asked."""

@@ -27,8 +27,6 @@ from pd_cache.server.protocol import (
     Hello,
     Register,
     Request,
-    StatusQuery,
-    StatusReport,
     Unregister,
     Welcome,
 )
@@ -257,12 +255,3 @@ def server_welcome(url: str, timeout: float) -> Welcome:
     with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
         assert connection.welcome is not None  # the constructor has waited for it
         return connection.welcome
-
-
-def server_status(url: str, timeout: float) -> StatusReport:
-    """Returns what the server is doing. Raises CacheServerError if it does not answer, ValueError for a bad address."""
-    with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
-        report = connection.ask(StatusQuery(), timeout)
-    if not isinstance(report, StatusReport):
-        raise CacheServerError(f"a question for its status was answered with {type(report).__name__}")
-    return report

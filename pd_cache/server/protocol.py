@@ -297,8 +297,6 @@ class StatusReport(Message, frozen=True, tag="status_report"):
     """How many keys all sessions hold."""
     in_flight: Count
     """How many operations are queued or running."""
-    metrics: str
-    """All counters, in Prometheus' text format."""
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from prometheus_client import Gauge, generate_latest
+from prometheus_client import Gauge
 
 from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import CacheServerError
@@ -230,7 +230,6 @@ class CacheServer:
             sessions=len(self.sessions),
             pinned=self.sessions.pinned,
             in_flight=self._in_flight(),
-            metrics=generate_latest(self.metrics.registry).decode(),
         )
 
     def close(self) -> None:

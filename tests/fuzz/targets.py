@@ -139,7 +139,7 @@ _ANSWERS: tuple[protocol.Message, ...] = (
     Found(3, 3),
     protocol.Stored(b"\x00\x01\x02"),
     Loaded(4),
-    protocol.StatusReport(1, 1, 1, 1, 1, "# nothing\n"),
+    protocol.StatusReport(1, 1, 1, 1, 1),
     protocol.Refused("busy", "later"),
 )
 

@@ -11,7 +11,7 @@ import pytest
 from launch.figures import NodeReading
 from launch.http import NOBODY
 from launch.masters import Segment
-from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, is_asked
+from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, page_of
 from pd_cache.cluster import NodeRecord
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -102,9 +102,9 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
 
 def test_a_store_is_asked_where_it_answers(well: int) -> None:
     store = NodeRecord(name="s", role="store", address="127.0.0.1:12345")
-    assert not is_asked(store)
+    assert not page_of(store)
     store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
-    assert is_asked(store)
+    assert page_of(store)
     assert ask_node(store, NOBODY).reading is not None
 
 

@@ -38,7 +38,6 @@ from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.server.client import ServerCache
-from pd_cache.server.connection import server_status
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.local import LocalBackend
@@ -56,6 +55,7 @@ from tests.soak.oracle import (  # fmt: skip
     perform,
     pressed,
 )
+from tests.support.server import status_of
 
 LANES = {"engine-a": 4, "engine-b": 3}
 
@@ -231,7 +231,7 @@ class Driver:
     def _held(self) -> list[str]:
         if self.engine is None:
             try:
-                moves = server_status(self._url, 5.0).in_flight
+                moves = status_of(self._url, 5.0).in_flight
             except PdCacheError as error:
                 return [f"the cache server does not answer: {error}"]
             return [f"the cache server has {moves} moves in flight"] if moves else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,14 @@ from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
-from pd_cache.server.connection import ServerConnection, server_status
+from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import (
     Answer,
     EngineIdentity,
     Hello,
     Message,
     Retrieve,
+    StatusQuery,
     StatusReport,
     Store,
     decode_answer,
@@ -252,9 +254,12 @@ class StrangePeer:
         return self.ask(Hello(self.name, "observer"))
 
 
-def status_of(url: str) -> StatusReport:
-    """What the server at `url` says about itself."""
-    return server_status(url, 60)
+def status_of(url: str, timeout: float = 60.0) -> StatusReport:
+    """What the server at `url` says about itself. Raises CacheServerError if it does not answer."""
+    with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
+        report = connection.ask(StatusQuery(), timeout)
+    assert isinstance(report, StatusReport)
+    return report
 
 
 def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -28,7 +28,7 @@ from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
-from launch.watched import Asker, NodeRow, WatchedNodes, is_asked
+from launch.watched import Asker, NodeRow, WatchedNodes, page_of
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
 
@@ -231,8 +231,8 @@ class UiPages:
 
 
 def _asked(record: NodeRecord) -> bool:
-    """Returns whether the page asks a node. This proxy has no keys for proxies, and need not be on the host of a cache server."""
-    return is_asked(record) and record.role != "proxy" and (record.role != "cache-server" or record.metrics is not None)
+    """Returns whether the page asks a node. This proxy has no keys for proxies."""
+    return record.role != "proxy" and bool(page_of(record))
 
 
 def _shown_node(row: NodeRow) -> dict[str, Any]:
