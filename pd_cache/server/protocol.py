@@ -237,11 +237,7 @@ class EndSession(Message, frozen=True, tag="end_session"):
     session: str
 
 
-class StatusQuery(Message, frozen=True, tag="status"):
-    """Asks for the server's state. Answered with `StatusReport`."""
-
-
-Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession | StatusQuery
+Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -289,16 +285,6 @@ class Stored(Message, frozen=True, tag="stored"):
         return self.outcomes.count(0)
 
 
-class StatusReport(Message, frozen=True, tag="status_report"):
-    clients: Count
-    workers: Count
-    sessions: Count
-    pinned: Count
-    """How many keys all sessions hold."""
-    in_flight: Count
-    """How many operations are queued or running."""
-
-
 class Refused(Message, frozen=True, tag="refused"):
     """The request was not done. `reason` and `message` say why."""
 
@@ -321,7 +307,7 @@ def failed(error: Exception) -> Refused:
     return Refused("failed", f"{type(error).__name__}: {error}")
 
 
-Answer = Welcome | Done | Found | Stored | Loaded | StatusReport | Refused
+Answer = Welcome | Done | Found | Stored | Loaded | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _read_request = msgpack_decoder(Request)

@@ -40,8 +40,6 @@ from pd_cache.server.protocol import (
     Refused,
     Register,
     Retrieve,
-    StatusQuery,
-    StatusReport,
     Store,
     Welcome,
     failed,
@@ -191,7 +189,7 @@ class CacheServer:
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
         self._moves: WorkQueue[MoveJob] = WorkQueue(MAX_IN_FLIGHT)
         running = Gauge("pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry)
-        running.set_function(self._in_flight)
+        running.set_function(lambda: self._lookups.in_flight + self._moves.in_flight)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -216,21 +214,6 @@ class CacheServer:
     def available(self) -> bool:
         """False while the pool of an engine's chunks is known to be down. True as long as no engine has registered."""
         return all(backend.available for backend in self.models.backends)
-
-    def _in_flight(self) -> int:
-        return self._lookups.in_flight + self._moves.in_flight
-
-    def status(self) -> StatusReport:
-        """Returns what the server is doing."""
-        with self._lock:
-            clients = list(self._clients.values())
-        return StatusReport(
-            clients=len(clients),
-            workers=sum(client.worker is not None for client in clients),
-            sessions=len(self.sessions),
-            pinned=self.sessions.pinned,
-            in_flight=self._in_flight(),
-        )
 
     def close(self) -> None:
         """Refuses waiting requests, finishes or abandons running ones, unmaps all tensors and closes the backends. Idempotent."""
@@ -280,8 +263,6 @@ class CacheServer:
         if isinstance(request, EndSession):
             self.sessions.end(client.hello.client, request.session)
             return Done()
-        if isinstance(request, StatusQuery):
-            return self.status()
         if incoming.descriptors is None:
             raise RefusalError("invalid", f"{type(request).__name__} must come over the Unix socket")
         if isinstance(request, Register):

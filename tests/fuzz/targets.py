@@ -131,7 +131,6 @@ REQUESTS: tuple[protocol.Message, ...] = (
     protocol.Store(*_MOVE),
     protocol.Retrieve(*_MOVE, b"event"),
     protocol.EndSession("session"),
-    protocol.StatusQuery(),
 )
 _ANSWERS: tuple[protocol.Message, ...] = (
     protocol.Welcome(256, "tokens", "", True, True),
@@ -139,7 +138,6 @@ _ANSWERS: tuple[protocol.Message, ...] = (
     Found(3, 3),
     protocol.Stored(b"\x00\x01\x02"),
     Loaded(4),
-    protocol.StatusReport(1, 1, 1, 1, 1),
     protocol.Refused("busy", "later"),
 )
 

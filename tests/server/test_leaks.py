@@ -10,7 +10,7 @@ import psutil
 
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.pool import Pool
-from tests.support.server import Engine, ServerProcess, status_of, store_surely
+from tests.support.server import Engine, ServerProcess, running_at, store_surely
 
 TOKENS = list(range(2 * CHUNK))
 AT_ONCE = 100
@@ -61,5 +61,4 @@ def test_five_thousand_requests_leave_memory_files_and_threads_as_they_were(pool
         assert after[1:] == before[1:]
         assert after[0] < before[0] + 20, "but for Mooncake's connections, the server opens no files"
         assert engine.worker._cache.connection.fence.taken == 0
-        report = status_of(server.address)
-        assert (report.sessions, report.pinned, report.in_flight) == (0, 0, 0)
+        assert running_at(server.metrics) == 0

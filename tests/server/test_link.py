@@ -22,7 +22,6 @@ from pd_cache.server.protocol import (
     EndSession,
     Lookup,
     Refused,
-    StatusQuery,
     Unregister,
 )
 from tests.support.waiting import together, wait_for
@@ -59,7 +58,7 @@ class End:
         client = ClientLink(self.link.url, None, name.decode() or uuid.uuid4().hex, self._forget)
         try:
             assert not attached or client.attach()
-            wait_for(lambda: client.request(StatusQuery(), LATE_S).outcome() == Done(), what="ZMQ's connection")
+            wait_for(lambda: client.request(EndSession("x"), LATE_S).outcome() == Done(), what="ZMQ's connection")
             yield client
         finally:
             client.close()
@@ -154,7 +153,7 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
     with end.connected(NAME) as slow, end.connected() as other:
         held_up = slow.request(Unregister(), LATE_S, ())
         assert other.request(Unregister(), LATE_S, ()).outcome() == Done()
-        assert slow.request(StatusQuery(), LATE_S).outcome() == Done()
+        assert slow.request(EndSession("x"), LATE_S).outcome() == Done()
         assert not held_up.query()
         go_on.set()
         assert held_up.outcome() == Done()
@@ -168,10 +167,10 @@ def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None
         return None if len(kept) == 1 else Done()
 
     end.handle = handle
-    late = client.request(StatusQuery(), 0.05)
+    late = client.request(EndSession("x"), 0.05)
     assert late.outcome() == "timeout"
     end.link.answer(kept[0], Done())
-    assert client.request(StatusQuery(), LATE_S).outcome() == Done()
+    assert client.request(EndSession("x"), LATE_S).outcome() == Done()
     assert late.outcome() == "timeout"
 
 
@@ -179,13 +178,13 @@ def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> No
     with pytest.raises(ServerRefusedError, match="at most"):
         client.request(Lookup("x" * MAX_FRAME, ()), LATE_S).result()
     end.handle = lambda incoming: None
-    futures = [client.request(StatusQuery(), LATE_S) for _ in range(3)]
+    futures = [client.request(EndSession("x"), LATE_S) for _ in range(3)]
     client.fail_all("the server is gone")
     assert {one.outcome() for one in futures} == {"server_lost"}
     client.close()
     client.close()
     client.nudge()
-    assert client.request(StatusQuery(), LATE_S).outcome() == "server_lost"
+    assert client.request(EndSession("x"), LATE_S).outcome() == "server_lost"
     client.notify(EndSession("x"))
 
 

@@ -13,10 +13,10 @@ import pytest
 from pd_cache.reasons import Found
 from pd_cache.server.protocol import (
     PROTOCOL,
+    EndSession,
     FrameError,
     Lookup,
     Refused,
-    StatusQuery,
     Welcome,
     decode_answer,
     decode_request,
@@ -32,11 +32,11 @@ TOKEN = uuid.uuid4().hex
 
 
 def of_version(version: int) -> bytes:
-    return struct.pack("<4sHHQ", b"PDCM", version, 0, 7) + encode(1, StatusQuery())[16:]
+    return struct.pack("<4sHHQ", b"PDCM", version, 0, 7) + encode(1, EndSession("x"))[16:]
 
 
 def nonsense(body: bytes) -> bytes:
-    return encode(9, StatusQuery())[:16] + body
+    return encode(9, EndSession("x"))[:16] + body
 
 
 def hello(**engine: Any) -> bytes:
@@ -116,5 +116,5 @@ def test_a_client_is_told_what_to_do_first(peer: StrangePeer) -> None:
 def test_a_client_that_does_not_read_its_answers_holds_up_no_other(server: CacheServer, peer: StrangePeer) -> None:
     with StrangePeer(server.url) as deaf:
         for _ in range(20_000):  # more than all buffers hold
-            deaf.say(StatusQuery())
+            deaf.say(EndSession("x"))
         assert isinstance(peer.hello(), Welcome)

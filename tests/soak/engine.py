@@ -35,7 +35,6 @@ from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity
@@ -55,7 +54,7 @@ from tests.soak.oracle import (  # fmt: skip
     perform,
     pressed,
 )
-from tests.support.server import status_of
+from tests.support.server import running_at
 
 LANES = {"engine-a": 4, "engine-b": 3}
 
@@ -125,6 +124,7 @@ class Driver:
         server = self._config.node("cache")
         assert isinstance(server, CacheServerNode)
         self._url = self._config.server_url(server)
+        self._metrics = f"http://{server.host}:{server.metrics_port}"
         self.engine: CacheEngine | None = None
         self.version: WeightsVersion | None = None
         """That of the weights of all lanes, if each has a cache of its own."""
@@ -231,10 +231,10 @@ class Driver:
     def _held(self) -> list[str]:
         if self.engine is None:
             try:
-                moves = status_of(self._url, 5.0).in_flight
-            except PdCacheError as error:
+                moves = running_at(self._metrics)
+            except (OSError, ValueError) as error:
                 return [f"the cache server does not answer: {error}"]
-            return [f"the cache server has {moves} moves in flight"] if moves else []
+            return [f"the cache server has {moves:.0f} moves in flight"] if moves else []
         backend, kept = self.engine.backend, 0
         if isinstance(backend, HybridBackend):
             kept = sum(len(tier.backend.index) for tier in backend.tiers if isinstance(tier.backend, LocalBackend))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,8 @@ import torch
 import yaml
 import zmq
 
+from launch.figures import read_samples, total
+from launch.http import fetch
 from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, PageKind
@@ -26,8 +27,6 @@ from pd_cache.server.protocol import (
     Hello,
     Message,
     Retrieve,
-    StatusQuery,
-    StatusReport,
     Store,
     decode_answer,
     encode,
@@ -35,7 +34,7 @@ from pd_cache.server.protocol import (
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
-from tests.support.pool import PATIENT, Node, Pool
+from tests.support.pool import PATIENT, Node, Pool, free_port
 from tests.support.waiting import wait_for
 
 SMALL = {"staging_size": "1MiB", "timeouts": {**PATIENT, "close_ms": 10_000}}
@@ -67,13 +66,21 @@ class ServerProcess(Node):
 
     def __init__(self, pool: Pool, folder: Path, **options: Any) -> None:
         """`options` of the node in the file."""
+        port = free_port()
+        self.metrics = f"http://127.0.0.1:{port}"
         tree = {
             "name": "test",
             "transfer": {**SMALL, "prefault": False},
             "cache": {"chunk_size": CHUNK},
             "nodes": [
                 pool.master,
-                {"name": "cache", "role": "cache-server", "url": f"ipc://{folder}/cache.sock", **options},
+                {
+                    "name": "cache",
+                    "role": "cache-server",
+                    "url": f"ipc://{folder}/cache.sock",
+                    "metrics_port": port,
+                    **options,
+                },
             ],
         }
         file = folder / "server.yaml"
@@ -254,12 +261,9 @@ class StrangePeer:
         return self.ask(Hello(self.name, "observer"))
 
 
-def status_of(url: str, timeout: float = 60.0) -> StatusReport:
-    """What the server at `url` says about itself. Raises CacheServerError if it does not answer."""
-    with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
-        report = connection.ask(StatusQuery(), timeout)
-    assert isinstance(report, StatusReport)
-    return report
+def running_at(metrics: str) -> float:
+    """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if it does not answer."""
+    return total(read_samples(fetch(f"{metrics}/metrics", 60.0).decode()), "pd_cache_server_running")
 
 
 def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
