@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http
 import itertools
 import urllib.parse
@@ -12,7 +11,6 @@ from typing import Annotated
 import msgspec
 
 from launch.http import ANSWER_S, Answer, ask, fetch, fetch_lines
-from pd_cache.cluster import NodeRecord, read_about
 from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import decode_json, one_line
 
@@ -28,24 +26,6 @@ class MasterHealth(msgspec.Struct, frozen=True):
     role: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")] = ""
     """`leader`, `standby` or such; empty if it does not say."""
     service_ready: bool = False
-
-
-class _Version(msgspec.Struct, frozen=True):
-    display_version: str
-
-
-def mooncake_of(record: NodeRecord) -> str:
-    """Returns the version of Mooncake of a master with metrics; empty if it does not say.
-
-    Masters answer from 0.3.14 on, `{"version":"2.0.0","display_version":"0.3.14 (git: e1ea5d3)"}`. Of others, the process that has started them says it at its port for versions.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        told = decode_json(fetch(f"{record.metrics}/version"), _Version).display_version.partition(" ")[0]
-        return read_about(msgspec.json.encode({"mooncake": told})).mooncake
-    if record.versions is not None:
-        with contextlib.suppress(OSError, ValueError):
-            return read_about(fetch(f"{record.versions}/health")).mooncake
-    return ""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

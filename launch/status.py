@@ -6,6 +6,7 @@ there is what no node knows alone: whether discovery answers, which master leads
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from rich.text import Text
 from launch.discovery import View, open_directory
 from launch.figures import NodeReading, shown_age
 from launch.http import NOBODY, Access, BadStatus, proxy_access
-from launch.masters import LEADER, MasterHealth, Segment, mooncake_of
+from launch.masters import LEADER, MasterHealth, Segment
 from launch.versions import known_versions
 from launch.watched import ask_node, get_text, page_of
 from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
@@ -231,7 +232,8 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
             health = decode_json(get_text(f"{url}/health"), MasterHealth)
             waits = health.role == LEADER and not health.service_ready
             row.leads = "leads, but does not serve yet" if waits else health.role
-            row.record = msgspec.structs.replace(record, mooncake=mooncake_of(record) or record.mooncake)
+            with contextlib.suppress(OSError, ValueError):  # the process that has started it says its versions
+                row.record = record.telling(read_about(get_text(f"{record.versions}/health")))
         else:
             told = read_about(get_text(f"{url}/health", access if record.role == "proxy" else NOBODY))
             row.record = msgspec.structs.replace(record, version=told.version or record.version).telling(told)

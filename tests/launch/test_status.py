@@ -11,12 +11,9 @@ import pytest
 from rich.console import Console
 
 from launch.figures import NodeReading, read_node, read_samples
-from launch.masters import Segment, mooncake_of
+from launch.masters import Segment
 from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
 from pd_cache.cluster import Capacity, NodeRecord
-from tests.launch.conftest import serving
-from tests.support.pool import Pool
-from transfer.settings import mooncake_version
 
 GIB = 1 << 30
 
@@ -70,31 +67,6 @@ pd_cache_prompt_tokens_total{source="computed"} 30
 pd_cache_tier_bytes{tier="\x1b[2Jdisk"} 7
 pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 """
-
-
-MASTERS = b'{"version":"2.0.0","display_version":"0.3.14 (git: e1ea5d3)"}'
-
-
-@pytest.mark.parametrize(
-    ("pages", "version"),
-    [
-        ({"/version": MASTERS, "/health": b'{"mooncake": "0.3.13"}'}, "0.3.14"),
-        ({"/health": b'{"version": "0.2.0", "mooncake": "0.3.13.post1"}'}, "0.3.13.post1"),
-        ({"/version": b"\xff", "/health": b"{}"}, ""),
-        ({"/version": b'{"display_version": "\\u001b[2J"}', "/health": b"[]"}, ""),
-        ({}, ""),
-    ],
-    ids=["from 0.3.14 on", "older", "neither says it", "control sequences", "nothing"],
-)
-def test_a_masters_version_is_its_own_word_or_that_of_the_process_that_started_it(pages, version):
-    with serving(pages.get) as port:
-        url = f"http://127.0.0.1:{port}"
-        assert mooncake_of(NodeRecord(name="m", role="master", address="a:1", metrics=url, versions=url)) == version
-
-
-def test_a_real_masters_version_is_that_of_its_wheel(pool: Pool) -> None:
-    record = NodeRecord(name="m", role="master", address=pool.address, metrics=pool.metrics, versions=pool.versions)
-    assert mooncake_of(record) == mooncake_version()
 
 
 def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
