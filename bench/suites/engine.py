@@ -94,8 +94,8 @@ def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dic
             in_turn(
                 rounds,
                 {
-                    "gather": partial(copy, copier.gather),
                     "to_host": flat.to_host,
+                    "gather": partial(copy, copier.gather),  # what `scatter` puts back: the prompt stays as it is
                     "checksum": lambda: [checksum(view) for view in views],
                     "scatter": partial(copy, copier.scatter),
                     "to_device": flat.to_device,

@@ -1,0 +1,20 @@
+"""What `bench engine` measures the copier with is what its check of bytes compares afterwards."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.lib.kv import PagedPrompt, Shape
+from bench.suites.engine import measure_copier
+from transfer.staging import StagingPool
+
+
+def test_the_copier_is_measured_without_changing_the_prompt() -> None:
+    shape = Shape(tokens=512, layers=1)
+    prompt = PagedPrompt(shape, "cpu")
+    before = {name: tensor.clone() for name, tensor in prompt.tensors.items()}
+    memory = StagingPool(shape.chunks * (shape.object_bytes + 4096), shape.object_bytes)
+    measure_copier(prompt, memory, 1)
+    memory.close()
+    for name, tensor in prompt.tensors.items():
+        assert tensor.view(torch.int16).equal(before[name].view(torch.int16))
