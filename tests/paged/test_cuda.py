@@ -194,6 +194,23 @@ def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpret
     cache.assert_same(expected)
 
 
+@every_case
+def test_the_interpreted_kernel_gathers_zeros_for_blocks_that_are_left_out_and_scatters_nothing_for_them(
+    interpreted, case
+):
+    cache = Cache.random(case)
+    chunk, out, payload = chunk_of(), random_payload(cache.layout), random_payload(cache.layout)
+    chunk[0], chunk[-1] = -1, -1
+    expected = scattered_on_cpu(cache, chunk, payload)
+    mover = interpreted.PageMover(plane_bytes(cache.layers, cache.layout), cache.layout)
+
+    mover.move(chunk, out, gather=True)
+    assert torch.equal(out, gathered_on_cpu(cache, chunk))
+
+    mover.move(chunk, payload, gather=False)
+    cache.assert_same(expected)
+
+
 def test_layers_of_different_block_strides_are_each_followed(interpreted: ModuleType) -> None:
     roomy = torch.arange(2 * BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 2, 4, 3)[:, 0]
     layers = [torch.arange(BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 4, 3), roomy]
