@@ -13,7 +13,7 @@ Who waits for whom:
   wait is needed for that. Any other stream may touch the slots after `wait()` returned.
 - Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and unread, until
   `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()` returned.
-- `close()` waits for both streams.
+- `close()` waits for all streams.
 
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
 
@@ -207,8 +207,8 @@ class _Recorded:
 class CudaPagedCopier(PagedCopier):
     """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
-    Takes device memory for one chunk per direction, at the first call that needs it. The first call in each direction
-    also makes Triton compile the kernel. Blocks have to be as `plan` returns them (int64, in range): they are not checked again.
+    Takes device memory for one chunk per direction, and a sixteenth of a chunk for each call in flight, at the first call that needs it. The
+    first call in each direction also makes Triton compile the kernels. Blocks have to be as `plan` returns them (int64, in range): they are not checked again.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
