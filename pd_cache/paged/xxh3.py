@@ -6,7 +6,7 @@ them all at once; a second one, which mixes them in order, has a sixteenth of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
 
 import torch
 import triton
@@ -24,8 +24,8 @@ _SECRET = bytes.fromhex(
     "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_WORDS, _STRIPE, _BLOCK = 24, 64, 1024
-"""64-bit words of the secret; bytes of a stripe, which is a word for each lane, and of a block."""
+_STRIPE, _BLOCK = 64, 1024
+"""Bytes of a stripe, which is a word for each lane, and of a block."""
 _LAST, _MERGE = 121, 11
 """Where in the secret the words for the last stripe, and those for the end, begin."""
 _ROWS = 16
@@ -87,10 +87,8 @@ class Xxh3:
         self.nbytes = nbytes
         self._blocks, rest = divmod(nbytes - 1, _BLOCK)
         self._stripes = rest // _STRIPE
-        words = [_SECRET[8 * word : 8 * word + 8] for word in range(_WORDS)]
-        last = [_SECRET[_LAST + 8 * lane : _LAST + 8 * lane + 8] for lane in range(8)]
-        self._secret = _to_tensor(map(_from_bytes, words + last), device)
-        self._start = _to_tensor(_LANES, device)
+        self._secret = _to_tensor(_SECRET + _SECRET[_LAST : _LAST + _STRIPE], device)
+        self._start = _to_tensor(struct.pack("<8Q", *_LANES), device)
 
     @staticmethod
     def takes(nbytes: int) -> bool:
@@ -116,10 +114,8 @@ class Xxh3:
     def merge(self, lanes: torch.Tensor) -> int:
         """Returns the hash. `lanes` are on the host."""
         value = self.nbytes * _PRIME64_1
-        keyed = [
-            lane & _MASK ^ _from_bytes(_SECRET[_MERGE + 8 * n : _MERGE + 8 * n + 8])
-            for n, lane in enumerate(lanes.tolist())
-        ]
+        keys = struct.unpack_from("<8Q", _SECRET, _MERGE)
+        keyed = [lane & _MASK ^ key for lane, key in zip(lanes.tolist(), keys, strict=True)]
         for one, other in zip(keyed[::2], keyed[1::2], strict=True):
             product = one * other
             value += product & _MASK ^ product >> 64
@@ -128,10 +124,6 @@ class Xxh3:
         return value ^ value >> 32
 
 
-def _to_tensor(words: Iterable[int], device: torch.device) -> torch.Tensor:
+def _to_tensor(words: bytes, device: torch.device) -> torch.Tensor:
     """Returns 64-bit words as int64, of which torch has all operations."""
-    return torch.tensor([word - (word >> 63 << 64) for word in words], dtype=torch.int64, device=device)
-
-
-def _from_bytes(word: bytes) -> int:
-    return int.from_bytes(word, "little")
+    return torch.frombuffer(bytearray(words), dtype=torch.int64).to(device)
