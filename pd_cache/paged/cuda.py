@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_LANES = 1024
-_MIXERS = 4
+_MIXERS = 2
 """Streams that end checksums, in turn: a chunk's takes about as long as its copy."""
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device that this process uses
 

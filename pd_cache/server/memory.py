@@ -175,26 +175,37 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
     return os.dup(descriptor)  # the storage owns the other one
 
 
+def gpus() -> list[str]:
+    """Returns the UUIDs of this process's GPUs, by torch's ordinal. CUDA_VISIBLE_DEVICES gives each process ordinals of its own."""
+    return [str(torch.cuda.get_device_properties(ordinal).uuid) for ordinal in range(torch.cuda.device_count())]
+
+
 def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
-    device, handle, nbytes, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    return CudaStorage(nbytes, device, handle, offset, ref_counter, ref_counter_offset, event, event_sync)
+    ordinal, handle, nbytes, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaStorage(nbytes, gpus()[ordinal], handle, offset, ref_counter, ref_counter_offset, event, event_sync)
 
 
 def import_cuda(storage: CudaStorage) -> torch.Tensor:
-    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU."""
-    if storage.device >= torch.cuda.device_count():
+    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU, or CUDA refuses."""
+    here = gpus()
+    if storage.gpu not in here:
         raise SharingError(
-            f"the tensor is on GPU {storage.device}, but this process has {torch.cuda.device_count()} GPUs"
+            f"the tensor is on GPU {storage.gpu}, but this process has {', '.join(here) or 'none'}: a cache server needs all GPUs of its "
+            "engines in CUDA_VISIBLE_DEVICES"
         )
+    ordinal = here.index(storage.gpu)
     torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise torch ends the process, if this is the first that it does with a GPU
-    untyped = torch.UntypedStorage._new_shared_cuda(
-        storage.device,
-        storage.handle,
-        storage.nbytes,
-        storage.offset,
-        storage.ref_counter,
-        storage.ref_counter_offset,
-        storage.event,
-        storage.event_sync,
-    )
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", storage.device)).set_(untyped)
+    try:
+        untyped = torch.UntypedStorage._new_shared_cuda(
+            ordinal,
+            storage.handle,
+            storage.nbytes,
+            storage.offset,
+            storage.ref_counter,
+            storage.ref_counter_offset,
+            storage.event,
+            storage.event_sync,
+        )
+    except RuntimeError as error:
+        raise SharingError(f"CUDA does not map {storage.nbytes} bytes of GPU {storage.gpu}: {error}") from None
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", ordinal)).set_(untyped)

@@ -150,7 +150,8 @@ class CudaStorage(Message, frozen=True, tag="cuda"):
     """A CUDA IPC handle, as `torch.UntypedStorage` exports it."""
 
     nbytes: Positive
-    device: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    gpu: Text
+    """Its UUID."""
     handle: Annotated[bytes, msgspec.Meta(max_length=1024)]
     offset: Count
     ref_counter: Annotated[bytes, msgspec.Meta(max_length=1024)]

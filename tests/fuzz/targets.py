@@ -123,7 +123,7 @@ REQUESTS: tuple[protocol.Message, ...] = (
         ),
     ),
     protocol.Register(
-        (protocol.CpuStorage(4096), protocol.CudaStorage(4096, 0, b"h", 0, b"r", 0, b"e", True)),
+        (protocol.CpuStorage(4096), protocol.CudaStorage(4096, "u", b"h", 0, b"r", 0, b"e", True)),
         (protocol.TensorView(0, 0, (2, 3), (3, 1), "bfloat16"),),
     ),
     protocol.Unregister(),

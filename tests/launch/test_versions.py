@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from launch.discovery.etcd import EtcdValues, prefix_of
 from launch.health_server import Response, serving
-from launch.operate.reset import ResetModel, reset_models
+from launch.operate.reset import reset_models
 from launch.status import ClusterStatus, NodeStatus
 from launch.versions import KNOWN_S, Authority, FileValues, Told, answering, known_versions, serving_versions, tell_all
 from pd_cache.chunks import CacheMetadata
@@ -662,8 +662,7 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
     monkeypatch.setattr("launch.operate.reset.cluster_status", lambda _: status)
     near = opened(service, name="near")
     assert near.current() == FIRST
-    done: list[ResetModel] = []
-    reset_models(ClusterConfig(nodes=(MasterNode(name="m"),)), None, "w1", told=done.append)
+    done = list(reset_models(ClusterConfig(nodes=(MasterNode(name="m"),)), None, "w1"))
     assert [(one.label, one.processes) for one in done] == [("w1", Told(["near"], ["far"]))]
 
 

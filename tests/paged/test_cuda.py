@@ -441,8 +441,8 @@ def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cu
     copier.gather(chunk, out).wait()  # the kernel is compiled by now
     copier.scatter(chunk, out).wait()
     source = random_payload(cache.layout, pinned=True)
-    # torch keeps these for the indices of the calls below: page-locking anew may wait for the device
-    spare = [torch.zeros(CHUNK_BLOCKS, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+    # torch keeps these for the indices and the checksums of the calls below: page-locking anew may wait for the device
+    spare = [torch.zeros(count, dtype=torch.int64, pin_memory=True) for count in 4 * [CHUNK_BLOCKS] + 4 * [8]]
     del spare
     torch.cuda._sleep(AWHILE)
     start = time.perf_counter()

@@ -173,23 +173,44 @@ class OnAGpu:
         return (128, 64, 16, 1)
 
     def _share_cuda_(self) -> tuple[Any, ...]:
-        return 1000, b"handle", 4096, 512, b"counter", 3, b"event", True
+        return 1, b"handle", 4096, 512, b"counter", 3, b"event", True
 
     def ipc_handle(self) -> bytes:
         return b"recorded"
 
 
-def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: MapThem) -> None:
+def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: MapThem, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
     shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
-    assert shared.storages == (CudaStorage(4096, 1000, b"handle", 512, b"counter", 3, b"event", True),)
+    assert shared.storages == (CudaStorage(4096, "uuid-1", b"handle", 512, b"counter", 3, b"event", True),)
     assert shared.descriptors == []
     assert [view.storage for view in shared.tensors] == [0, 0]
     request = Register(shared.storages, shared.tensors)
     assert decode_request(encode(1, request)) == (1, request)
     assert memory.event_handle(OnAGpu()) == b"recorded"
     assert memory.event_handle(None) == b""
-    with pytest.raises(SharingError, match="tensor is on GPU 1000"):
+    monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-2"])
+    with pytest.raises(
+        SharingError, match="tensor is on GPU uuid-1, but this process has uuid-0, uuid-2: a cache server"
+    ):
         map_them(shared)
+
+
+def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(map_them: MapThem, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
+    shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
+    monkeypatch.setattr(memory, "gpus", lambda: ["uuid-1", "uuid-0"])
+    asked: list[Any] = []
+
+    def refuse(*what: Any) -> None:
+        asked.extend(what)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(SharingError, match="does not map 4096 bytes of GPU uuid-1: out of memory"):
+        map_them(shared)
+    assert asked == [0, b"handle", 4096, 512, b"counter", 3, b"event", True]
 
 
 # --- copies behind the fence -----------------------------------------------------------------------------------------
