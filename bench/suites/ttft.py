@@ -4,8 +4,9 @@
     pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
 
 Servers of one model are up one after the other, because several on one machine slow each other down: a plain one, and of each
-connector A, which computes and stores, and B, which takes what A stored. Of B's load, `ours_empty_steps` are vLLM's steps meanwhile,
-their time, and the engine thread's processor time in them. Runs in an environment that has vLLM (`make test-vllm` sets one up).
+connector A, which computes and stores, and B, which takes what A stored. A plain one takes turns with our A, because a machine's speed drifts
+by more than storing costs. Of B's load, `ours_empty_steps` are vLLM's steps meanwhile, their time, and the engine thread's processor time in them.
+Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -235,12 +236,11 @@ class Figures:
 def measure_plain(
     server: OpenAIServer, kind: ModelKind, prompts: Prompts, raws: Mapping[int, RawPool], client: Any, found: Figures
 ) -> None:
-    """Measures a vLLM without a connector: prompts that it computes, and prompts of which its own cache has all but a token, or all but a
-    block if the model has states. Between them, reads as many bytes from the pool as our connector loads for such a prompt. `client`
-    empties the pool."""
+    """Measures a vLLM without a connector: prompts of which its own cache has all but a token, or all but a block if the model has states.
+    Between them, reads as many bytes from the pool as our connector loads for such a prompt. `client` empties the pool."""
     for tokens, several in prompts.items():
         for prompt in several:
-            found.took(tokens, "recompute", server.first_token(prompt[:tokens]))
+            server.first_token(prompt[:tokens])
             again = prompt[:tokens] if kind in STATES else prompt
             server.first_token(again)
             found.took(tokens, "warm", server.first_token(again))
@@ -250,26 +250,31 @@ def measure_plain(
             client.remove_all(True)
 
 
-def measure_connector(name: str, start: Start, prompts: Prompts, found: Figures) -> dict[str, float]:
-    """Measures a connector: A computes and stores all prompts; then B, started after A has ended, takes them from the pool, once unmeasured.
-    Returns how many chunks A did not store or B did not load, by node, operation and reason, as far as the connector says it."""
+def measure_connector(name: str, start: Start, plain: Start, prompts: Prompts, found: Figures) -> dict[str, float]:
+    """Measures a connector: A computes and stores all prompts, ours in turn with a `plain` vLLM, which only computes them; then B, started after
+    A has ended, takes them from the pool, once unmeasured. Returns how many chunks A did not store or B did not load, by node, operation and
+    reason, as far as the connector says it."""
     troubles: dict[str, float] = {}
     for node in ("a", "b"):
         counters = {"stored": STORED if name == "ours" else THEIRS_STORED}
         if node == "b":
             loaded = LOADED if name == "ours" else THEIRS_LOADED
             counters = {"loaded": loaded, "found": ("vllm:external_prefix_cache_hits_total", "", "")}
-        with start(node) as url:
-            server = OpenAIServer(url)
-            if (
-                node == "b"
-            ):  # a page fault of vLLM's blocks, each of which is used for the first time once, is no part of a load
+        with start(node) as url, ExitStack() as stack:
+            server, beside = OpenAIServer(url), None
+            if node == "a" and name == "ours":
+                beside = OpenAIServer(stack.enter_context(plain(node)))
+            elif node == "b":
+                # a page fault of vLLM's blocks, each of which is used for the first time once, is no part of a load
                 for prompt in (prompt[:tokens] for tokens, several in prompts.items() for prompt in several):
                     server.first_token(prompt)
                     server.forget()
             for tokens, several in prompts.items():
                 before = {what: server.total(*counter) for what, counter in counters.items()}
                 for prompt in several:
+                    if beside is not None:
+                        found.took(tokens, "recompute", beside.first_token(prompt[:tokens]))
+                        beside.forget()
                     spent = server.total(*LOAD)
                     found.took(tokens, f"{name}_{node}", server.first_token(prompt[:tokens]))
                     server.forget()
@@ -329,10 +334,14 @@ def main(
             memory = StagingPool(count * size, size)
             raws[tokens] = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
         steps = bar.add_task("a vLLM without a connector", total=3)
-        with vllm(model, flags, {}) as url:
+
+        def plain(node: str) -> AbstractContextManager[str]:
+            return vllm(model, flags, {})
+
+        with plain("") as url:
             measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), prompts, found)
+        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), plain, prompts, found)
         # a line for each load, of which the last are measured; none for a load that never began, of which a check tells
         lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
         lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
@@ -344,7 +353,7 @@ def main(
                 found.took(tokens, "ours_empty_steps_processor", processor)
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
-        measure_connector("theirs", starting_theirs(model, flags, master, folder), prompts, found)
+        measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
         bar.update(steps, advance=1)
         rows = [found.row(tokens) for tokens in lengths]
         of_theirs, of_limit = (1.0, 1.3) if kind in STATES else (0.7, 1.1)
