@@ -292,10 +292,11 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> No
 # --- a supervisor in a process of its own ----------------------------------------------------------------------------
 
 UP = """
-import sys
+import signal, sys
 from launch.supervise import Program, Supervisor, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as whoever starts it may have left it
 programs = [Program(name, (sys.executable, "-c", code)) for name, code in zip(sys.argv[1::2], sys.argv[2::2])]
 with stop_on_signals() as stop, Supervisor(SupervisorConfig(stop_grace_s=30)) as supervisor:
     supervisor.start(programs, stop)
