@@ -49,7 +49,7 @@ class NodeAnswer(NamedTuple):
 
 def page_of(record: NodeRecord) -> str:
     """Returns the address at which a node answers `/health` and `/metrics`; empty if it takes no questions."""
-    return record.address if record.address.startswith("http") else record.metrics or ""
+    return record.address if record.address.startswith(("http://", "https://")) else record.metrics or ""
 
 
 def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
@@ -244,7 +244,7 @@ class WatchedNodes:
 
     def _state(self, node: _Watched, now: float) -> tuple[NodeState, str]:
         if not self._asked(node.record):
-            return "-", "it has no metrics_port; its memory shows at the master" if node.record.role == "store" else ""
+            return "-", "" if page_of(node.record) else "it has no metrics_port; its memory shows at the master"
         if node.why:
             return "silent", node.why
         if node.answered is None:

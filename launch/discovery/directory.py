@@ -125,7 +125,12 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"
         if isinstance(node, CacheServerNode) and (node.url or etcd or config.master.port):
             address = config.server_url(node)
-        records.append(msgspec.structs.replace(describe_node(config, node, address), instance="", version=""))
+        record = msgspec.structs.replace(describe_node(config, node, address), instance="", version="")
+        if isinstance(node, CacheServerNode) and not (record.address.endswith(":0") or node.metrics_port):
+            record = msgspec.structs.replace(
+                record, metrics=None
+            )  # `launch` may run it, at a port that the file does not say
+        records.append(record)
     return records
 
 

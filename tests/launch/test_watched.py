@@ -8,11 +8,12 @@ import time
 import msgspec
 import pytest
 
+from launch.discovery import file_records
 from launch.figures import NodeReading
 from launch.http import NOBODY
 from launch.masters import Segment
 from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, page_of
-from pd_cache.cluster import NodeRecord
+from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, NodeRecord
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -101,11 +102,23 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
 
 
 def test_a_store_is_asked_where_it_answers(well: int) -> None:
-    store = NodeRecord(name="s", role="store", address="127.0.0.1:12345")
+    store = NodeRecord(name="s", role="store", address="http-1:12345")
     assert not page_of(store)
     store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
     assert page_of(store)
     assert ask_node(store, NOBODY).reading is not None
+
+
+def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_no_trouble() -> None:
+    server = CacheServerNode(name="c")
+    for port, page in (50051, ""), (0, "http://127.0.0.1:0"):  # of 0, nobody but `up` can have started it
+        (_, told) = file_records(ClusterConfig(nodes=(MasterNode(name="m", port=port), server)))
+        assert page_of(told) == page
+    (told,) = file_records(ClusterConfig(nodes=(msgspec.structs.replace(server, url="ipc:///run/x", metrics_port=9),)))
+    assert page_of(told) == "http://127.0.0.1:9"
+    watched = WatchedNodes()
+    watched.update([NodeRecord(name="c", role="cache-server", address="ipc:///run/x")])
+    assert watched.rows(1.0)[0][2:4] == ("-", "it has no metrics_port; its memory shows at the master")
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
