@@ -288,8 +288,9 @@ class MooncakeLookupClient(LookupClient):
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
-        `metadata` is the engine's, or the namespace that it has told. `further` are the model's other groups of layers, if it has several. `history` tells evicted chunks from those that were never
-        stored; without it, both are `missing`. `watches`: look in the current version of the weights, because this process has none itself.
+        `metadata` is the engine's, or the namespace that it has told. `further` are the model's other groups of layers, if it has several.
+        `history` tells evicted chunks from those that were never stored; without it, both are `missing`. `watches`: look in the current version
+        of the weights, because this process has none itself.
         """
         spaces = (one if isinstance(one, Namespace) else one.namespace(config.cache) for one in (metadata, *further))
         databases = [ChunkedTokenDatabase(space) for space in spaces]

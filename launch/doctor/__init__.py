@@ -68,6 +68,8 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
         return
     hosts = {row.host for row in status.nodes if row.host} | {node.host for node in config.nodes}
     yield from probe.advertised_findings(hosts, segments)
+    if "://" in config.transfer.metadata:
+        yield probe.metadata_finding(config.transfer.metadata)
     yield from _transfers(config, status)
     own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)
     if own.second_pool is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import socket
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
 from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
-from pd_cache.cluster.machine import host_of, shown_bytes
+from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from pd_cache.config import NodeSettings
 from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
@@ -121,6 +122,20 @@ def _only_here(host: str) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
+
+
+def metadata_finding(server: str) -> Finding:
+    """Returns whether the server of `transfer.metadata` takes connections. Without it no client of the pool opens, and says that of the master."""
+    check, usual = "transfer.metadata", {"http": 80, "https": 443}
+    port = port_of(server) or usual.get(server.partition(":")[0], 2379)
+    try:
+        socket.create_connection((host_of(server), port), _CONTROL_S).close()
+    except (OSError, ValueError) as error:  # ValueError: not a valid name
+        return broken(
+            check, f"it does not take connections: {error}", server, why="no node can join the pool, and no engine open a client of it",
+            repair="start it; the master serves it if its host is that of transfer.metadata; else let its port through the firewall",
+        )  # fmt: skip
+    return ok(check, "it takes connections", server)
 
 
 # --- a put and a get of 64 MiB to each segment -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from launch.doctor.checks import (
     memory_finding,
     rdma_findings,
 )
-from launch.doctor.probe import advertised_findings, cluster_findings
+from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.masters import LEADER, Segment
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
@@ -164,6 +165,16 @@ def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts
     found = list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert [one.about for one in found] == ["127.0.0.1:50052"]
     assert list(advertised_findings({"127.0.0.1"}, segments)) == []
+
+
+def test_a_server_of_metadata_that_cannot_be_reached_is_broken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert metadata_finding(f"etcd://{there}").verdict is Verdict.OK
+        assert metadata_finding(f"http://{there}/metadata").verdict is Verdict.OK
+    gone = metadata_finding(f"http://{there}/metadata")
+    assert (gone.verdict, gone.about) == (Verdict.BROKEN, f"http://{there}/metadata")
+    assert "Connection refused" in gone.found
 
 
 # --- cluster ---------------------------------------------------------------------------------------------------------
