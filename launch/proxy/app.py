@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _KEEPALIVE_S = 75.0
 """How long a client's connection may stay open without a request."""
-_LOOK_S = 2.0
-"""How often the files of keys, tenants and certificates are looked at."""
 
 
 class Proxy:
@@ -128,11 +126,12 @@ class Proxy:
         checks = check_health(self._pools, session)
         hints = [_repeat(lambda: self._hints.renew_s, one) for one in (self._hints.renew, self._hints.evict)]
         quotas = _repeat(lambda: LOOK_S, partial(self._tenants.remove, self._hints.pins.of))
-        files = _repeat(lambda: _LOOK_S, lambda: asyncio.to_thread(self._files.look))
-        beside = {asyncio.create_task(one) for one in (checks, *hints, quotas, files)}
+        beside = {asyncio.create_task(one) for one in (checks, *hints, quotas)}
+        stop_following = self._files.follow()
         try:
             yield
         finally:
+            stop_following.set()
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import re
 import ssl
+import threading
 from asyncio import sslproto
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,6 +198,9 @@ class Admission:
                 del self._running[client]
 
 
+_LOOK_S = 2.0
+
+
 class _WatchedFile(msgspec.Struct):
     what: str
     files: Sequence[str]
@@ -214,7 +218,7 @@ class WatchedFiles:
         self._watched: list[_WatchedFile] = []
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Calls `load` now, and in `look` if one of `files` has changed.
+        """Calls `load` now, and on another thread whenever one of `files` changes.
 
         `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
         """
@@ -223,7 +227,6 @@ class WatchedFiles:
         self._watched.append(_WatchedFile(what, files, load, seen))
 
     def look(self) -> None:
-        """Loads what has changed since the last look. Reads files."""
         for one in self._watched:
             if (digests := _digests(one.files)) == one.seen:
                 one.refused = None
@@ -237,6 +240,17 @@ class WatchedFiles:
             else:
                 one.seen, one.refused = digests, None
                 log.info("%s changed and was read again", one.what)
+
+    def follow(self) -> threading.Event:
+        """Looks every two seconds, on a thread of its own, until the returned event is set."""
+        stop = threading.Event()
+
+        def follow() -> None:
+            while not stop.wait(_LOOK_S):
+                self.look()
+
+        threading.Thread(target=follow, name="proxy-files", daemon=True).start()
+        return stop
 
 
 def _digests(files: Sequence[str]) -> list[bytes]:

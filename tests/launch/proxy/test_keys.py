@@ -7,7 +7,7 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_nod
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
 from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, view
+from tests.support.waiting import PATIENCE_S, wait_for
 
 KEY = "sk-0123456789abcdef"
 Certificates = dict[str, tuple[str, str]]
@@ -154,6 +155,24 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path:
                 status = response.status
             sent = c.decode[0].headers[-1]["Authorization"] if c.decode[0].headers else ""
             await asyncio.sleep(0.05)
+
+
+def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_ending(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text(f"alice {KEY}")
+    held: list[int] = []
+
+    def looks() -> bool:
+        with suppress(OSError):  # until it opens the file
+            held.append(os.open(keys, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(held)
+
+    with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), api_keys_file=str(keys)) as (_, process):
+        keys.unlink()
+        os.mkfifo(keys)
+        wait_for(looks, what="it looking at the file")
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+        os.close(held[0])
 
 
 # --- the certificate -------------------------------------------------------------------------------------------------
