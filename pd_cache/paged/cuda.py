@@ -208,7 +208,8 @@ class CudaPagedCopier(PagedCopier):
     """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
     Takes device memory for one chunk per direction, and a sixteenth of a chunk for each call in flight, at the first call that needs it. The
-    first call in each direction also makes Triton compile the kernels. Blocks have to be as `plan` returns them (int64, in range): they are not checked again.
+    first call in each direction also makes Triton compile the kernels. Blocks have to be as `plan` returns them (int64, in range): they are not
+    checked again.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:

@@ -85,7 +85,7 @@ def test_of_a_cluster_that_does_not_run_one_finding_says_so_and_nothing_else_is_
     assert broken(report) == {("cluster.node", "")}
     found = of(report, "cluster.node")[""]
     assert (found.found.partition(":")[0], found.repair.partition(";")[0]) == (
-        "nothing of this cluster runs",
+        "no node of this cluster answers",
         f"start it: pd-cache up -c {pool.file}",
     )
     assert not {"cluster.pool", "transfer.segment"} & {one.check for one in report.findings}
