@@ -22,7 +22,7 @@ from launch.figures import NodeReading, shown_age
 from launch.http import NOBODY, Access, BadStatus, proxy_access
 from launch.masters import LEADER, MasterHealth, Segment
 from launch.versions import known_versions
-from launch.watched import ask_node, get_text, page_of
+from launch.watched import ask_node, get_text, page_of, why_not_asked
 from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
 from pd_cache.cluster.machine import host_of, shown_bytes
 from pd_cache.decoding import decode_json, one_line
@@ -225,7 +225,7 @@ def _ask(record: NodeRecord, access: Access) -> NodeStatus:
     if record.role == "store" and not record.address.endswith(":0"):
         row.segments = (record.address,)
     if not (url := page_of(record)):
-        row.state = f"{NOT_ASKED}: it has no metrics_port; its memory shows in the master's row"
+        row.state = f"{NOT_ASKED}: {why_not_asked(record)}"
         return row
     try:
         if record.role == "master":

@@ -112,7 +112,7 @@ def stop_on_signals() -> Iterator[StopFlag]:
     """
     flag = StopFlag()
     before = {number: signal.signal(number, lambda *_: flag.set()) for number in stop_signals()}
-    # if whoever started us has left it ignored, the kernel reaps our children, and nobody learns how they ended
+    # a parent may have left it ignored: then the kernel reaps our children, and nobody learns how they ended
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield flag

@@ -52,6 +52,11 @@ def page_of(record: NodeRecord) -> str:
     return record.address if record.address.startswith(("http://", "https://")) else record.metrics or ""
 
 
+def why_not_asked(record: NodeRecord) -> str:
+    """Returns why `page_of` is empty."""
+    return "it has no metrics_port" + ("; its memory shows at the master" if record.role == "store" else "")
+
+
 def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
     """Asks a node for its metrics. `access`: key and certificates for proxies. Raises nothing."""
     segments: list[Segment] | None = None
@@ -244,7 +249,7 @@ class WatchedNodes:
 
     def _state(self, node: _Watched, now: float) -> tuple[NodeState, str]:
         if not self._asked(node.record):
-            return "-", "" if page_of(node.record) else "it has no metrics_port; its memory shows at the master"
+            return "-", "" if page_of(node.record) else why_not_asked(node.record)
         if node.why:
             return "silent", node.why
         if node.answered is None:

@@ -127,9 +127,8 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
             address = config.server_url(node)
         record = msgspec.structs.replace(describe_node(config, node, address), instance="", version="")
         if isinstance(node, CacheServerNode) and not (record.address.endswith(":0") or node.metrics_port):
-            record = msgspec.structs.replace(
-                record, metrics=None
-            )  # `launch` may run it, at a port that the file does not say
+            # `launch` may run it, at a port that the file does not say
+            record = msgspec.structs.replace(record, metrics=None)
         records.append(record)
     return records
 

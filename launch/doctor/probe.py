@@ -20,7 +20,7 @@ import msgspec
 import pd_cache
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
-from launch.status import NOT_ASKED, SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
+from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from pd_cache.config import NodeSettings
@@ -43,7 +43,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         )  # fmt: skip
     check = "cluster.node"
     if not any(row.answers for row in status.nodes):
-        asked = sum(not row.state.startswith(NOT_ASKED) for row in status.nodes)
+        asked = sum(row.asked for row in status.nodes)
         yield broken(
             check, f"no node of this cluster answers: {asked} of {len(status.nodes)} can be asked",
             why="nothing of it runs, or this machine does not reach it",

@@ -296,7 +296,7 @@ import signal, sys
 from launch.supervise import Program, Supervisor, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as whoever starts it may have left it
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a parent may have left it
 programs = [Program(name, (sys.executable, "-c", code)) for name, code in zip(sys.argv[1::2], sys.argv[2::2])]
 with stop_on_signals() as stop, Supervisor(SupervisorConfig(stop_grace_s=30)) as supervisor:
     supervisor.start(programs, stop)

@@ -117,8 +117,13 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
     (told,) = file_records(ClusterConfig(nodes=(msgspec.structs.replace(server, url="ipc:///run/x", metrics_port=9),)))
     assert page_of(told) == "http://127.0.0.1:9"
     watched = WatchedNodes()
-    watched.update([NodeRecord(name="c", role="cache-server", address="ipc:///run/x")])
-    assert watched.rows(1.0)[0][2:4] == ("-", "it has no metrics_port; its memory shows at the master")
+    records = [
+        NodeRecord(name="c", role="cache-server", address="ipc:///run/x"),
+        NodeRecord(name="s", role="store", address="h:1"),
+    ]
+    watched.update(records)
+    why = "it has no metrics_port"
+    assert [row[2:4] for row in watched.rows(1.0)] == [("-", why), ("-", f"{why}; its memory shows at the master")]
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:

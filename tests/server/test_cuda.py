@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TOKENS = list(range(3 * CHUNK))
 BLOCKS = 3 * PER_CHUNK
 AWHILE = 1_000_000_000
-"""Cycles for `torch.cuda._sleep`: half a second, so that whoever fails to wait is sure to be early."""
+"""Cycles for `torch.cuda._sleep`: half a second, so that a store that does not wait is sure to be early."""
 
 
 @pytest.fixture(scope="module")
