@@ -3,6 +3,7 @@ by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -287,8 +288,9 @@ class CacheEngine:
         """Checks the arguments and returns the chunks in their places."""
         pages = self._pages(kv_caches)
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        keys = self.database.keys(names, self.metadata.shards, epoch)
-        return ChunkRun(names, keys, chunks, pages.copiers, epoch)
+        shards = self.metadata.shards
+        keys = self.database.keys(names, shards, epoch)
+        return ChunkRun(names, keys, chunks, len(shards), lambda: contextlib.nullcontext(pages.copiers), epoch)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""

@@ -7,11 +7,13 @@ scattered.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,26 +41,43 @@ class ChunkRun(NamedTuple):
     """Chunk by chunk, and within a chunk shard by shard."""
     chunks: list[torch.Tensor]
     """The blocks of each chunk."""
-    copiers: list[PagedCopier]
-    """One for each shard."""
+    shards: int
+    copiers: Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
+    """Lends the copier of each shard. Raises, on the way in or out, if the blocks must not be touched."""
     epoch: str = ""
     """The weights version of the keys. A store in another than the current one stores nothing."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
-        shards = len(self.copiers)
-        keys = self.keys[first * shards : end * shards]
+        keys = self.keys[first * self.shards : end * self.shards]
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
-    def gather(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy into `payload` the blocks of the object whose key has this index."""
-        chunk, shard = divmod(index, len(self.copiers))
-        return self.copiers[shard].gather(self.chunks[chunk], payload)
+    def gather(self, indices: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:
+        """Copies the blocks of the objects whose keys have these indices into the payloads, as `PagedCopier.gather` does. Returns their
+        checksums."""
+        return self._copy("gather", indices, payloads)
 
-    def scatter(self, index: int, payload: torch.Tensor) -> PendingCopy:
-        """Begins to copy the object whose key has this index to its blocks."""
-        chunk, shard = divmod(index, len(self.copiers))
-        return self.copiers[shard].scatter(self.chunks[chunk], payload)
+    def scatter(self, indices: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:
+        """Copies the payloads to the blocks of the objects whose keys have these indices, as `PagedCopier.scatter` does. Returns the checksums
+        of what the blocks then hold."""
+        return self._copy("scatter", indices, payloads)
+
+    def _copy(
+        self, direction: Literal["gather", "scatter"], indices: Sequence[int], payloads: Sequence[memoryview]
+    ) -> list[int]:
+        copies: list[PendingCopy] = []
+        with self.copiers() as copiers:
+            try:
+                for index, payload in zip(indices, payloads, strict=True):
+                    chunk, shard = divmod(index, self.shards)
+                    host = torch.frombuffer(payload, dtype=torch.uint8)
+                    copies.append(getattr(copiers[shard], direction)(self.chunks[chunk], host))
+                return [copy.wait() for copy in copies]
+            except BaseException:
+                for copy in copies:  # the memory may still be read or written
+                    with contextlib.suppress(Exception):
+                        copy.wait()
+                raise
 
 
 def left(end: float | None) -> float | None:
@@ -86,6 +105,7 @@ class ChunkMover:
         self.history = ChunkHistory()
         """What was stored or found here."""
         self._database = database
+        self._payload_bytes = database.namespace.chunk_bytes // database.namespace.shards
         self._version = version
         self._annotated = False
         self._closed = False
@@ -103,7 +123,7 @@ class ChunkMover:
 
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured timeout.
         """
-        shards, chunk_size = len(run.copiers), self._database.chunk_size
+        shards, chunk_size = run.shards, self._database.chunk_size
         outcomes = [StoreOutcome.NOT] * len(run.keys)
         self.metrics.tokens("store", "requested", len(run.keys) * chunk_size // shards)
         with self._moving() as may_move, self.metrics.timed("store"):
@@ -124,7 +144,7 @@ class ChunkMover:
             if stored and not self._annotated:  # the namespace's manifest lies beside its chunks
                 key, manifest = self._database.manifest_key, self._database.namespace.manifest()
                 self._annotated = self.backend.annotate(key, manifest, timeout=left(end)) is Status.OK
-        self.metrics.moved("store", stored * self._payload_bytes(run), self._database.namespace.group)
+        self.metrics.moved("store", stored * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
         if shards > 1:
             outcomes = [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
@@ -136,7 +156,7 @@ class ChunkMover:
 
         None counts as loaded if the run's version is not known to be current at the end. The call ends by `end`, as in `store`.
         """
-        self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // len(run.copiers))
+        self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // run.shards)
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys:
                 return Loaded(0)
@@ -148,9 +168,9 @@ class ChunkMover:
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(kinds))
                 kinds.clear()
-        objects, shards = len(kinds), len(run.copiers)
+        objects, shards = len(kinds), run.shards
         loaded = objects // shards
-        self.metrics.moved("retrieve", objects * self._payload_bytes(run), self._database.namespace.group)
+        self.metrics.moved("retrieve", objects * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
@@ -174,9 +194,6 @@ class ChunkMover:
             return True
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _payload_bytes(self, run: ChunkRun) -> int:
-        return run.copiers[0].layout.chunk_bytes(self._database.chunk_size)
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
@@ -219,20 +236,17 @@ class ChunkMover:
         checksum of what the engine has, so that any change of the memory is detected.
         """
         staged: list[Staged] = []
-        copies: list[PendingCopy] = []
-        size = self._payload_bytes(run)
         try:
-            for index in indices:
-                memory = self.backend.stage(payload_bytes=size, timeout=0.0 if staged else left(end))
+            for _ in indices:
+                memory = self.backend.stage(payload_bytes=self._payload_bytes, timeout=0.0 if staged else left(end))
                 if memory is None:
                     break
                 staged.append(memory)
-                copies.append(run.gather(index, torch.frombuffer(memory.payload, dtype=torch.uint8)))
-            for index, copy, memory in zip(indices, copies, staged, strict=False):
-                memory.seal(run.keys[index], copy.wait())
+            indices = indices[: len(staged)]
+            checksums = run.gather(indices, [memory.payload for memory in staged])
+            for index, memory, copied in zip(indices, staged, checksums, strict=True):
+                memory.seal(run.keys[index], copied)
         except BaseException:
-            for copy in copies:  # the memory may still be written to
-                copy.wait()
             for memory in staged:
                 memory.release()
             raise
@@ -246,28 +260,33 @@ class ChunkMover:
         An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places that
         a damaged object was scattered to are not loaded, whatever they hold.
         """
-        size, failures, known = self._payload_bytes(run), 0, ""
+        size, failures, known = self._payload_bytes, 0, ""
         while (first := len(kinds)) < len(run.keys):
             reason, damaged = "", False
-            fetching = self.backend.batched_get(run.keys[first:], payload_bytes=size, timeout=left(end))
+            fetching = self.backend.batched_fetch(run.keys[first:], payload_bytes=size, timeout=left(end))
             with contextlib.closing(fetching) as fetches:
-                for index, fetched in enumerate(fetches, first):
+                for together in fetches:
                     try:
                         if self._closed:
                             break
-                        late = end is not None and time.monotonic() >= end
-                        if late or fetched.payload is None:
-                            reason = "deadline" if late else fetched.reason
+                        if end is not None and time.monotonic() >= end:
+                            reason = "deadline"
                             break
-                        # wait immediately: meanwhile the transfers behind this chunk run ahead. A reader that holds no
-                        # memory while it waits for the next chunk can never block another reader.
-                        copied = run.scatter(index, torch.frombuffer(fetched.payload, dtype=torch.uint8)).wait()
-                        if reason := fetched.check(copied):
-                            damaged = True
+                        hits = list(itertools.takewhile(lambda one: one.payload is not None, together))
+                        places = range(len(kinds), len(kinds) + len(hits))
+                        payloads = [one.payload for one in hits if one.payload is not None]
+                        for fetched, copied in zip(hits, run.scatter(places, payloads), strict=True):
+                            if reason := fetched.check(copied):
+                                damaged = True
+                                break
+                            kinds.append(fetched.tier)
+                        if not reason and len(hits) < len(together):
+                            reason = together[len(hits)].reason
+                        if reason:
                             break
-                        kinds.append(fetched.tier)
                     finally:
-                        fetched.release()
+                        for fetched in together:
+                            fetched.release()
             if len(kinds) > first:
                 failures, known = 0, ""
             # it is no other trouble that an object which was damaged is gone now

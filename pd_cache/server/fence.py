@@ -3,11 +3,11 @@
 A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to another request. So each move gets a
 *slot* of the fence, with its *ticket* in it. The server copies only while the ticket is there. An engine that gives a move up removes it.
 
-A load writes to the blocks. So the server locks the slot's bytes around each chunk that it copies, and the engine removes the ticket under the
-same lock: after that, no part of the move can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no
-engine. A stopped server delays one only if it was stopped in the middle of a chunk.
+A load writes to the blocks. So the server locks the slot's bytes around each copy, of one chunk or of several that are there together, and
+the engine removes the ticket under the same lock: after that, no part of the move can touch the blocks. The kernel drops the locks of a
+process that dies, so a dead server delays no engine. A stopped server delays one only if it was stopped in the middle of a copy.
 
-A store reads the blocks, without a lock: the server looks for the ticket again after each chunk, and if it is gone, does not use what it has
+A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is gone, does not use what it has
 copied. So nothing delays an engine that gives a store up. That needs the ticket's removal to be seen before what is written to the blocks
 later: x86 keeps the order of writes, and elsewhere both sides have taken locks of their own in between.
 """

@@ -1,18 +1,17 @@
 """What a client has lent the server, and the stores and retrieves that it asks for.
 
-The server maps a worker's KV tensors (`MappedTensors`) when it registers, and touches them as the fence allows (`FencedCopier`).
+The server maps a worker's KV tensors (`MappedTensors`) when it registers, and touches them as the fence allows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import math
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, leaving_out, plan_named
+from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
@@ -77,9 +76,9 @@ class MappedTensors:
             kind = PageKind(request.layout_kind) if request.layout_kind else None
             self.layout = KVLayout.from_tensors(tensors, kind, block_size=block_size)
             self.device = tensors[0].device
-            self.shard_layout = self.layout.shard(shards_per_rank)
+            shard_layout = self.layout.shard(shards_per_rank)
             for views in shard_tensors(tensors, shards_per_rank):
-                self._copiers.append(open_copier(views, self.shard_layout))
+                self._copiers.append(open_copier(views, shard_layout))
         except BaseException as error:
             tensors = views = []
             self._release()
@@ -88,17 +87,20 @@ class MappedTensors:
             raise
 
     @contextlib.contextmanager
-    def using(self, shard: int) -> Iterator[PagedCopier]:
-        """Yields the copier of a shard, and keeps the memory mapped for as long as the block runs. Raises AbandonedError after `unmap`."""
+    def copiers(self, move: Move, until: float) -> Iterator[Sequence[PagedCopier]]:
+        """Yields the copier of each shard, for the blocks of one move. The memory stays mapped for as long as the block runs.
+
+        Raises AbandonedError after `unmap`, if the engine has given up the move, and after its deadline `until`, by `time.monotonic()`.
+        """
         with self._lock:
-            if self._closed:
+            if self._closed or time.monotonic() > until:
                 raise AbandonedError
             self._users += 1
-            copier = self._copiers[shard]
         try:
-            yield copier
+            passing = self.fence.writing if isinstance(move, Retrieve) else self.fence.reading
+            with passing(move.slot, move.ticket):
+                yield self._copiers
         finally:
-            del copier
             with self._lock:
                 self._users -= 1
                 if self._closed and not self._users:
@@ -151,43 +153,6 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
         raise SharingError(f"{view} does not lie in the {len(bases)} storages that were lent: {error}") from None
 
 
-class FencedCopier(PagedCopier):
-    """Copies chunks of one move, each only if the engine has not given up the move. For one thread at a time.
-
-    Copies raise AbandonedError if the ticket is gone or the engine's deadline has passed.
-    """
-
-    def __init__(
-        self, tensors: MappedTensors, shard: int, slot: int, ticket: int, event: bytes, until: float = math.inf
-    ) -> None:
-        """`shard` counts from 0 among those that the tensors hold. `until` is when the engine gives up, by `time.monotonic()`."""
-        super().__init__(tensors.shard_layout)
-        self._tensors = tensors
-        self._shard = shard
-        self._slot = slot
-        self._ticket = ticket
-        self._event = event
-        self._until = until
-
-    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
-        with self._inside(self._tensors.fence.reading) as copier:
-            return CopyDone(copier.gather(blocks, out).wait())
-
-    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        with self._inside(self._tensors.fence.writing) as copier:
-            return CopyDone(copier.scatter(blocks, source).wait())
-
-    @contextlib.contextmanager
-    def _inside(self, passing: Callable[[int, int], AbstractContextManager[None]]) -> Iterator[PagedCopier]:
-        if time.monotonic() > self._until:
-            raise AbandonedError
-        with self._tensors.using(self._shard) as copier, passing(self._slot, self._ticket):
-            if self._event:
-                wait_for_event(self._tensors.device, self._event)
-                self._event = b""
-            yield copier
-
-
 class Worker(NamedTuple):
     """A registration: mapped tensors, which may be touched as their fence allows."""
 
@@ -207,12 +172,11 @@ class Worker(NamedTuple):
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
-        copiers = [
-            FencedCopier(self.tensors, index, request.slot, request.ticket, request.event, until)
-            for index in range(len(shards))
-        ]
         keys = database.keys(request.names, shards, request.epoch)
-        return ChunkRun(request.names, keys, chunks, [*copiers], request.epoch)
+        if request.event:
+            wait_for_event(self.tensors.device, request.event)
+        copiers = functools.partial(self.tensors.copiers, request, until)
+        return ChunkRun(request.names, keys, chunks, len(shards), copiers, request.epoch)
 
 
 class Client:

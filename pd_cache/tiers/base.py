@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
@@ -72,16 +73,31 @@ class StorageBackend(ABC):
         return self.batched_contains(keys, timeout=timeout)
 
     @abstractmethod
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
-        """Yields each key's outcome, in order. No key may occur twice. Closing the iterator early gives up the rest.
+    ) -> Generator[list[Fetched], None, None]:
+        """Yields each key's outcome, in order; in one list those that are there together. No key may occur twice. Closing the iterator early
+        gives up the rest.
 
         All these keys' payloads have `payload_bytes`; an object of another size is damaged. With `memory.SELF_SIZED`, each begins with its
         own size.
 
-        The caller must release each outcome. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
+        The caller must release each outcome of a list before it asks for the next list: a reader that waits for memory holds none, so no
+        two readers wait for each other. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
         """
+
+    def batched_get(
+        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+    ) -> Generator[Fetched, None, None]:
+        """Yields what `batched_fetch` does, one outcome at a time. The caller must release each."""
+        with contextlib.closing(self.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)) as fetches:
+            for together in fetches:
+                left = iter(together)
+                try:
+                    yield from left
+                finally:
+                    for fetched in left:
+                        fetched.release()
 
     @abstractmethod
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:

@@ -374,9 +374,9 @@ class LocalDiskBackend(StorageBackend):
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
+    ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -393,10 +393,9 @@ class LocalDiskBackend(StorageBackend):
                     started += 1
                     ahead.append(read)
                 if not ahead:
-                    for _ in keys[started:]:
-                        yield Fetched(None, self.memory.refusal)
+                    yield [Fetched(None, self.memory.refusal) for _ in keys[started:]]
                     return
-                yield self._finish(keys[started - len(ahead)], size, ahead.popleft())
+                yield [self._finish(keys[started - len(ahead)], size, ahead.popleft())]
         finally:
             for left in ahead:
                 left.release()

@@ -122,9 +122,9 @@ class HybridBackend(StorageBackend):
                     statuses[index] = Status.MISSING
         return statuses
 
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
+    ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         return self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
 
@@ -187,7 +187,7 @@ class HybridBackend(StorageBackend):
 
     def _read(
         self, keys: Sequence[str], size: int, floor: int, deadline: float | None
-    ) -> Generator[Fetched, None, None]:
+    ) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
         What a tier lacks after all is read from the tiers behind, misses in a row together. Then the tier is asked for the rest, one key, two,
@@ -199,30 +199,40 @@ class HybridBackend(StorageBackend):
             stop = start + together
             while start < stop:
                 asked, lacking = keys[start : min(start + together, stop)], 0
-                fetches = tier.backend.batched_get(asked, payload_bytes=size, timeout=_seconds_to(deadline))
+                fetches = tier.backend.batched_fetch(asked, payload_bytes=size, timeout=_seconds_to(deadline))
                 with contextlib.closing(fetches):
-                    for key, fetched in zip(asked, fetches, strict=True):
-                        if fetched.payload is None and level + 1 < len(self.tiers):
-                            tier.metrics.missed(fetched.reason)
-                            lacking += 1
-                            continue
-                        if lacking:
-                            # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
-                            fetched.release()
-                            break
-                        if fetched.payload is not None:
-                            fetched.when_checked(functools.partial(self._checked, level, key))
-                        elif not tier.stores:
-                            if fetched.reason != Status.MISSING.value:
+                    for outcomes in fetches:
+                        ready: list[Fetched] = []
+                        for place, fetched in enumerate(outcomes):
+                            if fetched.payload is None and level + 1 < len(self.tiers):
                                 tier.metrics.missed(fetched.reason)
-                            # the pool before it may be away, too
-                            lost = Status.MISSING if self._stored[-1].backend.available else Status.POOL_DOWN
-                            fetched = Fetched(None, lost.value)
-                        start += 1
-                        yield fetched
+                                lacking += 1
+                            elif lacking:
+                                # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
+                                for unused in outcomes[place:]:
+                                    unused.release()
+                                fetches.close()
+                                break
+                            else:
+                                ready.append(self._outcome(level, keys[start + place], fetched))
+                        start += len(ready)
+                        if ready:
+                            yield ready
                 together = 1 if lacking else 2 * together
                 yield from self._read(keys[start : start + lacking], size, level + 1, deadline)
                 start += lacking
+
+    def _outcome(self, level: int, key: str, fetched: Fetched) -> Fetched:
+        """Returns what a tier answered as this backend's answer."""
+        if fetched.payload is not None:
+            fetched.when_checked(functools.partial(self._checked, level, key))
+        elif not self.tiers[level].stores:
+            if fetched.reason != Status.MISSING.value:
+                self.tiers[level].metrics.missed(fetched.reason)
+            # the pool before it may be away, too
+            lost = Status.MISSING if self._stored[-1].backend.available else Status.POOL_DOWN
+            return Fetched(None, lost.value)
+        return fetched
 
     def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""

@@ -21,6 +21,8 @@ from transfer.settings import Timeouts
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 64 << 20
+_TOGETHER_BYTES = 256 << 20
+"""What a reader gets at once: so much that the end of one GPU's copies does not hold up the next ones."""
 
 
 class LocalBackend(StorageBackend):
@@ -34,6 +36,7 @@ class LocalBackend(StorageBackend):
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
+        self.together = max(1, _TOGETHER_BYTES // max(1, self.payload_bytes))
         self.index: EvictingIndex[Staged] = EvictingIndex(slots_of(tier.capacity, memory.payload_bytes), tier.policy)
         self._metrics = metrics
         self._closed = False
@@ -55,9 +58,9 @@ class LocalBackend(StorageBackend):
             return [Status.CLOSED] * len(keys)
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
+    ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
         served = 0
@@ -65,9 +68,13 @@ class LocalBackend(StorageBackend):
             # all at once, so that what this reader brings in does not evict what it is about to read
             for key in keys:
                 pins.append(self.index.pin(key))
-            for key, pin in zip(keys, pins, strict=True):
-                served += 1
-                yield self._missing() if pin is None else self._read(key, pin, size)
+            while served < len(keys):
+                part = slice(served, served + self.together)
+                together = []
+                for key, pin in zip(keys[part], pins[part], strict=True):
+                    served += 1
+                    together.append(self._missing() if pin is None else self._read(key, pin, size))
+                yield together
         finally:
             for left in pins[served:]:
                 if left is not None:

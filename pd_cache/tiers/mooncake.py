@@ -107,9 +107,9 @@ class MooncakeBackend(StorageBackend):
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
 
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
+    ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -134,13 +134,19 @@ class MooncakeBackend(StorageBackend):
                 if not ahead:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal
-                    for _ in keys[started:]:
-                        yield Fetched(None, reason)
+                    yield [Fetched(None, reason) for _ in keys[started:]]
                     return
                 batch_keys, slots, call, end = ahead[0]
-                for key, result in zip(batch_keys, call.results(), strict=True):
-                    yield self._fetched(key, slots.popleft(), result, size, end)
+                together: list[Fetched] = []
+                try:
+                    for key, result in zip(batch_keys, call.results(), strict=True):
+                        together.append(self._fetched(key, slots.popleft(), result, size, end))
+                except BaseException:
+                    for fetched in together:
+                        fetched.release()
+                    raise
                 ahead.popleft()
+                yield together
         finally:
             for batch_left in ahead:
                 batch_left.call.abandon()

@@ -4,7 +4,7 @@ It is for backends of others that work on the caller's thread. `MooncakeBackend`
 own threads and run ahead by themselves.
 
 The first chunk is fetched on the caller's own thread, because nothing could overlap with it. From then on, a thread of this read runs
-ahead, by `depth` chunks at most.
+ahead, by `depth` of the backend's lists at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PipelinedBackend(StorageBackend):
     """Wraps and owns a backend. Each read runs ahead on its own thread."""
 
     def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
-        """Keeps at most `depth` chunks ready for each reader, besides those that `inner` reads ahead."""
+        """Keeps at most `depth` lists of chunks ready for each reader, besides those that `inner` reads ahead."""
         self.inner = inner
         self.payload_bytes = inner.payload_bytes
         self.batch_size = inner.batch_size
@@ -43,28 +43,29 @@ class PipelinedBackend(StorageBackend):
     def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         return self.inner.batched_wants(keys, timeout=timeout)
 
-    def batched_get(
+    def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-    ) -> Generator[Fetched, None, None]:
-        fetches = self.inner.batched_get(keys, payload_bytes=payload_bytes, timeout=timeout)
-        if len(keys) < 2:
-            yield from fetches
-            return
+    ) -> Generator[list[Fetched], None, None]:
+        fetches = self.inner.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)
         pump = ThreadPoolExecutor(1, "read-ahead")
-        ahead: deque[Future[Fetched]] = deque()
+        ahead: deque[Future[list[Fetched]]] = deque()
+        taken = 0
         try:
-            fetched = next(fetches)
-            for taken in range(1, len(keys)):
+            while taken < len(keys):
+                # needs no timeout: the backend's fetch has a deadline
+                together = ahead.popleft().result() if ahead else next(fetches)
+                taken += len(together)
                 while len(ahead) < min(self._depth, len(keys) - taken):
-                    ahead.append(pump.submit(next, fetches))
-                yield fetched
-                fetched = ahead.popleft().result()  # needs no timeout: the backend's fetch has a deadline
-            yield fetched
+                    ahead.append(pump.submit(next, fetches, []))
+                yield together
         finally:
             for future in ahead:
                 if not future.cancel():
                     future.add_done_callback(_release)
-            pump.submit(fetches.close)
+            if ahead:
+                pump.submit(fetches.close)  # behind what is under way
+            else:
+                fetches.close()
             pump.shutdown(wait=False)
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
@@ -92,6 +93,7 @@ class PipelinedBackend(StorageBackend):
         self.inner.close()
 
 
-def _release(future: Future[Fetched]) -> None:
+def _release(future: Future[list[Fetched]]) -> None:
     if future.exception() is None:
-        future.result().release()
+        for fetched in future.result():
+            fetched.release()

@@ -89,6 +89,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
     with host(pool, model=model) as writer:
         writer.store(tokens, slots)
     with host(pool, model=model) as node:
+        node.engine.backend.batch_size = 1
         inside, go_on = threading.Event(), threading.Event()
         (copier,) = node.engine._pages(node.cache).copiers
         scatter = copier.scatter
@@ -106,7 +107,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         closer = threading.Thread(target=node.engine.close)
         closer.start()
         wait_for(lambda: node.engine.mover.closed)
-        assert closer.is_alive(), "close() returned while a chunk was being scattered"
+        assert closer.is_alive(), "close() returned while chunks were being scattered"
         go_on.set()
         closer.join(60)
         reader.join(60)

@@ -1,6 +1,12 @@
-"""ChunkMover: how damaged chunks are read again."""
+"""ChunkMover: chunks that are there together, and damaged ones, which are read again."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,9 +38,8 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
         mover = ChunkMover(subject.backend, DATABASE, CacheMetrics())
         names = DATABASE.name_chunks(range(count * CHUNK))
         tensors = make_cache(block_size=BLOCK)
-        run = ChunkRun(
-            names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), [open_copier(tensors, LAYOUT)]
-        )
+        copiers = functools.partial(contextlib.nullcontext, [open_copier(tensors, LAYOUT)])
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), 1, copiers)
         assert mover.store(run) == [StoreOutcome.NEW] * count
         scatter = CpuPagedCopier.scatter
 
@@ -55,3 +60,47 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
         subject.check_integrity()
     finally:
         subject.backend.close()
+
+
+class Later(CpuPagedCopier):
+    """Copies that end when they are waited for, as those of a GPU may."""
+
+    def __init__(self) -> None:
+        super().__init__(make_cache(block_size=BLOCK), LAYOUT)
+        self.events: list[str] = []
+        self.fails_at = ""
+
+    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        return self._begin("scatter", int(blocks[0]), lambda: super(Later, self).scatter(blocks, source).wait())
+
+    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+        return self._begin("gather", int(blocks[0]), lambda: super(Later, self).gather(blocks, out).wait())
+
+    def _begin(self, what: str, block: int, wait: Callable[[], int]) -> PendingCopy:
+        if self.fails_at == f"{what} {block}":
+            raise RuntimeError("no such kernel")
+        self.events.append(f"{what} {block}")
+        return SimpleNamespace(wait=lambda: (self.events.append(f"waited {block}"), wait())[1])
+
+
+def test_copies_of_chunks_that_are_there_together_all_run_at_once(tmp_path: Path) -> None:
+    subject = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=4, slots=16)
+    subject.bases["local"].together = 2  # type: ignore[attr-defined]
+    try:
+        mover, copier = ChunkMover(subject.backend, DATABASE, CacheMetrics()), Later()
+        names = DATABASE.name_chunks(range(3 * CHUNK))
+        copiers = functools.partial(contextlib.nullcontext, [copier])
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(6), LAYOUT, CHUNK), 1, copiers)
+        assert mover.store(run) == [StoreOutcome.NEW] * 3
+        copier.events.clear()
+        assert mover.load(run).chunks == 3
+        assert copier.events == ["scatter 0", "scatter 2", "waited 0", "waited 2", "scatter 4", "waited 4"]
+
+        copier.events.clear()
+        copier.fails_at = "scatter 2"
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            mover.load(run)
+        assert copier.events == ["scatter 0", "waited 0"], "its memory is given back when nothing reads it any more"
+    finally:
+        subject.backend.close()
+        subject.check_integrity()

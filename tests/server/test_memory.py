@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import time
@@ -23,8 +24,8 @@ from pd_cache.server.memory import (
     close_all,
     share_tensors,
 )
-from pd_cache.server.moves import FencedCopier, MappedTensors
-from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, decode_request, encode
+from pd_cache.server.moves import MappedTensors
+from pd_cache.server.protocol import CpuStorage, CudaStorage, Move, Register, Retrieve, Store, decode_request, encode
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache
 
 # --- shared memory ---------------------------------------------------------------------------------------------------
@@ -93,6 +94,16 @@ def map_them(fence: Fence) -> Iterator[MapThem]:
         assert one.unmap(1)
 
 
+def admitted(fence: Fence, kind: type[Move]) -> Move:
+    """A move whose ticket is in the fence."""
+    place = fence.admit(loads=kind is Retrieve)
+    assert place is not None
+    return kind(session="", names=(), blocks=(), slot=place[0], ticket=place[1], patience_ms=1)
+
+
+IN_TIME = math.inf
+
+
 @pytest.fixture
 def shared() -> Iterator[Shared]:
     one = share_tensors(make_cache())
@@ -102,7 +113,7 @@ def shared() -> Iterator[Shared]:
 
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
-def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind: PageKind, one_storage: bool) -> None:
+def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind: PageKind, one_storage: bool) -> None:
     cache = make_cache(kind, one_storage=one_storage)
     view = cache[1][3:5]
     before = view.clone()
@@ -110,18 +121,18 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them: MapThem, kind
     mapped = map_them(shared)
     close_all(shared.descriptors)
     assert torch.equal(view.view(torch.int16), before.view(torch.int16))
-    with mapped.using(0) as copier:
+    with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
         for plane in copier._groups:  # type: ignore[attr-defined]
             plane[...] = 0
     assert not any(tensor.view(torch.int16).any() for tensor in (*cache, view))
 
 
-def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem, shared: Shared) -> None:
+def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem, shared: Shared, fence: Fence) -> None:
     mapped = map_them(shared)
-    with mapped.using(0) as copier:
+    with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
         assert not mapped.unmap(0.05)
         assert copier._groups[0].size, "it is still there"  # type: ignore[attr-defined]
-        with pytest.raises(AbandonedError), mapped.using(0):
+        with pytest.raises(AbandonedError), mapped.copiers(admitted(fence, Retrieve), IN_TIME):
             raise AssertionError("let in although it is to be unmapped")
     assert mapped.unmap(1)
 
@@ -215,31 +226,18 @@ def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(
 
 # --- copies behind the fence -----------------------------------------------------------------------------------------
 
-ROWS = torch.tensor([0, 1])
 
-
-def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(map_them, shared, fence, monkeypatch):
+def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(map_them, shared, fence):
     mapped = map_them(shared)
-    place, other = fence.admit(loads=True), fence.admit(loads=False)
-    assert place is not None
-    assert other is not None
-    payload = torch.zeros(mapped.layout.chunk_bytes(8), dtype=torch.uint8)
-    in_time, late = time.monotonic() + 600, time.monotonic() - 1
-    FencedCopier(mapped, 0, *place, b"", in_time).gather(ROWS, payload)
-    for copy in (FencedCopier(mapped, 0, *place, b"", late).scatter, FencedCopier(mapped, 0, *place, b"", late).gather):
-        with pytest.raises(AbandonedError):
-            copy(ROWS, payload)
-    with mapped.using(0) as copier:
-        kind = type(copier)
-    gather, scatter = kind.gather, kind.scatter
-    revoked: list[bool] = []
-
-    def in_the_middle(really: Any, place: tuple[int, int]) -> Any:
-        return lambda self, *arguments: (revoked.append(fence.revoke(*place)), really(self, *arguments))[1]
-
-    monkeypatch.setattr(kind, "scatter", in_the_middle(scatter, place))
-    FencedCopier(mapped, 0, *place, b"", in_time).scatter(ROWS, payload)
-    monkeypatch.setattr(kind, "gather", in_the_middle(gather, other))
-    with pytest.raises(AbandonedError):
-        FencedCopier(mapped, 0, *other, b"", in_time).gather(ROWS, payload)
-    assert revoked == [False, True], "only a copy into the blocks delays the engine"
+    load, store = admitted(fence, Retrieve), admitted(fence, Store)
+    for move in (load, store):
+        with pytest.raises(AbandonedError), mapped.copiers(move, time.monotonic() - 1):
+            raise AssertionError("let in after the deadline")
+    with mapped.copiers(load, IN_TIME):
+        assert not fence.revoke(load.slot, load.ticket), "a copy into the blocks delays the engine"
+    with pytest.raises(AbandonedError), mapped.copiers(store, IN_TIME):
+        assert fence.revoke(store.slot, store.ticket), "a copy out of them does not"
+    assert fence.revoke(load.slot, load.ticket)
+    for move in (load, store):
+        with pytest.raises(AbandonedError), mapped.copiers(move, IN_TIME):
+            raise AssertionError("let in although the engine has given up")

@@ -121,7 +121,7 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, mo
     subject = make()
     subject.put({key: value(key) for key in "abcd"})
     subject.bases["local"].batched_remove(["b", "d"])
-    asked = Asked(subject.bases["disk"], monkeypatch, "batched_contains", "batched_get")
+    asked = Asked(subject.bases["disk"], monkeypatch, "batched_contains", "batched_fetch")
     assert subject.backend.batched_contains(["a", "b", "c", "x", "d"]) == [
         Status.OK, Status.OK, Status.OK, Status.MISSING, Status.OK,
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, mo
     assert subject.backend.batched_contains(["a", "c"]) == [Status.OK] * 2
     assert asked.calls == []
     assert subject.get(["a", "b", "c"]) == [value(key) for key in "abc"]
-    assert asked.calls == [("batched_get", ["b"])]
+    assert asked.calls == [("batched_fetch", ["b"])]
 
 
 def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make, monkeypatch):
@@ -186,11 +186,11 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
     # known to the index when it is asked, and gone when they are read
     local.batched_remove(lost)
     monkeypatch.setattr(local, "batched_contains", lambda asked, **_: [Status.OK] * len(asked))
-    first, second = (Asked(one, monkeypatch, "batched_contains", "batched_get") for one in (local, disk))
+    first, second = (Asked(one, monkeypatch, "batched_contains", "batched_fetch") for one in (local, disk))
     assert subject.get(keys) == [value(key) for key in keys]
     assert len(named(first.calls, "batched_contains")) == 1
-    assert sum(map(len, named(first.calls, "batched_get"))) <= 4 * len(keys)
-    assert [key for asked in named(second.calls, "batched_get") for key in asked] == lost, "each once"
+    assert sum(map(len, named(first.calls, "batched_fetch"))) <= 4 * len(keys)
+    assert [key for asked in named(second.calls, "batched_fetch") for key in asked] == lost, "each once"
     assert subject.count("pd_cache_tier_misses_total", tier="local", reason="missing") == len(lost)
     if not kept:
         assert len(second.calls) == 1, "what is lost in a row is read in one go"

@@ -28,30 +28,31 @@ class Watched:
         self.closed = threading.Event()
         self.gate = threading.Semaphore(1000)
         self.fail_at: str | None = None
-        real = backend.batched_get
+        real = backend.batched_fetch
 
         def watched(
             keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-        ) -> Generator[Fetched, None, None]:
+        ) -> Generator[list[Fetched], None, None]:
             self.timeouts.append(timeout)
             try:
-                for key, fetched in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
+                for key, (fetched,) in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
                     if not self.gate.acquire(timeout=60):
                         raise AssertionError("held back for too long")
                     if key == self.fail_at:
                         fetched.release()
                         raise RuntimeError("broken inside")
                     self.fetched.append((key, threading.current_thread().name))
-                    yield fetched
+                    yield [fetched]
             finally:
                 self.closed.set()
 
-        monkeypatch.setattr(backend, "batched_get", watched)
+        monkeypatch.setattr(backend, "batched_fetch", watched)
 
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
     local = make_local(make_memory(PAYLOAD, 40), 20)
+    local.together = 1
     one = Subject(PipelinedBackend(local, depth=3), {"local": local}, None)  # type: ignore[arg-type]
     one.put({key: key.encode().ljust(PAYLOAD) for key in KEYS})
     try:
