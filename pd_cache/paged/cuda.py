@@ -2,7 +2,8 @@
 
 The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus instead of one
 small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device, then kernel. Each direction
-has its own stream, so that stores and loads overlap with the model and with each other.
+has streams of its own, so that stores and loads overlap with the model and with each other; two, used in turn, so that one chunk's
+kernels run beside the next one's copy.
 
 Who waits for whom:
 
@@ -18,7 +19,7 @@ Who waits for whom:
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
 
 Checksums are taken on the device, of what the bounce buffer holds (`pd_cache.paged.xxh3`), so bytes that come into staging memory from
-elsewhere, or are lost on the bus, are found whenever it happens. They are computed on streams of their own, beside the copies of other chunks.
+elsewhere, or are lost on the bus, are found whenever it happens. They end on streams of their own: a chunk's takes about as long as its copy.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ log = logging.getLogger(__name__)
 
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_LANES = 1024
-_MIXERS = 2
-"""Streams that end checksums, in turn: a chunk's takes about as long as its copy."""
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device that this process uses
 
 
@@ -110,8 +109,8 @@ class PageMover:
         )
 
 
-class _Direction:
-    """One stream with the device memory that only work on this stream touches, and some that end the checksums.
+class _Track:
+    """One stream with the device memory that only work on this stream touches, and one that ends the checksums.
 
     The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is queued behind the last read of an
     earlier call, and memory freed here returns to this stream's part of torch's allocator. So one bounce buffer, as large as the largest
@@ -121,8 +120,7 @@ class _Direction:
     def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._lock = threading.Lock()
         device = planes[0].device
-        self.stream, *self._mixers = (torch.cuda.Stream(device) for _ in range(1 + _MIXERS))  # type: ignore[no-untyped-call]
-        self._next_mixer = itertools.cycle(self._mixers)
+        self.stream, self._mixer = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._hash: Xxh3 | None = None
         with torch.cuda.stream(self.stream):
             self.mover = PageMover(planes, layout)
@@ -161,17 +159,17 @@ class _Direction:
             return None
         if self._hash is None or self._hash.nbytes != bounce.numel():
             self._hash = Xxh3(bounce.numel(), bounce.device)
-        sums, mixer = self._hash.add_up(bounce), next(self._next_mixer)
-        mixer.wait_stream(self.stream)
-        with torch.cuda.stream(mixer):
+        sums = self._hash.add_up(bounce)
+        self._mixer.wait_stream(self.stream)
+        with torch.cuda.stream(self._mixer):
             lanes = self._hash.mix(sums).to("cpu", non_blocking=True)
-        sums.record_stream(mixer)
-        return _Checksum(mixer, self._hash, lanes)
+        sums.record_stream(self._mixer)
+        return _Checksum(self._mixer, self._hash, lanes)
 
     def close(self) -> None:
         with self.current():
-            for stream in (self.stream, *self._mixers):
-                stream.synchronize()
+            self.stream.synchronize()
+            self._mixer.synchronize()
             self._bounce, self._hash = self._bounce.new_empty(0), None
 
 
@@ -207,7 +205,7 @@ class _Recorded:
 class CudaPagedCopier(PagedCopier):
     """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
-    Takes device memory for one chunk per direction, and a sixteenth of a chunk for each call in flight, at the first call that needs it. The
+    Takes device memory for two chunks per direction, and a sixteenth of a chunk for each call in flight, at the first call that needs it. The
     first call in each direction also makes Triton compile the kernels. Blocks have to be as `plan` returns them (int64, in range): they are not
     checked again.
     """
@@ -216,38 +214,40 @@ class CudaPagedCopier(PagedCopier):
         super().__init__(layout)
         planes = plane_bytes(tensors, layout)
         self._device = planes[0].device
-        self._out = _Direction(planes, layout)
-        self._in = _Direction(planes, layout)
+        self._tracks = [_Track(planes, layout) for _ in range(4)]
+        self._out, self._in = itertools.cycle(self._tracks[:2]), itertools.cycle(self._tracks[2:])
 
     def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
         check_payload(blocks, out, self.layout)
         caller = torch.cuda.current_stream(self._device)
-        with self._out.current():
-            placed = self._out.upload(blocks)
-            bounce = self._out.bounce(out.numel())
-            self._out.stream.wait_stream(caller)
-            self._out.mover.move(placed, bounce, gather=True)
-            found = self._out.checksum(bounce)
+        track = next(self._out)
+        with track.current():
+            placed = track.upload(blocks)
+            bounce = track.bounce(out.numel())
+            track.stream.wait_stream(caller)
+            track.mover.move(placed, bounce, gather=True)
+            found = track.checksum(bounce)
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
-            return _Recorded(self._out.stream, out, found)
+            return _Recorded(track.stream, out, found)
 
     def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         check_payload(blocks, source, self.layout)
         caller = torch.cuda.current_stream(self._device)
-        with self._in.current():
-            placed = self._in.upload(blocks)
-            bounce = self._in.bounce(source.numel())
+        track = next(self._in)
+        with track.current():
+            placed = track.upload(blocks)
+            bounce = track.bounce(source.numel())
             bounce.copy_(source.view(-1), non_blocking=source.is_pinned())
-            found = self._in.checksum(bounce)
-            self._in.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
-            self._in.mover.move(placed, bounce, gather=False)
-            caller.wait_stream(self._in.stream)
-            return _Recorded(self._in.stream, source, found)
+            found = track.checksum(bounce)
+            track.stream.wait_stream(caller)  # only the kernel touches the cache: the copy need not wait
+            track.mover.move(placed, bounce, gather=False)
+            caller.wait_stream(track.stream)
+            return _Recorded(track.stream, source, found)
 
     def close(self) -> None:
         """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy allocates them anew."""
-        self._out.close()
-        self._in.close()
+        for track in self._tracks:
+            track.close()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
