@@ -31,6 +31,7 @@ import zmq
 
 import pd_cache
 from bench.lib.pool import config_option
+from bench.lib.report import Check, finish
 from launch.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
 from pd_cache.decoding import msgpack_decoder
@@ -38,7 +39,6 @@ from pd_cache.errors import ConfigError, PdCacheError
 
 J = TypeVar("J")
 R = TypeVar("R")
-T = TypeVar("T")
 MOST = 1024
 """Processes of a crew."""
 _OPEN, _LEAVE = b"+", b"-"
@@ -93,22 +93,32 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def conduct(
-    site: type[Site], lead: Callable[[Crew], T], file: Path | None, serve: str | None, connect: str | None, local: int
-) -> T | None:
-    """Takes part in a bench. The machine that leads returns what `lead` returned; one that serves returns None after Ctrl-C.
+    site: type[Site],
+    lead: Callable[[Crew], dict[str, Any]],
+    checks_of: Callable[[dict[str, Any]], list[Check]],
+    *,
+    local: int,
+    file: Path | None,
+    serve: str | None,
+    connect: str | None,
+    **output: Any,
+) -> None:
+    """Takes part in a bench. The machine that leads reports what `lead` returns; one that serves does so until Ctrl-C.
 
-    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can be imported.
+    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can be imported. `output` is for
+    `finish`.
     """
     config = Location.here().config if file is None else read_config(file)[0]
     if serve is not None:
         host, _ = _address(serve)
         with suppress(KeyboardInterrupt):
             serve_site(site, f"tcp://{serve}", Location("node-1", host, config))
-        return None
+        return
     reached = connect or (config.master_address if file is not None else "")
     own = Location("node", towards(reached) if reached else "127.0.0.1", config)
     with closing(Crew(site, own, 1 if connect else local, connect)) as crew:
-        return lead(crew)
+        figures = lead(crew)
+    finish(figures, checks_of(figures), config=None if file is None else config, **output)
 
 
 class Crew:
@@ -130,9 +140,9 @@ class Crew:
                 address = f"ipc://{self._folder.name}/{location.node}-{number}"
                 command = (sys.executable, "-P", "-m", __name__, what, address, location.host)
                 self._processes.append(spawn_child(command, stdout=subprocess.DEVNULL))
-                self._peers[f"{location.node}-{number}"] = Peer(site, address, location.host)
+                self._peers[f"{location.node}-{number}"] = Peer(site, address)
             if connect is not None:
-                peer = self._peers[f"{location.node}-{count}"] = Peer(site, f"tcp://{connect}", _address(connect)[0])
+                peer = self._peers[f"{location.node}-{count}"] = Peer(site, f"tcp://{connect}")
                 peer.end(time.monotonic() + _HELLO_S)
             deadline = time.monotonic() + _START_S + 5 * count
             for process, peer in zip(self._processes, self._peers.values(), strict=False):
@@ -146,11 +156,6 @@ class Crew:
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(self._peers)
-
-    @property
-    def hosts(self) -> dict[str, str]:
-        """The sites' addresses, by name."""
-        return {node: peer.host for node, peer in self._peers.items()}
 
     def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
         """Has sites, by name, do their jobs at the same time. Returns their results. Raises PeerError."""
@@ -177,9 +182,9 @@ class Crew:
 class Peer:
     """A site in another process. For one thread."""
 
-    def __init__(self, site: type[Site], address: str, host: str) -> None:
+    def __init__(self, site: type[Site], address: str) -> None:
         """Asks the process at `address` to open the site: `end` waits for that."""
-        self.host, self._address = host, address
+        self._address = address
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)

@@ -14,16 +14,14 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import click
 import msgspec
 
 from bench.lib.pool import bench_transfer, local_pool
-from bench.lib.report import Check, at_least, finish, machine, option, output_options, progress, size
+from bench.lib.report import Check, at_least, machine, option, output_options, progress, size
 from bench.lib.two_machines import Crew, Site, conduct, machine_options
-from pd_cache.cluster import read_config
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
@@ -205,8 +203,8 @@ def _ratio(value: float | None, limit: float | None) -> float | None:
 
 def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbit: float | None) -> dict[str, Any]:
     """Opens, measures and closes at both nodes. Returns the figures."""
-    hosts, config = machines.hosts, machines.location.config
-    pool = local_pool(0, host=machines.location.host, transfer=bench_transfer(config))
+    here = machines.location
+    pool = local_pool(0, host=here.host, transfer=bench_transfer(here.config))
     master = machines.later.enter_context(pool)
     job = JoinPool(master, object_bytes)
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
@@ -225,7 +223,7 @@ def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbi
     return {
         "results": rows[:4],
         "at_once": rows[4:],
-        "nodes": [{"node": node, "host": hosts[node], "machine": opened[node].machine} for node in opened],
+        "nodes": [{"node": one.node, "host": one.host, "machine": one.machine} for one in opened.values()],
         "object_bytes": object_bytes,
         "objects": _OBJECTS,
     }
@@ -254,22 +252,10 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 @option("--at-once", is_flag=True, help="Then also both directions at the same time.")
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")
 @output_options
-def main(
-    file: Path | None,
-    serve: str | None,
-    connect: str | None,
-    size: ByteSize,
-    rounds: int,
-    at_once: bool,
-    link_gbit: float | None,
-    **output: Any,
-) -> None:
+def main(size: ByteSize, rounds: int, at_once: bool, link_gbit: float | None, **options: Any) -> None:
     """Put and get between all nodes, next to the raw engine and the link."""
 
     def led(machines: Crew) -> dict[str, Any]:
         return lead(machines, int(size), rounds, at_once, link_gbit)
 
-    figures = conduct(BandwidthSite, led, file, serve, connect, local=2)
-    if figures is not None:
-        config = None if file is None else read_config(file)[0]
-        finish(figures, checks_of(figures), config=config, **output)
+    conduct(BandwidthSite, led, checks_of, local=2, **options)

@@ -16,7 +16,6 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -24,11 +23,10 @@ import msgspec
 import numpy as np
 
 from bench.lib.pool import bench_transfer, local_pool, raw_client
-from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_least, at_most, option, output_options, progress
 from bench.lib.stats import in_turn
 from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
-from pd_cache.cluster import read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.lookup import MooncakeLookupClient
@@ -315,11 +313,10 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
 
 def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> dict[str, Any]:
     """All parts, on a pool of the bench's own at the machine that leads."""
-    config = machines.location.config
-    pool = local_pool(_SEGMENT, host=machines.location.host, transfer=bench_transfer(config))
-    master = machines.later.enter_context(pool)
-    parts = measure_parts(machines.location, master, lmcache)
-    grouped = measure_groups(machines.location, master) if groups else []
+    here = machines.location
+    master = machines.later.enter_context(local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config)))
+    parts = measure_parts(here, master, lmcache)
+    grouped = measure_groups(here, master) if groups else []
     clients = measure_clients(machines, master, levels)
     return {"results": parts, "groups": grouped, "clients": clients}
 
@@ -358,24 +355,10 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 )
 @option("--clients", multiple=True, default=(1, 2, 4, 8), type=click.IntRange(1, MOST), help="Clients a node; may be given several times.")  # fmt: skip
 @output_options
-def main(
-    file: Path | None,
-    serve: str | None,
-    connect: str | None,
-    lmcache: bool,
-    groups: bool,
-    clients: tuple[int, ...],
-    **output: Any,
-) -> None:
+def main(lmcache: bool, groups: bool, clients: tuple[int, ...], **options: Any) -> None:
     """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node."""
-    figures = conduct(
-        LookupSite,
-        lambda machines: lead(machines, sorted(set(clients)), lmcache, groups),
-        file,
-        serve,
-        connect,
-        local=1,
-    )
-    if figures is not None:
-        config = None if file is None else read_config(file)[0]
-        finish(figures, checks_of(figures), config=config, **output)
+
+    def led(machines: Crew) -> dict[str, Any]:
+        return lead(machines, sorted(set(clients)), lmcache, groups)
+
+    conduct(LookupSite, led, checks_of, local=1, **options)
