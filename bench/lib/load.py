@@ -1,7 +1,7 @@
 """An open-loop load on a completions API: requests begin when they are due, however slow the server is.
 
 A request's times count from when it was **due**, not from when it was sent: a generator that falls behind shows up as latency,
-instead of hiding it. What is due while too many requests are in flight is dropped, and counted.
+instead of hiding it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class Destination(NamedTuple):
     """Tokens of a prompt and its answer; more than it takes is not asked."""
     deadline_s: float = 60.0
     """In seconds, for each request: from when it is due to its last byte."""
-    most: int = 512
-    """Requests in flight; one more is dropped."""
     salted: str = ""
     """Where it is not empty, each request has an isolation of its own made of it: nothing that others left is reused."""
     key: str = ""
@@ -84,19 +82,15 @@ async def generate(
 
     Ends when the last one has been answered, or has reached its deadline.
     """
-    load, in_flight = Load(), 0
+    load = Load()
     headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
     timeout = aiohttp.ClientTimeout(total=None)  # each request has its own
     session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
     async def one(outcome: RequestOutcome, body: bytes) -> None:
-        nonlocal in_flight
-        try:
-            await _ask(session, target, body, start, outcome, load.gaps)
-        finally:
-            in_flight -= 1
-            done()
+        await _ask(session, target, body, start, outcome, load.gaps)
+        done()
 
     async with session, asyncio.TaskGroup() as requests:
         for index, arrival in enumerate(arrivals):
@@ -104,11 +98,6 @@ async def generate(
             load.outcomes.append(outcome)
             body = _body(target, arrival, index)  # before it is due
             await asyncio.sleep(start + arrival.due - time.monotonic())
-            if in_flight >= target.most:
-                outcome.error = "dropped"
-                done()
-                continue
-            in_flight += 1
             requests.create_task(one(outcome, body))
     return load
 
@@ -247,7 +236,6 @@ def summarize(load: Load) -> dict[str, Any]:
     seconds = max((one.due + one.last for one in answered), default=began) - began
     firsts = [one.first for one in answered if one.first is not None]
     told = [one for one in answered if one.cached is not None]
-    sent = [one.sent for one in load.outcomes if one.error != "dropped"]
     return {
         "requests": len(load.outcomes),
         "answered": len(answered),
@@ -258,7 +246,7 @@ def summarize(load: Load) -> dict[str, Any]:
         "output_tokens_per_s": sum(one.tokens for one in answered) / seconds if seconds else 0.0,
         **{f"ttft_p{part}_ms": _ms(quantile(firsts, part / 100)) for part in _PARTS},
         **{f"inter_token_p{part}_ms": _ms(quantile(load.gaps, part / 100)) for part in _PARTS},
-        "sent_late_p99_ms": _ms(quantile(sent, 0.99)),
+        "sent_late_p99_ms": _ms(quantile([one.sent for one in load.outcomes], 0.99)),
         "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
         if told
         else None,

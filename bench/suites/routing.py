@@ -14,9 +14,9 @@ describes the format of traces, `agent_trace` the synthetic one.
 `--hints` compares hints in place of policies: the agents wait for tools of minutes in a tenth of their pauses, nodes have no caches of their
 own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say.
 
-`--pooled` compares nodes' own caches with one pool that has as much room as all of them together, beside what others have published:
+`--pooled` compares nodes' own caches with one pool that has as much room as all of them together (docs/performance.md has what others published):
 `longest_prefix` takes the node whose cache holds most of the prompt, and of equal ones the first, `longest_prefix_idle` the one with the
-least to do. `--customers` is llm-d's prefix workload, beside their figures; `random` takes any node.
+least to do. `--customers` is llm-d's prefix workload; `random` takes any node.
 
     pd-cache bench routing [--hints | --pooled | --customers N] [--trace FILE] --json
 """
@@ -79,21 +79,6 @@ _STAGES = (
 """Requests a second, and for how many seconds; the first are for warmth."""
 _DRAIN_S = 600
 """Between two stages: until everything is answered."""
-_PUBLISHED: dict[tuple[str, Router], str] = {
-    ("conversation", "longest_prefix"): "hits 2.22, time 0.76",
-    ("toolagent", "longest_prefix"): "hits 1.38, time 0.74",
-    ("synthetic", "longest_prefix"): "hits 2.36, time 0.52",
-    ("conversation", "round_robin"): "8 engines: 0.118, 0.524, time 0.64",
-    ("agents", "round_robin"): "0.017, 0.922",
-    ("dataset", "round_robin"): "> 0.95",
-    ("customers", "random"): "92.6",
-    ("customers", "least_loaded"): "94.9",
-    ("customers", "guess"): "31.1",
-    ("customers", "events"): "0.54",
-}
-"""What others measured: FAST'25, section 5.3.2, of three traces; PegaFlow, of eight caches of 62.5 GiB and one of 500, on a trace that is
-not named; vLLM's article, of one prefill node without and with a pool, and of 1 to 5 with it on AIPerf's `dataset.jsonl`
-(docs/performance.md); llm-d, p90 of the time to first token."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
@@ -331,7 +316,7 @@ def compare_pooled(
         row = {"workload": name, "nodes": nodes, "cache_tokens": cache_tokens, "policy": router}
         row |= {"own_hit_rate": own, "pool_hit_rate": pooled}
         row |= {"hits": pooled / max(1e-9, own), "prefill_time": (1 - pooled) / max(1e-9, 1 - own)}
-        rows.append(row | {"published": _PUBLISHED.get((name, router), "")})
+        rows.append(row)
     return rows, [at_least(f"hits, {name} {row['policy']} {nodes}", row["hits"], 1.0) for row in rows]
 
 
@@ -344,7 +329,7 @@ def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: floa
         prompts = [seconds for seconds, _, _ in outcome.waited]
         row = {"cache_tokens": cache_tokens, "policy": router, "hit_rate": outcome.hit_rate}
         row |= {"prompt_mean_s": statistics.fmean(prompts), "prompt_p90_s": quantile(prompts, 0.9)}
-        rows.append(row | {"published_ttft_p90_s": _PUBLISHED.get(("customers", router), "")})
+        rows.append(row)
     return rows, []
 
 

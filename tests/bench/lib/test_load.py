@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens
 DONE = b"data: [DONE]\n\n"
 
 
-def load_on(
-    node: Node, count: int = 1, *, late: float = 0.0, done: Callable[[], None] = lambda: None, **changes: Any
-) -> Load:
+def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) -> Load:
     """What the generator sees of a server; the load began `late` seconds ago."""
 
     async def run() -> Load:
@@ -34,7 +31,7 @@ def load_on(
         try:
             target = Destination(node.url, "m", 100, deadline_s=60 + late)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
-            return await generate(target, arrivals, time.monotonic() - late, done)
+            return await generate(target, arrivals, time.monotonic() - late)
         finally:
             await node.stop()
 
@@ -49,23 +46,19 @@ def says(*parts: bytes) -> Behaviour:
 well = says(TOKEN, TOKEN[:9], TOKEN[9:], USAGE, DONE)
 
 
-def test_requests_are_sent_while_others_wait_and_dropped_where_too_many_do() -> None:
-    dropped, over = asyncio.Event(), 0
+def test_requests_are_sent_while_others_wait() -> None:
+    came, all_are_there = 0, asyncio.Event()
 
-    def done() -> None:
-        nonlocal over
-        over += 1
-        if over == 3:
-            dropped.set()
-
-    async def when_three_are_dropped(request: web.Request) -> web.StreamResponse:
-        await dropped.wait()
+    async def when_five_are_there(request: web.Request) -> web.StreamResponse:
+        nonlocal came
+        came += 1
+        if came == 5:
+            all_are_there.set()
+        await all_are_there.wait()
         return await well(request)
 
-    load = load_on(Node(when_three_are_dropped), 5, most=2, done=done)
-    assert [one.error for one in load.outcomes] == ["", "", "dropped", "dropped", "dropped"]
-    assert [(one.tokens, one.cached) for one in load.outcomes[:2]] == [(2, 4)] * 2
-    assert summarize(load)["errors"] == {"dropped": 3}
+    load = load_on(Node(when_five_are_there), 5)
+    assert [(one.tokens, one.cached, one.error) for one in load.outcomes] == [(2, 4, "")] * 5
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
