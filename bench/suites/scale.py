@@ -11,9 +11,9 @@ a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import msgspec
@@ -43,23 +43,15 @@ _TRIAL_BUSY = 0.2
 _TRIAL_REQUESTS = 100
 
 
-class Growth(NamedTuple):
-    """What a number of nodes does."""
-
-    nodes: int
-    rate: float
-    """Requests a second that came."""
-    row: dict[str, Any]
-    """Its figures: `answered_per_s` while requests came, and until the last one of these was answered; `refused` those answered with an
-    error."""
-    asked: dict[str, float]
-    """What each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full."""
-
-
 def grow(
     trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, rate_per_node: float, requests: int = 0
-) -> Growth:
-    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or as many a node as usual."""
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or as many a node as usual.
+
+    Returns its figures: `answered_per_s` while requests came, and until the last one of these was answered; `refused` those answered with an
+    error. And what each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is
+    full.
+    """
     prefill, rate = nodes // 2, rate_per_node * nodes
     count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
     # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
@@ -88,7 +80,7 @@ def grow(
         "ttft_p50_ms": quantile(firsts, 0.5) * 1e3,
         "ttft_p99_ms": quantile(firsts, 0.99) * 1e3,
     }
-    return Growth(nodes, rate, row, asked)
+    return row, asked
 
 
 def within(
@@ -139,7 +131,7 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> floa
     """Returns the requests a second and node that keep engines `_BUSY` of the time, those of the kind that has more to do."""
     guess = 1.0
     for _ in range(12):
-        asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS).asked
+        _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
         most = max(asked["prefill"], asked["decode"])
         if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
             return guess * _BUSY / most
@@ -147,20 +139,15 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> floa
     return guess
 
 
-def limits(steps: Sequence[Growth]) -> list[dict[str, Any]]:
-    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it never is), and the requests a
-    second and node at which it would be full in the largest cluster that does not ask too much of anything; the first to be full first."""
-    healthy = [step for step in steps if max(step.asked.values()) < 1.0] or steps[:1]
-    nodes, rate, _, asked = healthy[-1]
-    found = [
-        {
-            "resource": name,
-            "full_from_nodes": full_at([(step.nodes, step.asked[name]) for step in steps]),
-            "full_at_per_s_a_node": rate / nodes / max(asked[name], 1e-12),
-        }
-        for name in asked
+def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
+    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it never is); the first to be full
+    first. `asked`: what each number of nodes was asked for."""
+    kinds = next(iter(asked.values()))
+    full = {kind: full_at([(nodes, shares[kind]) for nodes, shares in asked.items()]) for kind in kinds}
+    return [
+        {"resource": kind, "full_from_nodes": full[kind]}
+        for kind in sorted(full, key=lambda one: full[one] or math.inf)
     ]
-    return sorted(found, key=lambda one: (one["full_from_nodes"] or math.inf, one["full_at_per_s_a_node"]))
 
 
 def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
@@ -208,16 +195,16 @@ def main(
     with progress() as bar:
         sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
         steps = [grow(requests, costs, proxies, nodes, per_node) for nodes in sizes]
-    found = limits(steps)
+    found = limits({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,
         "costs": msgspec.to_builtins(costs),
-        "results": [{**step.row, "asked": step.asked} for step in steps],
+        "results": [{**row, "asked": asked} for row, asked in steps],
         "limits": found,
     }
     tables = [
         Table.of("What is full first", found),
-        Table.of("As the cluster grows", [step.row for step in steps]),
-        Table.of("Asked for, of what each can do", [{"nodes": step.nodes, **step.asked} for step in steps]),
+        Table.of("As the cluster grows", [row for row, _ in steps]),
+        Table.of("Asked for, of what each can do", [{"nodes": row["nodes"], **asked} for row, asked in steps]),
     ]
     finish(results, [], tables=tables, **output)
