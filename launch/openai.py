@@ -21,24 +21,15 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ApiError(PdCacheError):
-    """An error for the client: an HTTP status and an error object."""
+    """An error for the client: an HTTP status and an error object. A 429 or 503 asks the client to come back in a second."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        """`param`: the field of the request that is wrong. `retry_after`: in seconds."""
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """`param`: the field of the request that is wrong."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after = retry_after
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -46,13 +37,13 @@ class ApiError(PdCacheError):
         return msgspec.json.encode({"error": error})
 
     def response(self) -> web.Response:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
 
 
-def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Returns a 503 that asks the client to come back in `retry_after` seconds."""
-    return ApiError(503, message, code="overloaded", retry_after=retry_after)
+def overloaded(message: str) -> ApiError:
+    """Returns a 503."""
+    return ApiError(503, message, code="overloaded")
 
 
 def given_id(request: web.Request) -> str:

@@ -182,7 +182,6 @@ class Admission:
                     429,
                     f"{most} requests of this {what} are in flight, and a {what} may have no more at a time",
                     code="rate_limit_exceeded",
-                    retry_after=1,
                 )
 
     @contextmanager

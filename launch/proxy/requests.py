@@ -631,7 +631,7 @@ class Requests:
             return passed_on(refusal)
         if attempts.blamed:
             raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
-        raise overloaded("No decode node could answer", self._pools["decode"].retry_after(time.monotonic()))
+        raise overloaded("No decode node could answer")
 
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
@@ -687,7 +687,7 @@ class Requests:
                 pool.reached(node)
                 body = msgspec.json.encode({"object": "list", "data": found})
                 return web.Response(body=body, content_type="application/json")
-        raise overloaded("No decode node could answer", pool.retry_after(time.monotonic()))
+        raise overloaded("No decode node could answer")
 
 
 def _free_frames(error: BaseException | None) -> None:

@@ -231,11 +231,6 @@ class NodePool:
         if alive:
             self.reached(url)
 
-    def retry_after(self, now: float) -> int:
-        """Returns the whole seconds, at least 1, until a node would be tried again."""
-        wait = min((node.breaker.wait(now) for node in self._nodes.values()), default=0.0)
-        return max(1, -int(-wait // 1))
-
     def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         """Returns what a node would compute of the prompt, in tokens, plus the cost of what it would load."""
         named = prompt.named
@@ -267,9 +262,6 @@ class NodeBreaker:
 
     def allows(self, now: float) -> bool:
         return now >= self._skip_until
-
-    def wait(self, now: float) -> float:
-        return max(0.0, self._skip_until - now)
 
     def sent(self, now: float) -> None:
         """Notes that a request is sent. If the breaker is open, the node is on trial, and the next request may follow a second later."""

@@ -239,8 +239,7 @@ async def _send(response: web.StreamResponse, data: str) -> None:
 def _told(error: Exception) -> ApiError:
     """Returns what the client is sent if the engine refuses or fails a request."""
     if isinstance(error, GenerationError):
-        status = _FAILURE_STATUS.get(error.kind, 503)
-        return ApiError(status, str(error), code=error.kind, retry_after=1 if status == 503 else None)
+        return ApiError(_FAILURE_STATUS.get(error.kind, 503), str(error), code=error.kind)
     return ApiError(400, str(error), param="prompt", code="invalid_value")
 
 

@@ -108,7 +108,7 @@ class UiPages:
         if not self._keys.may_watch(authorization):
             return _key_needed()
         if self._closing or self.followers >= _FOLLOWERS:
-            raise overloaded(f"{_FOLLOWERS} browsers follow this proxy already", retry_after=10)
+            raise overloaded(f"{_FOLLOWERS} browsers follow this proxy already")
         self.followers += 1
         try:
             if self.followers == 1:

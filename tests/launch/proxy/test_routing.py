@@ -104,7 +104,6 @@ class Routing(RuleBasedStateMachine):
     @invariant()
     def all_work_is_given_back(self) -> None:
         assert set(self.pool.loads().values()) <= {0.0}
-        assert 1 <= self.pool.retry_after(self.now) <= 10
 
 
 TestRouting = Routing.TestCase
@@ -197,15 +196,14 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
         breaker.sent(now)
         for late in (0.0, 0.1):  # requests that fail together count once
             breaker.failed("unreachable", now + late)
-        skips.append(breaker.wait(now))
+        skips.append(next(seconds for seconds in range(20) if breaker.allows(now + seconds)))
         now += skips[-1]
-        assert breaker.allows(now)
     assert skips == [1, 2, 4, 8, 10, 10]
     breaker.sent(now)
     assert (breaker.allows(now + 0.5), breaker.allows(now + 1)) == (False, True), "one request a second is let through"
     breaker.succeeded()
     breaker.failed("unreachable", now)
-    assert breaker.wait(now) == 1
+    assert (breaker.allows(now + 0.9), breaker.allows(now + 1)) == (False, True)
 
 
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
