@@ -59,7 +59,7 @@ function drawFigures(state) {
   const hit = (list) => (asked(list) ? SAVED.reduce((total, tier) => total + sum(list, tier), 0) / asked(list) : NaN);
   const saved = SAVED.reduce((total, tier) => total + sum(hour, tier), 0);
   const tiles = [
-    [state.proxy.requests_s < 9.95 ? state.proxy.requests_s.toFixed(1) : short(state.proxy.requests_s), `requests a second, ${state.proxy.running} in flight`],
+    [state.requests_s < 9.95 ? state.requests_s.toFixed(1) : short(state.requests_s), `requests a second, ${state.running} in flight`],
     [short(sum(hour, "errors")), "errors (5xx) in the last hour", sum(hour, "errors") ? "silent" : ""],
     [seconds(state.first_token[0]) || "–", known(state.first_token[0]) ? `first token, median of the hour; 99 % within ${seconds(state.first_token[1])}` : "first token: needs streamed answers"],
     [percent(hit(hour)) || "–", `hit in the last hour; ${percent(hit(last)) || "–"} in 5 minutes`],
@@ -68,9 +68,7 @@ function drawFigures(state) {
   ];
   $("figures").replaceChildren(...tiles.map(([value, what, as]) => el("div", { class: "tile" }, el("b", { class: as || "" }, value), el("span", {}, what))));
   document.title = $("name").textContent = state.cluster ? `${state.cluster} · pd-cache` : "pd-cache";
-  const parts = [`${state.proxy.asked} nodes`];
-  if (state.left_out) parts.push(`${state.left_out} not shown`);
-  $("line").textContent = parts.join(" · ") + ` · version ${state.version}`;
+  $("line").textContent = `${state.nodes.length} nodes · version ${state.version}`;
 }
 
 // --- the picture: prefill nodes, the pool, decode nodes
@@ -315,7 +313,7 @@ function draw() {
 function verdict(state) {
   if (!state.serves) return ["down", "down: no decode node can be reached, requests are answered 503"];
   const troubled = state.nodes.filter((node) => node.state === "silent" || node.state === "ill").length;
-  return troubled ? ["ill", `serving, but ${troubled} of ${state.proxy.asked} nodes are silent or ill`] : ["live", "serving"];
+  return troubled ? ["ill", `serving, but ${troubled} of ${state.nodes.length} nodes are silent or ill`] : ["live", "serving"];
 }
 function say(state, text) {
   if ($("state").textContent !== text) $("state").textContent = text;

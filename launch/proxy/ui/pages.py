@@ -48,8 +48,6 @@ _INTERVAL_S = 2.0
 """How often each node is asked, and an event is sent."""
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
-_MOST_SHOWN = 200
-"""The most nodes and segments in one event."""
 
 
 class UiPages:
@@ -197,13 +195,9 @@ class UiPages:
             "failed": sum((one.failed for one in minutes if one is not None), Counter[int]()),
             "saved_s": self._recent.saved_s(),
             "first_token": [first_token_within(minutes, part) for part in (0.5, 0.99)],
-            "proxy": {
-                "running": self._metrics.running._value.get(),
-                "requests_s": self._recent.rate(),
-                "asked": len(rows),
-            },
-            "left_out": max(0, len(self._view.nodes) - _MOST_SHOWN),
-            "nodes": [_shown_node(row) for row in rows[:_MOST_SHOWN]],
+            "running": self._metrics.running._value.get(),
+            "requests_s": self._recent.rate(),
+            "nodes": [_shown_node(row) for row in rows],
             "segments": [
                 {
                     "name": one_line(one.segment_name),
@@ -211,7 +205,7 @@ class UiPages:
                     "size": one.size_bytes,
                     "used": one.allocator_used_bytes,
                 }
-                for one in segments[:_MOST_SHOWN]
+                for one in segments
             ],
             "minutes": [
                 one
