@@ -107,12 +107,12 @@ class _SdkTracing(Tracing):
     """A provider of our own: an engine in the same process may have set the global one."""
 
     def __init__(self, config: TracingConfig, endpoint: str, service: str, node: str) -> None:
-        from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.trace import SpanKind as Kind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         _keep_quiet()
@@ -130,11 +130,7 @@ class _SdkTracing(Tracing):
             )
         )
         self._tracer = self._provider.get_tracer("pd_cache")
-        self._kinds = {
-            "internal": trace.SpanKind.INTERNAL,
-            "server": trace.SpanKind.SERVER,
-            "client": trace.SpanKind.CLIENT,
-        }
+        self._kinds = Kind
         self._headers = TraceContextTextMapPropagator()
 
     def begin(
@@ -152,7 +148,7 @@ class _SdkTracing(Tracing):
             del given["tracestate"]  # 8 KiB of commas take the SDK 20 ms
         # never the context of this thread, where another span of the engine may be current
         within = self._headers.extract(given, Context())
-        span = self._tracer.start_span(name, within, self._kinds[kind], _prefixed(attributes))
+        span = self._tracer.start_span(name, within, self._kinds[kind.upper()], _prefixed(attributes))
         return _SdkSpan(span, self._headers)
 
     def close(self, timeout: float = 2.0) -> None:
