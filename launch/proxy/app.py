@@ -93,7 +93,7 @@ class Proxy:
         app.router.add_get("/metrics", self._samples)
         app.router.add_get("/requests/{id}", self._trip)
         app.cleanup_ctx.append(self._beside_requests)
-        app.on_shutdown.append(self._drain)
+        app.on_shutdown.append(self.requests.drain)
         return app
 
     async def setup(self) -> None:
@@ -138,9 +138,6 @@ class Proxy:
             await session.close()
             await asyncio.to_thread(self._direct.close)
             await asyncio.to_thread(self._pools.caches.close)
-
-    async def _drain(self, app: web.Application) -> None:
-        await self.requests.drain(self._config.drain_s)
 
     # --- what it says of itself ------------------------------------------------------------------------------------
 

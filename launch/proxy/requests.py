@@ -174,7 +174,7 @@ class Requests:
         recent: RecentRequests,
         tracing: Tracing,
     ) -> None:
-        self.session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession
         """For requests to nodes. Set while the proxy runs."""
         self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.config)
         self.bodies = BodyMemory(config.body_memory)
@@ -205,13 +205,13 @@ class Requests:
         app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
         app.router.add_get("/v1/models", partial(self._answered, self._models, 0, limit_s), allow_head=False)
 
-    async def drain(self, limit_s: float) -> None:
-        """Refuses new requests, waits up to `limit_s` for those under way to end, then cuts off the rest."""
+    async def drain(self, app: web.Application) -> None:
+        """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
         self.admission.closing = True
         for one in self._prefetched.values():
             one.stream.cancel()
         if self.running:
-            await asyncio.wait(self.running, timeout=limit_s)
+            await asyncio.wait(self.running, timeout=self._config.drain_s)
         for task in self.running:
             task.cancel()
         self._large.shutdown(wait=False, cancel_futures=True)
@@ -431,13 +431,6 @@ class Requests:
                 log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
             return None
 
-    async def _ask(
-        self, exchange: Exchange, span: TraceSpan, method: str, url: str, body: bytes | None
-    ) -> aiohttp.ClientResponse:
-        """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
-        assert self.session is not None
-        return await send(self.session, method, url, exchange.headers(self._keys, span), body)
-
     async def _whole(
         self,
         exchange: Exchange,
@@ -448,7 +441,7 @@ class Requests:
         read: Callable[[bytes], T],
     ) -> T:
         """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request, HopError if it fails."""
-        answer = await self._ask(exchange, span, method, url, body)
+        answer = await send(self.session, method, url, exchange.headers(self._keys, span), body)
         try:
             await check_status(answer)
             if answer.status >= 400:
@@ -536,7 +529,6 @@ class Requests:
             return None
 
         async def stream() -> int:
-            assert self.session is not None
             with self._pools["decode"].working(node), exchange.hop_span("stream", node) as span:
                 headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
                 try:
@@ -604,7 +596,8 @@ class Requests:
             try:
                 with pool.working(node), exchange.hop_span("decode", node) as span:
                     try:
-                        answer = await self._ask(exchange, span, "POST", node + exchange.request.path, body)
+                        url, headers = node + exchange.request.path, exchange.headers(self._keys, span)
+                        answer = await send(self.session, "POST", url, headers, body)
                         await check_status(answer)
                         first = await read_some(answer)  # a node that dies before this can still be replaced
                     except HopError as error:
@@ -623,9 +616,6 @@ class Requests:
             finally:
                 if answer is not None:
                     answer.close()
-        return self._given_up(exchange, attempts, refusals)
-
-    def _given_up(self, exchange: Exchange, attempts: Attempts, refusals: dict[Reason, Refusal]) -> web.Response:
         refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
         if refusal is not None:
             return passed_on(refusal)
