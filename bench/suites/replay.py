@@ -6,7 +6,6 @@ cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simul
 trace's ideal), and LRU with the same capacity.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
-    pd-cache bench replay --trace FILE -c cluster.yaml     the cluster's own pool
 
 The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/trace.py`.
 """
@@ -26,30 +25,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from click.core import ParameterSource
 
-from bench.lib.pool import config_option, local_pool
+from bench.lib.pool import local_pool
 from bench.lib.report import Check, at_most, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
-from bench.lib.two_machines import towards
-from launch.discovery import find_master, open_directory
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import ClusterConfig, MasterNode, read_config
-from pd_cache.config import CacheConfig, MooncakeTier, NodeSettings
-from pd_cache.errors import ConfigError
+from pd_cache.cluster import MasterNode
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.paged.base import Slots
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tiers.memory import TRAILER_BYTES
-from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
 
 Words = npt.NDArray[np.uint64]
 _UNBOUNDED = math.inf
 _ROOM = 1.1
 """The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
-_FIND_S, _OPEN_S, _REMOVE_S = 10.0, 30.0, 60.0
+_OPEN_S = 30.0
 _STAGING = ByteSize(32 << 20)
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
@@ -96,11 +90,6 @@ class ShrunkenCache:
         return cast(Words, seeds[:, None] ^ self._words)
 
 
-def object_bytes(chunk_bytes: int) -> int:
-    """Returns the bytes of a chunk's object in the pool."""
-    return chunk_bytes + TRAILER_BYTES
-
-
 def allotted_bytes(nbytes: int) -> int:
     """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
 
@@ -130,9 +119,8 @@ class Tally(msgspec.Struct):
         return self.loaded * BLOCK_TOKENS / max(1, self.prompt_tokens)
 
 
-def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int, remove: bool) -> Tally:
-    """Lives through the requests, one after the other, on the pool of these settings. With `remove`, takes its chunks out again, leased or
-    not. `what` is for the progress bar."""
+def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Tally:
+    """Lives through the requests, one after the other, on the pool of these settings. `what` is for the progress bar."""
     cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
     model = f"replay-{uuid.uuid4().hex}"
     metadata = CacheMetadata.of(model, cache.layout)
@@ -146,9 +134,6 @@ def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk
             _live(engine, cache, request.whole_blocks, tally)
             tally.prompt_tokens += request.input_length
         tally.seconds = time.monotonic() - start
-        if remove:
-            assert isinstance(engine.backend, MooncakeBackend)
-            engine.backend.store.remove_matching(f"^{engine.database.prefix()}/", timeout=_REMOVE_S)
     return tally
 
 
@@ -175,18 +160,12 @@ def _within(lease_ms: int) -> TransferSettings:
     return TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
 
 
-def settings_on(settings: NodeSettings, tier: MooncakeTier) -> NodeSettings:
-    """Returns the settings for chunks that are a block of a trace each, named by its number."""
-    cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks", tiers=(tier,))
-    return msgspec.structs.replace(settings, cache=cache)
-
-
 class Pools:
     """A trace, and the pools on which it is replayed."""
 
     def __init__(self, requests: Sequence[Request], chunk_bytes: int) -> None:
         self._trace, self._chunk_bytes = requests, chunk_bytes
-        self._slot = allotted_bytes(object_bytes(chunk_bytes))
+        self._slot = allotted_bytes(chunk_bytes + TRAILER_BYTES)
         self.ideal = hit_rate(requests, SimulatedLru())
         self.prompt_tokens = sum(request.input_length for request in requests)
         self.distinct = len({block for request in requests for block in request.whole_blocks})
@@ -201,43 +180,22 @@ class Pools:
             )
         return asked or (*(float(max(least, round(share * self.distinct))) for share in _SHARES), _UNBOUNDED)
 
-    def of_its_own(self, capacity: float, master: MasterNode) -> dict[str, Any]:
-        """Returns a row, from a pool of this machine with room for so many chunks, which lasts as long as that takes."""
+    def row(self, capacity: float, master: MasterNode) -> dict[str, Any]:
+        """Returns the figures of a pool with room for so many chunks, which lasts as long as that takes."""
         bounded, transfer = capacity != _UNBOUNDED, _within(master.lease_ttl_ms)
         chunks = capacity if bounded else _ROOM * self.distinct / master.eviction_high_watermark
         with local_pool(max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master) as address:
-            settings = settings_on(NodeSettings(master=address, transfer=transfer), MooncakeTier())
+            # a chunk is a block of the trace, named by its number
+            cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks")
+            settings = NodeSettings(master=address, cache=cache, transfer=transfer)
             what = f"{capacity:.0f} chunks" if bounded else "unbounded"
-            tally = replay(what, self._trace, settings, self._chunk_bytes, remove=False)
-        return self._row(tally, capacity, master)
-
-    def of_the_cluster(self, config: ClusterConfig) -> dict[str, Any]:
-        """Returns a row, from a pool that others may use, too. Its chunks are removed afterwards. Raises ConfigError if no node gives
-        memory."""
-        with open_directory(config) as directory:
-            directory.wait_synced(_FIND_S)
-            capacity = sum(record.capacity.segment_bytes for record in directory.view().nodes)
-        if not capacity:
-            raise ConfigError(f"no node of the cluster {config.name} gives memory to the pool; are they running?")
-        found = find_master(config, _FIND_S)
-        settings = found.settings_of(found.nodes[0])
-        transfer = msgspec.structs.replace(settings.transfer, staging_size=_STAGING)
-        settings = msgspec.structs.replace(
-            settings, host=towards(found.master_address), transfer=transfer, segment_size=0
-        )
-        tier = next((one for one in config.cache.tiers if isinstance(one, MooncakeTier)), MooncakeTier())
-        tally = replay(config.name, self._trace, settings_on(settings, tier), self._chunk_bytes, remove=True)
-        master = next((node for node in config.nodes if isinstance(node, MasterNode)), None)
-        return self._row(tally, capacity // self._slot, master)
-
-    def _row(self, tally: Tally, capacity: float, master: MasterNode | None) -> dict[str, Any]:
-        bounded = capacity != _UNBOUNDED
+            tally = replay(what, self._trace, settings, self._chunk_bytes)
         return {
             "capacity_chunks": int(capacity) if bounded else "unbounded",
             "capacity_mib": capacity * self._slot / (1 << 20) if bounded else None,
-            "watermark": master and master.eviction_high_watermark,
-            "ratio": master and master.eviction_ratio,
-            "lease_ms": master and master.lease_ttl_ms,
+            "watermark": master.eviction_high_watermark,
+            "ratio": master.eviction_ratio,
+            "lease_ms": master.lease_ttl_ms,
             "hit_rate": tally.hit_rate,
             "lru": hit_rate(self._trace, SimulatedLru(int(capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
@@ -284,15 +242,13 @@ _CAPACITY = (
 
 
 @click.command()
-@config_option
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
-@option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="Of pools of this machine: the master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
-@option("--lease-ms", default=200, type=click.IntRange(100), help="Of pools of this machine: how long a chunk that was looked up is safe from eviction, in the time of the replay.")  # fmt: skip
-@option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk. With a file it decides how many the pool has room for.")  # fmt: skip
+@option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
+@option("--lease-ms", default=200, type=click.IntRange(100), help="How long a chunk that was looked up is safe from eviction, in the time of the replay.")  # fmt: skip
+@option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk.")  # fmt: skip
 @output_options
 def main(
-    file: Path | None,
     trace: Path,
     capacities: tuple[float, ...],
     evict: tuple[float, float],
@@ -301,19 +257,8 @@ def main(
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    given = click.get_current_context().get_parameter_source
-    if file is not None and ParameterSource.COMMANDLINE in map(given, ("capacities", "evict", "lease_ms")):
-        raise click.UsageError(
-            "--capacity, --evict and --lease-ms are for pools of this machine; with -c the pool is the cluster's"
-        )
-    config = None if file is None else read_config(file)[0]
     pools = Pools(read_trace(trace), chunk_bytes)
-    if config is not None:
-        rows = [pools.of_the_cluster(config)]
-    else:
-        master = MasterNode(
-            name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1]
-        )
-        rows = [pools.of_its_own(room, master) for room in pools.capacities(capacities)]
+    master = MasterNode(name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1])
+    rows = [pools.row(room, master) for room in pools.capacities(capacities)]
     figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
-    finish(figures, checks_of(rows), config=config, **output)
+    finish(figures, checks_of(rows), **output)

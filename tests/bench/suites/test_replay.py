@@ -10,11 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.lib.pool import local_pool, raw_client
-from bench.suites.replay import ShrunkenCache, allotted_bytes, main, replay, settings_on
-from pd_cache.cluster import MasterNode
-from pd_cache.config import MooncakeTier, NodeSettings
+from bench.suites.replay import ShrunkenCache, allotted_bytes, main
 from tests.support.traces import conversations, write_trace
-from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
 CHUNK_BYTES = 65536
 """So large that Mooncake's least segment has room for some hundred chunks only."""
@@ -67,7 +64,6 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
         (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
         (("--chunk-bytes", "1500"), "not a multiple of 1024"),
-        (("-c", "cluster.yaml", "--capacity", "500"), "the pool is the cluster's"),
         (("--html", "no/such/folder.html"), "is no folder"),
     ],
 )
@@ -92,17 +88,3 @@ def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: 
     assert bounded["hit_rate"] < bounded["ideal"]
     # more than there is room for; on a busy machine some stores come too late
     assert bounded["stored"] > 256
-
-
-def test_a_client_leaves_nothing_behind_in_a_pool_that_is_not_its_own() -> None:
-    requests = conversations(3, 3)
-    blocks = sorted({block for request in requests for block in request.whole_blocks})
-    lease_ms = 60_000
-    transfer = TransferSettings(timeouts=Timeouts(get_ms=lease_ms, put_ms=lease_ms))
-    master = MasterNode(name="master", lease_ttl_ms=lease_ms)
-    with local_pool(MIN_SEGMENT, transfer=transfer, master=master) as address, raw_client(address) as client:
-        settings = settings_on(NodeSettings(master=address, transfer=transfer), MooncakeTier())
-        for remove, left in ((True, 0), (False, len(blocks) + 1)):  # the namespace has a record
-            tally = replay("test", requests, settings, 4096, remove)
-            assert (tally.stored, tally.loaded) == (len(blocks), 3 * (3 + 6))
-            assert client.remove_all(True) == left
