@@ -115,7 +115,10 @@ class _SdkTracing(Tracing):
         from opentelemetry.trace import SpanKind as Kind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        _keep_quiet()
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk", "opentelemetry.trace"):
+            logger = logging.getLogger(name)
+            logger.addHandler(_QUIET)
+            logger.propagate = False
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(config.sample_ratio),
             resource=Resource.create({"service.name": f"pd-cache-{service}", "service.instance.id": node}),
@@ -206,9 +209,4 @@ class _Quiet(logging.Handler):
             _logger.warning("traces are not sent, %d times: %s", times, record.getMessage())
 
 
-def _keep_quiet() -> None:
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk", "opentelemetry.trace"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(handler, _Quiet) for handler in logger.handlers):
-            logger.addHandler(_Quiet())
-            logger.propagate = False
+_QUIET = _Quiet()

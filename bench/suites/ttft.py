@@ -96,7 +96,7 @@ class OpenAIServer:
         end = time.monotonic() + _SETTLE_S
         while True:
             self.ask("/reset_prefix_cache", b"").close()
-            if self.cached_share() == 0:
+            if self.total("vllm:kv_cache_usage_perc") == 0:
                 return
             if time.monotonic() > end:
                 raise RuntimeError(f"{self.url} still holds blocks {_SETTLE_S:g} s after its last request")
@@ -107,10 +107,6 @@ class OpenAIServer:
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
-
-    def cached_share(self) -> float:
-        """The share of the KV cache's blocks that are held."""
-        return self.total("vllm:kv_cache_usage_perc")
 
     def total(self, name: str, label: str = "", value: str = "") -> float:
         """Returns the sum of `metric`."""

@@ -19,6 +19,7 @@ from launch.engines.reference.cache import FIRST_POLL_S, LONGEST_POLL_S
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission
+from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.hints import Client
@@ -52,20 +53,14 @@ class SimulatedPool:
 
     def leading(self, names: Sequence[bytes]) -> int:
         """Returns how many of the names, from the first, are there. To be looked up counts as a use."""
-        there = [name in self._owner for name in names]
         for name in names:
             if name in self._owner:
                 self._owner.move_to_end(name)
-        return there.index(False) if False in there else len(there)
+        return leading(names, self._owner)
 
     def owners(self, names: Sequence[bytes]) -> list[int]:
         """Returns the owners of the names, from the first, up to one that is gone."""
-        owners = []
-        for name in names:
-            if name not in self._owner:
-                break
-            owners.append(self._owner[name])
-        return owners
+        return [self._owner[name] for name in names[: leading(names, self._owner)]]
 
     def missing(self, names: Sequence[bytes]) -> list[bytes]:
         """Returns the names that are not there, in order, each once."""
