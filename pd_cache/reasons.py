@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import sys
-import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -318,23 +317,20 @@ class Trip(msgspec.Struct, frozen=True):
 
 
 class RecentReports(Generic[T]):
-    """What is known of the last requests, by their ids. Thread-safe."""
+    """What is known of the last requests, by their ids."""
 
     def __init__(self, most: int = 1000) -> None:
         """Keeps the `most` requests that were noted last."""
         self._most = most
         self._known: OrderedDict[str, T] = OrderedDict()
-        self._lock = threading.Lock()
 
     def note(self, request_id: str, report: T) -> None:
         """Remembers a report. One with the same id is replaced."""
-        with self._lock:
-            self._known.pop(request_id, None)
-            self._known[request_id] = report
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
+        self._known.pop(request_id, None)
+        self._known[request_id] = report
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
 
     def get(self, request_id: str) -> T | None:
         """Returns the report of this id; None if there was none, or if it was so long ago that it is forgotten."""
-        with self._lock:
-            return self._known.get(request_id)
+        return self._known.get(request_id)

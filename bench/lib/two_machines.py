@@ -200,7 +200,8 @@ class Peer:
 
     def result(self, method: Callable[[Any, Any], R], deadline: float) -> R:
         """Returns what the step returned. Raises PeerError as `end` does."""
-        return _decode(self.end(deadline), typing.get_type_hints(method)["return"])  # type: ignore[no-any-return]
+        decode: Callable[[bytes], R] = msgpack_decoder(typing.get_type_hints(method)["return"])
+        return decode(self.end(deadline))
 
     def has_answer(self, seconds: float) -> bool:
         """Returns whether the answer comes within this time."""
@@ -216,12 +217,10 @@ class Peer:
         return answer
 
     def leave(self) -> None:
-        """Has the site closed, if it answers."""
-        try:
+        """Has the site closed, if it answers: otherwise it is gone, or closes its site by itself."""
+        with suppress(PeerError):
             self._socket.send_multipart([_LEAVE])
             self.end(time.monotonic() + _HELLO_S)
-        except PeerError:
-            pass  # it is gone, or closes its site by itself
 
     def close(self) -> None:
         self._socket.close()
@@ -271,11 +270,7 @@ def _do(site: Site | None, asked: list[bytes]) -> bytes:
     kinds = typing.get_type_hints(method) if callable(method) else {}
     if len(asked) != 2 or "job" not in kinds:
         raise ValueError(f"no step {asked[0]!r} here")
-    return msgspec.msgpack.encode(method(site, _decode(asked[1], kinds["job"])))  # type: ignore[misc]
-
-
-def _decode(raw: bytes, kind: Any) -> Any:
-    return msgpack_decoder(kind)(raw)
+    return msgspec.msgpack.encode(method(site, msgpack_decoder(kinds["job"])(asked[1])))  # type: ignore[misc]
 
 
 def _address(text: str) -> tuple[str, int]:

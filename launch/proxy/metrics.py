@@ -95,7 +95,7 @@ _MARK = f'"{KEY}"'.encode()
 
 
 class RecentTrips:
-    """The last requests. Clients may use the same ids: each sees its own request. Thread-safe."""
+    """The last requests. Clients may use the same ids: each sees its own request."""
 
     def __init__(self) -> None:
         self._trips: RecentReports[Trip] = RecentReports(2000)

@@ -52,7 +52,7 @@ class RoutedPrompt(NamedTuple):
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
     """Returns what routing needs to know about a prompt. `text` is its JSON. Prompts of different `isolation` (model, salt) share nothing."""
-    tokens = count_tokens(text)
+    tokens = text.count(b",") + 1 if is_token_ids(text) else max(1, len(text) // _BYTES_A_TOKEN)
     digest = hashlib.blake2b(isolation, digest_size=8)
     digest.update(len(isolation).to_bytes(8, "little"))
     blocks = []
@@ -66,13 +66,6 @@ def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
 def is_token_ids(text: bytes) -> bool:
     """Returns whether a prompt's JSON looks like a list of token ids."""
     return text[:1] == b"[" and text[1:64].lstrip()[:1].isdigit()
-
-
-def count_tokens(text: bytes) -> int:
-    """Returns the number of tokens of a prompt's JSON, at least 1: counted for token ids, otherwise estimated."""
-    if is_token_ids(text):
-        return text.count(b",") + 1
-    return max(1, len(text) // _BYTES_A_TOKEN)
 
 
 def leading(blocks: Iterable[Hashable], known: Container[Hashable]) -> int:

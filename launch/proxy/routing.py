@@ -332,11 +332,6 @@ class Trial:
         self.lost = 0
         """How many trustworthy nodes lost their connection while they had the request."""
 
-    @property
-    def deadly(self) -> bool:
-        """Whether the request must not be sent to any other node."""
-        return self.lost >= _MOST
-
 
 class Attempts:
     """One request's way through a pool: each node at most once."""
@@ -361,7 +356,7 @@ class Attempts:
     @property
     def blamed(self) -> bool:
         """Whether the failures are the request's own fault."""
-        return self._failures >= _MOST or self._trial.deadly
+        return self._failures >= _MOST or self._trial.lost >= _MOST
 
     def next(self, now: float) -> str | None:
         """Returns the node to try now; None if none is left, or if the request has done enough."""

@@ -80,7 +80,10 @@ class RecentRequests:
     def note(self, one: EndedRequest) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
         now = self._clock()
-        minute = self._minute(now)
+        number = int(now // _MINUTE_S)
+        if not self._minutes or self._minutes[-1].number != number:
+            self._minutes.append(Minute(number))
+        minute = self._minutes[-1]
         minute.requests += 1
         if one.status >= 400:
             minute.failed[one.status] += 1
@@ -99,12 +102,6 @@ class RecentRequests:
         minute.slow.append(one._replace(at=now))
         if len(minute.slow) > SLOWEST:
             minute.slow.remove(min(minute.slow, key=lambda one: one.waited))
-
-    def _minute(self, now: float) -> Minute:
-        number = int(now // _MINUTE_S)
-        if not self._minutes or self._minutes[-1].number != number:
-            self._minutes.append(Minute(number))
-        return self._minutes[-1]
 
     def minutes(self) -> list[Minute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""

@@ -15,7 +15,7 @@ from launch.discovery import View
 from launch.proxy import routing
 from launch.proxy.direct import DirectRule
 from launch.proxy.nodes import NodePools
-from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, count_tokens, read_prompt
+from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, read_prompt
 from launch.proxy.routing import Attempts, Hop, NodeBreaker, NodePool, Policy, Reason, RetryBudget, Target, Trial
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from tests.support.proxy import InOrder
@@ -229,7 +229,7 @@ def ids(*counts: int, first: int = 10_000) -> bytes:
     [(b"[1, 2, 3]", 3), (b"[ 1]", 1), (b'"abcdefgh"', 2), (b'""', 1), (b'["a", "b"]', 2), (b'[{"role": "user"}]', 4), (b"[]", 1)],
 )  # fmt: skip
 def test_token_ids_are_counted_and_text_is_guessed(text: bytes, tokens: int) -> None:
-    assert count_tokens(text) == tokens
+    assert read_prompt(text).tokens == tokens
 
 
 @given(st.binary(max_size=9000), st.binary(max_size=9000), st.binary(max_size=9000))
