@@ -97,17 +97,16 @@ class HintedPool:
         self._lru = SimulatedLru[bytes](tokens // BLOCK_TOKENS)
         self._pins = Pins(HintsConfig().max_pins)
         self._renewed = 0.0
-        self._pauses: dict[tuple[int, float], float] = {}
-        """Seconds until the session's next call."""
+        self._waits: set[tuple[int, float]] = set()
+        """The calls before a wait."""
         self.waited: set[tuple[int, float]] = set()
-        """The calls after a wait."""
+        """The calls after one."""
         last: dict[int, float] = {}
         for request in requests:
             session, at = self.call(request)
-            if session in last:
-                pause = self._pauses[session, last[session]] = (at - last[session]) / 1000
-                if pause >= _WAIT_S[0]:
-                    self.waited.add((session, at))
+            if session in last and (at - last[session]) / 1000 >= _WAIT_S[0]:
+                self._waits.add((session, last[session]))
+                self.waited.add((session, at))
             last[session] = at
 
     def call(self, request: Request) -> tuple[int, float]:
@@ -128,8 +127,8 @@ class HintedPool:
         """Takes in the blocks of a prompt that has been computed, and keeps them as the agent wants it."""
         names = _names(request)
         self._lru.use(names)
-        key, pause = (Client(), str(request.hash_ids[self._system])), self._pauses.get(self.call(request))
-        if pause is not None and pause >= _WAIT_S[0]:
+        key = Client(), str(request.hash_ids[self._system])
+        if self.call(request) in self._waits:
             self._pins.retain(key, Pin(names, names[-1], ("", ""), now + _TTL_S), self._room)
         else:
             self._pins.end_where(lambda other, pin: other == key)

@@ -167,10 +167,6 @@ class CacheView:
         """The prefill nodes, by URL."""
 
     @property
-    def following(self) -> bool:
-        return bool(self._caches)
-
-    @property
     def blocks(self) -> int:
         """How many blocks it knows of, of all nodes."""
         return sum(map(len, self._caches.values()))

@@ -232,8 +232,9 @@ class NodePools:
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
         prefill = self.pools["prefill"]
-        prefill.know(self.caches.update(one for one in records if one.role == "prefill"))
-        self._direct.wants_names = self.caches.following
+        known_caches = self.caches.update(one for one in records if one.role == "prefill")
+        prefill.know(known_caches)
+        self._direct.wants_names = bool(known_caches)
         found = differences([*records, *self._view.by_role("master")])
         for name, difference in found.items():
             if self._differences.get(name) != difference:

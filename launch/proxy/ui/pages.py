@@ -12,7 +12,7 @@ import binascii
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,15 @@ class UiPages:
 
     def add_to(self, app: web.Application) -> None:
         for path, name in (("/ui", "page.html"), ("/ui/page.css", "page.css"), ("/ui/page.js", "page.js")):
-            app.router.add_get(path, self._page(name))
+            app.router.add_get(path, partial(self._page, name))
         app.router.add_get("/ui/events", self._follow, allow_head=False)
         app.router.add_get("/ui/requests/{id}", self._explain)
         app.on_shutdown.append(self._close)
 
-    def _page(self, name: str) -> Callable[[web.Request], Any]:
-        async def serve(request: web.Request) -> web.Response:
-            if not self._keys.may_watch(_authorization(request)):
-                return _key_needed()
-            return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
-
-        return serve
+    async def _page(self, name: str, request: web.Request) -> web.Response:
+        if not self._keys.may_watch(_authorization(request)):
+            return _key_needed()
+        return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
 
     async def _explain(self, request: web.Request) -> web.Response:
         """Answers with what `pd-cache explain` prints, as far as the proxy itself knows it."""
