@@ -1,8 +1,7 @@
-"""`lmcache bench l2` with our plugin, with raw Mooncake and with LMCache's adapter for file systems, in turn.
+"""`lmcache bench l2` with our plugin and with raw Mooncake, in turn.
 
 Needs LMCache beside pd-cache (`make install-lmcache`). Each adapter runs in processes of its own, one at a time, several times in turn;
 medians over all rounds are compared. Raw Mooncake moves bytes from and to LMCache's memory without a copy and without a checksum.
-The files lie in memory (/dev/shm): they show what copying alone costs.
 
     python -m bench.suites.lmcache_l2 --json
 """
@@ -14,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 from statistics import median
@@ -60,12 +58,12 @@ def rounds_of(adapter: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 @option("--turns", default=3, type=click.IntRange(1), help="Processes for each adapter.")
 @output_options
 def main(rounds: int, turns: int, **output: Any) -> None:
-    """Stores, loads and lookups of LMCache's L2, by pd-cache's plugin, raw Mooncake and LMCache's files in memory."""
+    """Stores, loads and lookups of LMCache's L2, by pd-cache's plugin and by raw Mooncake."""
     took: dict[str, dict[str, list[float]]] = {}
     for _ in range(turns):
         run = uuid.uuid4().hex
         room = 4 * _SIZE * _OBJECTS * (rounds + 2) + (256 << 20)
-        with local_pool(room) as master, tempfile.TemporaryDirectory(dir="/dev/shm") as files:
+        with local_pool(room) as master:
             transfer = {"staging_size": max(512 << 20, 32 * _SIZE)}
             plugins = {
                 "ours": (
@@ -75,11 +73,8 @@ def main(rounds: int, turns: int, **output: Any) -> None:
                 ),
                 "raw": ("bench.lib.lmcache_raw", "RawMooncakeL2Adapter", {"master": master, "prefix": run}),
             }
-            adapters: dict[str, dict[str, Any]] = {
-                name: {"type": "plugin", "module_path": module, "class_name": adapter, "adapter_params": params}
-                for name, (module, adapter, params) in plugins.items()
-            }
-            for name, adapter in {**adapters, "files": {"type": "fs", "base_path": files}}.items():
+            for name, (module, kind, params) in plugins.items():
+                adapter = {"type": "plugin", "module_path": module, "class_name": kind, "adapter_params": params}
                 for operation, times in rounds_of(adapter, rounds).items():
                     took.setdefault(name, {}).setdefault(operation, []).extend(times)
     rows: list[dict[str, Any]] = []
