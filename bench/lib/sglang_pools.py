@@ -68,18 +68,6 @@ def our_options(**further: Any) -> dict[str, Any]:
     }
 
 
-def mooncakes_options(master: str) -> dict[str, Any]:
-    """Returns the same for SGLang's own Mooncake backend."""
-    return {
-        "master_server_address": master,
-        "local_hostname": "127.0.0.1",
-        "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": 0,
-        "protocol": "tcp",
-        "device_name": "",
-    }
-
-
 def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
     """Returns what SGLang says to a backend about an engine of one rank, apart from `changes`."""
     import_sglang()

@@ -51,28 +51,29 @@ def main(pages: int, rounds: int, **output: Any) -> None:
                 raise click.ClickException(f"{who}: not every page was moved")
 
         steps: dict[str, Callable[[], object]] = {"_fresh": fresh}
+        ours = sglang_pools.our_options(
+            revision="bench", master=master, timeout_s=60, transfer={"staging_size": 32 * (page_bytes + _MIB)}
+        )
+        theirs = {
+            "master_server_address": master,
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "global_segment_size": 0,
+            "protocol": "tcp",
+            "device_name": "",
+        }
         with ExitStack() as stack:
-            for who, backend in (("ours", _ours(host, master, page_bytes)), ("theirs", _mooncakes_own(host, master))):
+            for who, kind, extra in (("ours", "dynamic", ours), ("theirs", "mooncake", theirs)):
+                config = sglang_pools.storage_config(extra, model_name="bench")
+                backend = sglang_pools.open_backend(kind, host, config)
                 stack.callback(backend.close)
+                if who == "ours":
+                    backend.cache.wait_available(60)
                 steps[f"{who}_store"] = functools.partial(move, who, backend.batch_set_v1, places[0])
                 steps[f"{who}_load"] = functools.partial(move, who, backend.batch_get_v1, places[1])
             rates = gbps(pages * page_bytes, in_turn(rounds, steps))
     ratios = {f"{what}_ratio": rates[f"ours_{what}_gbps"] / rates[f"theirs_{what}_gbps"] for what in ("store", "load")}
     finish({"pages": pages, "page_bytes": page_bytes, **rates, **ratios}, [], **output)
-
-
-def _ours(host: Any, master: str, page_bytes: int) -> Any:
-    extra = sglang_pools.our_options(
-        revision="bench", master=master, timeout_s=60, transfer={"staging_size": 32 * (page_bytes + _MIB)}
-    )
-    backend = sglang_pools.open_backend("dynamic", host, sglang_pools.storage_config(extra))
-    backend.cache.wait_available(60)
-    return backend
-
-
-def _mooncakes_own(host: Any, master: str) -> Any:
-    extra = sglang_pools.mooncakes_options(master)
-    return sglang_pools.open_backend("mooncake", host, sglang_pools.storage_config(extra, model_name="bench"))
 
 
 if __name__ == "__main__":

@@ -159,23 +159,6 @@ class _SimulatedNode:
         self.wake = Happening()
 
 
-class _SeenCache(KnownCache):
-    """A cache into which the router looks."""
-
-    def __init__(self, node: _SimulatedNode) -> None:
-        super().__init__(lambda: 0)
-        self._node = node
-        self.ready = True
-
-    def tokens(self, prompt: NamedPrompt) -> int:
-        there = leading(prompt.blocks, self._node.cache)
-        for block in prompt.blocks[there:]:
-            if block not in self._under_way and block not in self._node.cache:
-                break
-            there += 1
-        return there * prompt.block_tokens
-
-
 def simulate(
     requests: Iterable[Request],
     router: Router,
@@ -192,13 +175,12 @@ def simulate(
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
     known: dict[str, KnownCache] = {}
     if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
-        known = {
-            url: KnownCache(lambda: sys.maxsize) if router == "events" else _SeenCache(node)
-            for url, node in fleet.items()
-        }
-        for cache in known.values():
+        for url, node in fleet.items():
+            known[url] = cache = KnownCache(lambda: sys.maxsize)
             cache.fingerprint = _SPACE
             cache.apply([EventBatch(0.0, [])])
+            if router != "events":  # the router looks into the cache itself
+                cache._sets["GPU"] = node.cache  # type: ignore[assignment]
         pool.know(known)
     time, queueing, waited = SimulatedTime(), list[float](), list[tuple[float, Request, int]]()
     hit = total = 0
@@ -222,8 +204,12 @@ def simulate(
             if behind is not None:
                 behind.keep(request, time.now)
             if router == "events":
-                batch = EventBatch(time.now, _events(came, node.cache.gone))
-                time.call_at(time.now + _LAG_S, partial(known[url].apply, [batch]))
+                events: list[KvEvent] = []
+                if came:
+                    events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
+                if node.cache.gone:
+                    events.append(RemovedEvent([*node.cache.gone], "GPU"))
+                time.call_at(time.now + _LAG_S, partial(known[url].apply, [EventBatch(time.now, events)]))
             done.close()
 
     def arrive() -> Process:
@@ -248,15 +234,6 @@ def simulate(
     time.run()
     assert not any(pool.loads().values()), "work was not given back"
     return PolicyOutcome(hit / total, queueing, waited)
-
-
-def _events(came: list[int], gone: list[int]) -> list[KvEvent]:
-    events: list[KvEvent] = []
-    if came:
-        events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
-    if gone:
-        events.append(RemovedEvent([*gone], "GPU"))
-    return events
 
 
 # --- the comparisons: rows of the report, and targets ------------------------------------------------------------------------------
