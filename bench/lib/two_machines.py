@@ -5,7 +5,7 @@
 
 A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has a process of its own, on this
 machine or the other. The machine that connects leads: it has the sites do steps at the same time (`Crew.run`). Jobs and results are what
-msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait has a deadline. Nothing is
+msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait of what leads has a deadline. Nothing is
 authenticated.
 """
 
@@ -43,8 +43,6 @@ MOST = 1024
 """Processes of a crew."""
 _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
-_IDLE_S = 300.0
-"""After so long without a word a site is closed: the machine that leads is gone. It may import vLLM meanwhile, which takes a minute."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
 """For the other machine to answer, for the processes of a crew, which import what the bench does, and for these to end."""
 _LARGEST = 256 << 20
@@ -227,7 +225,8 @@ class Peer:
 
 
 def serve_site(site: type[Site], address: str, location: Location) -> None:
-    """Does what comes to this address, for one bench after the other, until an exception ends it."""
+    """Does what comes to this address, for one bench after the other, until an exception ends it. A site is closed when its bench ends, or the
+    next one begins."""
     listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
     listener.setsockopt(zmq.LINGER, 1000)
@@ -239,12 +238,11 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
             raise ConfigError(f"--serve {address}: {error}") from None
         try:
             while True:
-                asked = listener.recv_multipart() if listener.poll(int(_IDLE_S * 1000)) else []
-                if current is not None and (not asked or asked[0] in (_OPEN, _LEAVE)):
+                asked = listener.recv_multipart()
+                # to be opened anew, if the machine that led has gone without a word
+                if current is not None and asked[0] in (_OPEN, _LEAVE):
                     current.close()
                     current = None
-                if not asked:
-                    continue
                 answer = [b"ok", b""]
                 try:
                     if asked[0] == _OPEN:
