@@ -100,8 +100,6 @@ class DirectRule:
         blind = pool if isinstance(pool, str) else self._enter(pool)
         if self._tokens == 0:
             blind = "direct_tokens is 0"
-        elif self._open is None:
-            blind = "this proxy has no client of the pool"
         if blind != self.blind and self._tokens:
             log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
         self.blind = blind
