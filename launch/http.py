@@ -90,13 +90,6 @@ def _first_key(file: str) -> str:
     return next((fields[1] for fields in found if len(fields) in (2, 3)), "")
 
 
-class Answer(NamedTuple):
-    """What came back, whatever its status."""
-
-    status: int
-    body: bytes
-
-
 class BadStatus(OSError):
     """An answer with another status than 2xx. The message has the status, and the beginning of the body."""
 
@@ -107,11 +100,25 @@ class BadStatus(OSError):
 
 
 def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: bytes | None = None) -> bytes:
-    """Returns the body of `ask`'s answer. Raises as `ask`, and BadStatus."""
-    answer = ask(url, timeout, access, body)
+    """Returns the body of the answer to a GET, or with a `body`, which is JSON, to a POST.
+
+    `access`: key and certificates for the node.
+
+    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
+    `http_proxy` is ignored: a key goes to the node alone.
+
+    Raises BadStatus for another status than 2xx, OSError, which names the address, if there is no answer, ValueError if it is not HTTP or
+    has more than four MiB.
+    """
+    with _asked(url, timeout, access, body) as answer:
+        answered = answer.read(_LARGEST_ANSWER + 1)
+    if len(answered) > _LARGEST_ANSWER:
+        raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
+    if answer.length:  # http.client raises only if all is read at once
+        raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
     if not 200 <= answer.status < 300:
-        raise BadStatus(answer.status, answer.body)
-    return answer.body
+        raise BadStatus(answer.status, answered)
+    return answered
 
 
 def healthy(host: str, port: int) -> bool:
@@ -121,30 +128,6 @@ def healthy(host: str, port: int) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def ask(
-    url: str,
-    timeout: float = ANSWER_S,
-    access: Access = NOBODY,
-    body: bytes | None = None,
-) -> Answer:
-    """Returns the answer to a GET, or with a `body`, which is JSON, to a POST.
-
-    `access`: key and certificates for the node.
-
-    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
-    `http_proxy` is ignored: a key goes to the node alone.
-
-    Raises OSError, which names the address, if there is no answer, ValueError if it is not HTTP or has more than four MiB.
-    """
-    with _asked(url, timeout, access, body) as answer:
-        answered = answer.read(_LARGEST_ANSWER + 1)
-    if len(answered) > _LARGEST_ANSWER:
-        raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
-    if answer.length:  # http.client raises only if all is read at once
-        raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
-    return Answer(answer.status, answered)
 
 
 def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
@@ -163,7 +146,7 @@ def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
-    """Yields the answer, to be read inside the block; see `ask`."""
+    """Yields the answer, to be read inside the block; see `fetch`."""
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     with contextlib.ExitStack() as stack:

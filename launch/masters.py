@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http
 import itertools
 import urllib.parse
@@ -10,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from launch.http import ANSWER_S, Answer, ask, fetch, fetch_lines
+from launch.http import ANSWER_S, BadStatus, fetch, fetch_lines
 from pd_cache.cluster.machine import host_of
-from pd_cache.decoding import decode_json, one_line
+from pd_cache.decoding import decode_json
 
 LEADER = "leader"
 KEYS_IN_A_URL = 64
@@ -161,26 +162,25 @@ def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | 
     `at_a_time`: how many moves may wait or be under way. Raises OSError or ValueError if the master does not answer, or refuses.
     """
     wanted = {"segments": list(segments), "target_segments": [], "max_concurrency": at_a_time}
-    answer = ask(f"{metrics}/api/v1/drain_jobs", body=msgspec.json.encode(wanted))
-    if answer.status == http.HTTPStatus.CONFLICT:
-        return None
-    return decode_json(_accepted(answer), _Begun).job_id
+    try:
+        return decode_json(fetch(f"{metrics}/api/v1/drain_jobs", body=msgspec.json.encode(wanted)), _Begun).job_id
+    except BadStatus as error:
+        if error.status == http.HTTPStatus.CONFLICT:
+            return None
+        raise
 
 
 def drain_job(metrics: str, job: str) -> DrainJob | None:
     """Returns how a job stands; None if the master knows no such job, as after its start. Raises OSError or ValueError if it does not answer."""
-    answer = ask(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}")
-    if answer.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
-        return None
-    return decode_json(_accepted(answer), DrainJob)
+    try:
+        return decode_json(fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}"), DrainJob)
+    except BadStatus as error:
+        if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
+            return None
+        raise
 
 
 def cancel_drain(metrics: str, job: str) -> None:
     """Cancels a job: its segments take objects again. Does nothing while any move is under way. Raises OSError or ValueError if there is no answer."""
-    ask(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")
-
-
-def _accepted(answer: Answer) -> bytes:
-    if answer.status != http.HTTPStatus.OK:
-        raise ValueError(f"it answers {answer.status}: {one_line(answer.body[:200].decode(errors='replace'))}")
-    return answer.body
+    with contextlib.suppress(BadStatus):
+        fetch(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")
