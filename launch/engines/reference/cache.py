@@ -12,11 +12,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
+from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cache import BlockCache
 from pd_cache.chunks import salt_keys
 from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
@@ -46,11 +47,15 @@ class LoadResult(NamedTuple):
     """The tiers that it was loaded from, in chunks."""
 
 
-class Awaited:
-    """What a load waits for. The engine may change it meanwhile."""
+class LoadAttempt:
+    """A load under way. The engine may change what it waits for, and has it end."""
 
-    def __init__(self, tokens: int, until: float) -> None:
-        self.told = tokens, until
+    def __init__(self, blocks: tuple[int, ...], tokens: int, until: float, deadline: float) -> None:
+        self.blocks = blocks
+        """What it may write to."""
+        self.deadline = deadline
+        """The `time.monotonic()` at which the engine leaves it behind."""
+        self.awaited = tokens, until
         """Wait until so many tokens of the prompt are there, or until this `time.monotonic()`."""
         self.loaded = 0
         """Tokens that are loaded so far."""
@@ -61,21 +66,15 @@ class Prefix:
     """The whole chunks of a prompt, and where they lie in the pages."""
 
     def __init__(
-        self,
-        cache: BlockCache,
-        tokens: array.array[int],
-        blocks: Sequence[int],
-        salt: str | None,
-        trace: Mapping[str, str] | None = None,
+        self, cache: BlockCache, request: GenerationRequest, tokens: array.array[int], blocks: Sequence[int]
     ) -> None:
-        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names. `trace` is
-        the trace context of the request."""
-        self.trace = trace
+        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
+        self.trace = request.trace
         self.length = len(tokens)
         self._cache = cache
         self._tokens = tokens
         self._blocks = blocks
-        self._salt = salt
+        self._salt = request.cache_salt
         self.session = uuid.uuid4().hex
         """The session in which a cache server protects what a lookup found."""
         self.epoch = cache.epoch
@@ -106,25 +105,19 @@ class PrefixCache:
         self._log = SparseLog()
         self._tracing = tracing
 
-    def prefix(
-        self,
-        prompt: array.array[int],
-        blocks: Sequence[int],
-        salt: str | None,
-        trace: Mapping[str, str] | None = None,
-    ) -> Prefix | None:
-        """Returns the part of a prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
+    def prefix(self, request: GenerationRequest, prompt: array.array[int], blocks: Sequence[int]) -> Prefix | None:
+        """Returns the part of a request's prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
         whole = self.whole_chunks(len(prompt))
-        return Prefix(self._cache, prompt[:whole], blocks, salt, trace) if whole else None
+        return Prefix(self._cache, request, prompt[:whole], blocks) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
         """Returns how many of a prompt's `tokens` tokens can be stored."""
         return tokens // self.chunk_size * self.chunk_size
 
-    def load(self, prefix: Prefix, awaited: Awaited) -> LoadResult:
-        """Loads as much of `prefix` as the pool holds, and what is `awaited` as it appears, until that is cancelled."""
+    def load(self, prefix: Prefix, attempt: LoadAttempt) -> LoadResult:
+        """Loads as much of `prefix` as the pool holds, and what is awaited as it appears, until the attempt is cancelled."""
         try:
-            result = self._load(prefix, awaited)
+            result = self._load(prefix, attempt)
             if result.outcome != "hit":
                 self._cache.end(prefix.session)  # what a lookup found, perhaps too late, is not retrieved any more
             return result
@@ -145,15 +138,15 @@ class PrefixCache:
             return False
         return True
 
-    def _load(self, prefix: Prefix, awaited: Awaited) -> LoadResult:
+    def _load(self, prefix: Prefix, attempt: LoadAttempt) -> LoadResult:
         cache, size, chunks, tiers = self._cache, self.chunk_size, 0, TierChunks()
         if not cache.available:
             return LoadResult("unavailable", reason=cache.find(prefix.names).reason)
         while True:
             with self._tracing.begin("pd_cache.lookup", prefix.trace, asked=prefix.length) as span:
-                found = self._wait(prefix, chunks, awaited)
-                span.note(found=found.chunks * size, announced=awaited.told[0], reason=found.reason)
-            if awaited.cancelled.is_set():
+                found = self._wait(prefix, chunks, attempt)
+                span.note(found=found.chunks * size, announced=attempt.awaited[0], reason=found.reason)
+            if attempt.cancelled.is_set():
                 return LoadResult("cancelled", reason="deadline")
             if chunks and cache.epoch != prefix.epoch:
                 return LoadResult("nothing", reason="reset")  # what was loaded before is of other weights
@@ -173,25 +166,25 @@ class PrefixCache:
                 span.note(loaded=loaded.chunks * size, reason=loaded.reason)
             chunks += loaded.chunks
             tiers = TierChunks(*map(sum, zip(tiers, loaded.tiers, strict=True)))
-            awaited.loaded = chunks * size
-            if chunks < wanted or wanted * size >= awaited.told[0]:
+            attempt.loaded = chunks * size
+            if chunks < wanted or wanted * size >= attempt.awaited[0]:
                 break
         reason = found.reason if chunks == wanted else loaded.reason
-        if reason in ("never_stored", "missing") and wanted * size < awaited.told[0]:
+        if reason in ("never_stored", "missing") and wanted * size < attempt.awaited[0]:
             reason = "deadline"  # it may come yet
         if not chunks:
             return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
         return LoadResult("hit", chunks * size, wanted * size, reason, tiers)
 
-    def _wait(self, prefix: Prefix, chunks: int, awaited: Awaited) -> Found:
+    def _wait(self, prefix: Prefix, chunks: int, attempt: LoadAttempt) -> Found:
         """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or else when the wait is over."""
         cache, pause = self._cache, FIRST_POLL_S
         while True:
             found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
-            tokens, until = awaited.told
+            tokens, until = attempt.awaited
             remaining = until - time.monotonic()
             over = found.chunks > chunks or found.chunks * self.chunk_size >= tokens or not cache.available
-            if over or remaining <= 0 or awaited.cancelled.wait(min(pause, remaining)):
+            if over or remaining <= 0 or attempt.cancelled.wait(min(pause, remaining)):
                 return found
             pause = min(2 * pause, LONGEST_POLL_S)
 

@@ -21,13 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from launch.engines.reference.cache import Awaited, BlockPool, LoadResult, Prefix, PrefixCache
+from launch.engines.reference.cache import BlockPool, LoadAttempt, LoadResult, Prefix, PrefixCache
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.requests import (
     Generation,
@@ -62,17 +61,6 @@ class _Phase(enum.Enum):
     DECODE = "decode"
 
 
-@dataclass(eq=False)
-class _LoadAttempt:
-    """One attempt to load a request's prefix."""
-
-    owner: _Active
-    blocks: tuple[int, ...]
-    """What it may write to."""
-    awaited: Awaited
-    deadline: float
-
-
 class _Active:
     """A request between submission and end."""
 
@@ -82,7 +70,7 @@ class _Active:
         self.phase = _Phase.WAITING
         self.blocks: tuple[int, ...] = ()
         """Its own, from when it leaves the queue on."""
-        self.load: _LoadAttempt | None = None
+        self.load: LoadAttempt | None = None
         self.prefix: Prefix | None = None
         self.skip_cache = False
         self.streamed = 0
@@ -293,18 +281,10 @@ class ReferenceEngine:
         with self._changed:
             self._accepting = False
             failed = self._failed
-        try:
-            self._handle_inbox()
-            message = "the engine has failed" if failed else "the engine is closing"
-            for active in self._active():
-                self._fail(active, GenerationError("failed" if failed else "closed", message))
-        except Exception:  # the requests below are ended all the same
-            _logger.exception("ending the engine's requests in order failed")
-        with self._changed:
-            left, self._outstanding = self._outstanding, set()
-            self._changed.notify_all()
-        for generation in left:
-            generation.fail(GenerationError("failed", "the engine has failed"))
+        self._handle_inbox()
+        message = "the engine has failed" if failed else "the engine is closing"
+        for active in self._active():
+            self._fail(active, GenerationError("failed" if failed else "closed", message))
 
     def _active(self) -> list[_Active]:
         """Returns all requests that have not ended."""
@@ -390,15 +370,14 @@ class ReferenceEngine:
         """Goes on with what a stream has begun, as if the request had begun it."""
         active.prefix, active.load, load = stream.prefix, stream.load, stream.load
         stream.blocks, stream.load = (), None
-        active.streamed = stream.result.tokens if load is None else load.awaited.loaded
+        active.streamed = stream.result.tokens if load is None else load.loaded
         if load is None:
             self._use(active, stream.result)
             return
         assert self._cache is not None
         announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
         until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
-        load.owner = active
-        load.deadline, load.awaited.told = until + self._load_timeout_s, (announced, until)
+        load.deadline, load.awaited = until + self._load_timeout_s, (announced, until)
         active.phase = _Phase.LOADING
 
     def _start_load(self, active: _Active) -> None:
@@ -406,20 +385,19 @@ class ReferenceEngine:
         if cache is None:
             return
         # the same for the load and the store, so it is named once
-        prefix = active.prefix = cache.prefix(active.prompt, blocks, request.cache_salt, request.trace)
+        prefix = active.prefix = cache.prefix(request, active.prompt, blocks)
         if prefix is None or active.skip_cache:
             return
         announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
         until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
         if request.streams:
             announced, until = prefix.length, active.generation.deadline
-        deadline = until + self._load_timeout_s
-        load = _LoadAttempt(active, blocks, Awaited(announced, until), deadline)
+        load = LoadAttempt(blocks, announced, until, until + self._load_timeout_s)
 
         def run() -> None:
             result = LoadResult("failed")
             try:
-                result = cache.load(prefix, load.awaited)
+                result = cache.load(prefix, load)
             finally:
                 self.pool.release(blocks)
                 self._post(lambda: self._load_ended(load, result))
@@ -433,9 +411,9 @@ class ReferenceEngine:
         active.load = load
         active.phase = _Phase.LOADING
 
-    def _load_ended(self, load: _LoadAttempt, result: LoadResult) -> None:
-        active = load.owner
-        if active.load is not load:
+    def _load_ended(self, load: LoadAttempt, result: LoadResult) -> None:
+        active = next((one for one in self._active() if one.load is load), None)
+        if active is None:
             self.lent_blocks -= len(load.blocks)
             return
         active.load = None
@@ -465,7 +443,7 @@ class ReferenceEngine:
     def _give_back(self, active: _Active) -> None:
         """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
         if active.load is not None:
-            active.load.awaited.cancelled.set()
+            active.load.cancelled.set()
             self.lent_blocks += len(active.load.blocks)
             active.load = None
         self.pool.release(active.blocks)

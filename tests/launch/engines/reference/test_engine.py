@@ -239,7 +239,7 @@ def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine
     half = GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1)
     answered(make_engine(cache), half)
     cache.wait_for_chunks(2)
-    wait_for(lambda: decode._streams[0].load.awaited.loaded == 32)
+    wait_for(lambda: decode._streams[0].load.loaded == 32)
     waiting = decode.submit(request_of(64, announced_prefix=64))
     wait_for(lambda: not decode._streams[0].blocks)
     answered(make_engine(cache), request_of(64, max_tokens=1))
@@ -256,7 +256,7 @@ def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_wait
     cache.wait_for_chunks(2)
     decode = make_engine(cache, wait_ms=FOR_EVER)
     stream = decode.submit(request_of(64, max_tokens=1, streams=True))
-    wait_for(lambda: decode._streams and decode._streams[0].load.awaited.loaded == 32)
+    wait_for(lambda: decode._streams and decode._streams[0].load.loaded == 32)
     tokens, stats = answered(decode, request_of(64))
     assert tokens == expected(request_of(64))
     assert (stats.report.loaded, stats.report.streamed) == (32, 32)
@@ -279,7 +279,7 @@ def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expect
         assert engine.model.steps[0] == [(32, 8)], "the stream has computed nothing"
         stream.cancel()
     else:
-        wait_for(lambda: engine._streams and engine._streams[0].load.awaited.loaded == 32)
+        wait_for(lambda: engine._streams and engine._streams[0].load.loaded == 32)
         if end == "it is late":
             stream.deadline = time.monotonic()
             engine.submit(request_of(1)).cancel()
