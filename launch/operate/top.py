@@ -380,12 +380,6 @@ def draw(screen: Screen, width: int, height: int, now: float, source: str = "") 
     return layout
 
 
-def snapshot(nodes: WatchedNodes, width: int, now: float, source: str) -> Group:
-    """Returns one table for a file or a pipe: no keys, no selection, every node."""
-    rows = sorted(nodes.rows(now), key=_is_silent)
-    return Group(_summary(nodes, rows, source, now), table(rows, width))
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -406,35 +400,24 @@ def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -
         contextlib.closing(Asker(proxy_access(config), interval_s)) as asker,
     ):
         directory.wait_synced(_SYNC_S)
-        if once:
-            _print_once(console, directory, asker, nodes, source, 5 * TIMEOUT_S + 2 * interval_s, stop)
-        else:
+        if not once:
             _follow(console, directory, asker, nodes, source, stop)
-
-
-def _print_once(
-    console: Console,
-    directory: Directory,
-    asker: Asker,
-    nodes: WatchedNodes,
-    source: str,
-    patience_s: float,
-    stop: StopFlag,
-) -> None:
-    """Asks every node twice, so that there are rates, and prints one table. `patience_s` is too short only where this machine is slow."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        nodes.update(directory.view().nodes)
-        now = time.monotonic()
-        nodes.take(asker.poll(nodes.asked, now))
-        if now > deadline or all(row.state in ("-", "silent") or row.history.readings > 1 for row in nodes.rows(now)):
-            break
-        if stop.wait(_TICK_S):
+            return
+        # every node is asked twice, so that there are rates; this is too short only where this machine is slow
+        deadline = time.monotonic() + 5 * TIMEOUT_S + 2 * interval_s
+        while not stop.wait(_TICK_S):
+            now = time.monotonic()
+            nodes.update(directory.view().nodes)
+            nodes.take(asker.poll(nodes.asked, now))
+            rows = sorted(nodes.rows(now), key=_is_silent)
+            if now > deadline or all(row.state in ("-", "silent") or row.history.readings > 1 for row in rows):
+                break
+        else:
             return
     width = console.width if console.is_terminal else max(console.width, _PLAIN_WIDTH)
     plain = Console(width=width, highlight=False)
     with plain.capture() as captured:
-        plain.print(snapshot(nodes, width, now, source))
+        plain.print(_summary(nodes, rows, source, now), table(rows, width), sep="\n")
     for line in captured.get().splitlines():
         print(line.rstrip())
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from launch.discovery import Member
 from launch.supervise import stop_on_signals
 from pd_cache.cluster import ClusterConfig, StoreNode
 from transfer.errors import PoolUnavailableError
-
-if TYPE_CHECKING:
-    from transfer.store import MooncakeStore
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
@@ -22,13 +18,25 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
 
     settings = config.settings_of(node)
     named = f"{settings.host}:{node.port}" if node.port else settings.host
-    with (
-        stop_on_signals() as stop,
-        MooncakeStore(
-            settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
-        ) as store,
-        _questions(node, store),  # before it is open, so that a store that waits for its master says so
-    ):
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        store = stack.enter_context(
+            MooncakeStore(settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size)
+        )
+        if node.metrics_port is not None:  # before the store is open, so that one that waits for its master says so
+            from prometheus_client import CollectorRegistry, ProcessCollector
+
+            from launch.health_server import exposed
+            from pd_cache.metrics import BackendLevels, LevelCollector
+
+            registry, levels = CollectorRegistry(), LevelCollector()
+            ProcessCollector(registry=registry)
+            registry.register(levels)
+            levels.add(lambda: BackendLevels(0, 0, 0, store.available, store.hostname, int(node.segment_size)))
+            answers = exposed(
+                node.host, node.metrics_port, registry, lambda: store.available if store.hostname else None
+            )
+            stack.enter_context(answers)
         deadline = time.monotonic() + config.supervisor.ready_timeout_s
         while not stop.is_set():
             try:
@@ -40,23 +48,3 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
                 ready(store.hostname)
                 stop.wait()
                 member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
-
-
-@contextlib.contextmanager
-def _questions(node: StoreNode, store: MooncakeStore) -> Iterator[None]:
-    """Answers `/health` and `/metrics` while the block runs, if the file has a port for them."""
-    if node.metrics_port is None:
-        yield
-        return
-    from prometheus_client import CollectorRegistry, ProcessCollector
-
-    from launch.health_server import exposed
-    from pd_cache.metrics import BackendLevels, LevelCollector
-
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    levels = LevelCollector()
-    registry.register(levels)
-    levels.add(lambda: BackendLevels(0, 0, 0, store.available, store.hostname, int(node.segment_size)))
-    with exposed(node.host, node.metrics_port, registry, lambda: store.available if store.hostname else None):
-        yield

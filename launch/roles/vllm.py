@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 
 from launch.discovery import Member
@@ -33,13 +34,17 @@ def run_vllm(
         variables = environment(engine, node, namespace, traces=traces)
         argv = command(engine, node, file, namespace, events=config.event_addresses(node), traces=traces)
         program = Program(node.name, tuple(argv), variables)
-        output = _VllmOutput()
+        refused = deque[str](maxlen=1)  # why the connector refused: the reason comes many lines before the end
+
+        def pass_on(_: str, line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+            refused.extend(_REFUSAL.findall(line))
 
         def hint() -> str:
-            return output.refusal or "its last lines say why, and a large model needs time"
+            return refused[0] if refused else "its last lines say why, and a large model needs time"
 
         # it has to be gone before the process that stops us loses patience
-        vllm = ForeignProgram("vLLM", lambda: Child(program, output.pass_on), 0.8 * settings.stop_grace_s, hint)
+        vllm = ForeignProgram("vLLM", lambda: Child(program, pass_on), 0.8 * settings.stop_grace_s, hint)
         with vllm:
             try:
                 if vllm.wait_serving(stop, lambda: healthy(node.host, node.port), settings.ready_timeout_s):
@@ -48,15 +53,3 @@ def run_vllm(
                 vllm.watch(stop)
             finally:
                 member.leave()  # first, so that no proxy sends new requests
-
-
-class _VllmOutput:
-    """Passes on what vLLM prints, and remembers what the connector refused: the reason comes many lines before the end."""
-
-    def __init__(self) -> None:
-        self.refusal = ""
-
-    def pass_on(self, stream: str, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-        if match := _REFUSAL.search(line):
-            self.refusal = match[1]
