@@ -1,4 +1,4 @@
-"""The command `vllm serve` with pd-cache's connector: its arguments, and what is added to its environment."""
+"""The program `vllm serve` with pd-cache's connector: its arguments, and what is added to its environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from launch.supervise import RoleError
+from launch.supervise import Program, RoleError
 from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,
@@ -21,7 +21,6 @@ from pd_cache.cluster import (
 from pd_cache.cluster.machine import find_program
 from pd_cache.vllm.files import NAMESPACE_FILE, TellCache
 
-_TRACES = "otlp-traces-endpoint"
 _PARSE = """
 import importlib.util, sys
 from vllm.entrypoints.cli import serve
@@ -37,23 +36,16 @@ if importlib.util.find_spec("pd_cache") is None:
 _PARSE_S = 120.0
 
 
-def command(
-    engine: VllmEngineConfig,
-    node: PrefillNode | DecodeNode,
-    file: Path,
-    namespace_file: Path,
-    *,
-    events: tuple[str, str] | None = None,
-    traces: str | None = None,
-) -> list[str]:
-    """Returns the command `vllm serve` for a node of `file`. `environment` has its secrets. Raises RoleError if there is no vLLM.
+def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> Program:
+    """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if there is no vLLM.
 
-    `events`: where it publishes KV events and sends them again. `traces`: the collector's endpoint, if the file has one. vLLM then sends its
-    own spans there, and tells the connector under which trace context a request came. It does so only with this option.
+    Its environment has the file's own variables, and the secrets of its arguments. If the file has a collector, vLLM sends its own spans there,
+    and tells the connector under which trace context a request came. It does so only with that option.
     """
-    arguments = _visible(_arguments(engine, node))
-    if traces is not None:
-        arguments.setdefault(_TRACES, traces)
+    engine, traces = config.engine, config.tracing.endpoint
+    assert isinstance(engine, VllmEngineConfig), "the file's checks make sure of it"
+    given = _arguments(engine, node)
+    arguments = _visible(given)
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
@@ -65,7 +57,7 @@ def command(
             "namespace_file": str(namespace_file),
         },
     }
-    return [
+    argv = [
         executable(engine.executable),
         "serve",
         engine.model,
@@ -74,9 +66,25 @@ def command(
         f"--served-model-name={engine.name or engine.model}",
         f"--kv-transfer-config={json.dumps(connector)}",
         f"--middleware={TellCache.__module__}.{TellCache.__name__}",
-        *([f"--kv-events-config={json.dumps(_events_config(*events))}"] if events else []),
-        *flags(arguments),
     ]
+    env = {**engine.env, **node.env, NAMESPACE_FILE: str(namespace_file)}
+    if traces is not None:
+        arguments.setdefault("otlp-traces-endpoint", traces)
+        # vLLM would send over gRPC, which is another port of a collector
+        env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}", **env}
+    if (events := config.event_addresses(node)) is not None:
+        stream, replay = events
+        if stream.startswith(
+            "tcp:"
+        ):  # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
+            stream = f"tcp://*:{stream.rpartition(':')[2]}"
+        settings = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
+        argv.append(f"--kv-events-config={json.dumps(settings)}")
+    for name, variable in SECRET_VARIABLES.items():
+        value = given.get(name)
+        if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
+            env[variable] = str(value[0] if isinstance(value, list) else value)
+    return Program(node.name, (*argv, *flags(arguments)), env)
 
 
 def refused_flags(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, str]:
@@ -102,40 +110,6 @@ def refused_flags(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, str
         if done.returncode == 2:
             refused[node.name] = done.stderr.rpartition("error: ")[2].strip()
     return refused
-
-
-def _events_config(stream: str, replay: str) -> dict[str, str | bool]:
-    """Returns vLLM's settings for events that others find at these addresses.
-
-    vLLM 0.32 binds the stream only if its address has a `*` or is no TCP address; any other address it connects to.
-    """
-    if stream.startswith("tcp:"):
-        stream = f"tcp://*:{stream.rpartition(':')[2]}"
-    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
-
-
-def environment(
-    engine: VllmEngineConfig, node: PrefillNode | DecodeNode, namespace_file: Path, *, traces: str | None = None
-) -> dict[str, str]:
-    """Returns what is added to the environment of a node's vLLM: the file's own, and the secrets of its arguments.
-
-    `traces` is the same as in `command`.
-    """
-    arguments = _arguments(engine, node)
-    secrets = {}
-    for name, variable in SECRET_VARIABLES.items():
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
-            secrets[variable] = str(value[0] if isinstance(value, list) else value)
-    # vLLM would send over gRPC, which is another port of a collector
-    spans = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}"}
-    return {
-        **(spans if traces is not None else {}),
-        **engine.env,
-        **node.env,
-        **secrets,
-        NAMESPACE_FILE: str(namespace_file),
-    }
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:

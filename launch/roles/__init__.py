@@ -59,7 +59,7 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
         elif isinstance(config.engine, VllmEngineConfig):
             from launch.roles.vllm import run_vllm
 
-            run_vllm(config, config.engine, node, announce, member)
+            run_vllm(config, node, announce, member)
         else:
             with _imports():
                 from launch.roles.reference import run_reference_engine

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 
 from launch.discovery import Member
-from launch.engines.vllm_command import command, environment
+from launch.engines.vllm_command import vllm_program
 from launch.http import healthy
-from launch.supervise import Child, ForeignProgram, Program, stop_on_signals
-from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig, dump_config, read_about
+from launch.supervise import Child, ForeignProgram, stop_on_signals
+from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, dump_config, read_about
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import about
 
@@ -19,21 +19,14 @@ _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
 
 def run_vllm(
-    config: ClusterConfig,
-    engine: VllmEngineConfig,
-    node: PrefillNode | DecodeNode,
-    ready: Callable[[str], None],
-    member: Member,
+    config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
 ) -> None:
     """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
-        traces = config.tracing.endpoint
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
-        variables = environment(engine, node, namespace, traces=traces)
-        argv = command(engine, node, file, namespace, events=config.event_addresses(node), traces=traces)
-        program = Program(node.name, tuple(argv), variables)
+        program = vllm_program(config, node, file, namespace)
         refused = deque[str](maxlen=1)  # why the connector refused: the reason comes many lines before the end
 
         def pass_on(_: str, line: str) -> None:
