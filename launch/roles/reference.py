@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -65,19 +65,12 @@ def run_reference_engine(
 
     def open_server() -> ReferenceServer:
         engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
-        return ReferenceServer(engine, registry, about, tracing)
-
-    def about() -> dict[str, Any]:
-        return dict(msgspec.to_builtins(member.about))
-
-    def announce(address: str) -> None:
-        ready(f"http://{address}")
+        return ReferenceServer(engine, registry, lambda: msgspec.to_builtins(member.about), tracing)
 
     with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
         try:
-            serve(
-                open_server, node.host, node.port, announce, member.leave
-            )  # it leaves first, so that no proxy sends new requests
+            # it leaves first, so that no proxy sends new requests
+            serve(open_server, node.host, node.port, ready, member.leave)
         finally:
             CacheEngineBuilder.destroy(node.name)
             for cache in opened:

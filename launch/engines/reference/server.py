@@ -26,7 +26,7 @@ from launch.engines.reference.requests import Generation, GenerationError, Gener
 from launch.openai import ApiError, ServerLog, errors, given_id
 from launch.supervise import stop_on_signals, stop_signals
 from pd_cache.reasons import RecentReports, RequestReport
-from pd_cache.tracing import UNTRACED, TraceSpan, Tracing, trace_headers
+from pd_cache.tracing import UNTRACED, Tracing, trace_headers
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ReferenceServer:
     ) -> None:
         """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s` to finish.
 
-        `ready` gets `host:port` once requests are answered. `on_stop` is called before anything ends; it may take a moment.
+        `ready` gets `http://host:port` once requests are answered. `on_stop` is called before anything ends; it may take a moment.
         """
         app = web.Application(client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors])
         app.router.add_post("/v1/completions", self._completions)
@@ -87,7 +87,7 @@ class ReferenceServer:
             await runner.setup()
             site = web.TCPSite(runner, host, port)
             await site.start()
-            ready(f"{host}:{runner.addresses[0][1]}")
+            ready(f"http://{host}:{runner.addresses[0][1]}")
             await stop.wait()
             if on_stop is not None:
                 await asyncio.to_thread(on_stop)
@@ -139,26 +139,11 @@ class ReferenceServer:
         given = given_id(http)
         identifier = f"cmpl-{given or uuid.uuid4().hex}"  # as vLLM names its answers
         known_as = given or identifier
-        outcome = "refused, or its client went away"
+        outcome, line = "refused, or its client went away", ""
+        generation: Generation | None = None
         span = self._tracing.begin(
             "pd_cache.engine", trace_headers(http.headers), kind="server", request_id=known_as, model=self._model
         )
-        try:
-            response = await self._complete(http, arrival, identifier, known_as, span)
-            outcome = str(response.status)
-        except (GenerationError, ValueError) as error:
-            raise _told(error) from None
-        finally:
-            span.note(outcome=outcome)
-            span.end("" if outcome[:1] in "234" else outcome)
-            report = self._reports.get(known_as)
-            took, line = time.monotonic() - arrival, "" if report is None else report.line()
-            _logger.info("request %s: %s in %.3f s %s", known_as, outcome, took, line)
-        return response
-
-    async def _complete(
-        self, http: web.Request, arrival: float, identifier: str, known_as: str, span: TraceSpan
-    ) -> web.StreamResponse:
         try:
             request, tokens = await self._read(http)
             asked = GenerationRequest(
@@ -171,20 +156,28 @@ class ReferenceServer:
                 trace=span.headers,
             )
             generation = self.engine.submit(asked)
-        except (ApiError, ValueError):
-            self.engine.metrics.requests.labels("invalid").inc()
-            raise
-        try:
             builder = AnswerBuilder(request, self._model, identifier, int(time.time()))
             if request.fields.stream:
-                return await self._stream(http, builder, generation)
-            return await self._whole(builder, generation)
+                response = await self._stream(http, builder, generation)
+            else:
+                response = await self._whole(builder, generation)
+            outcome = str(response.status)
+        except (ApiError, GenerationError, ValueError) as error:
+            if generation is None and not isinstance(error, GenerationError):
+                self.engine.metrics.requests.labels("invalid").inc()
+            raise _told(error) from None
         finally:
-            if generation.described:
-                report, ttft_ms = generation.stats.report, generation.stats.ttft_ms
-                span.note(prompt_tokens=report.asked, cached_tokens=report.loaded, ttft_ms=ttft_ms)
-                self._reports.note(known_as, report)
-            generation.cancel()
+            if generation is not None:
+                if generation.described:
+                    report, ttft_ms = generation.stats.report, generation.stats.ttft_ms
+                    span.note(prompt_tokens=report.asked, cached_tokens=report.loaded, ttft_ms=ttft_ms)
+                    self._reports.note(known_as, report)
+                    line = report.line()
+                generation.cancel()
+            span.note(outcome=outcome)
+            span.end("" if outcome[:1] in "234" else outcome)
+            _logger.info("request %s: %s in %.3f s %s", known_as, outcome, time.monotonic() - arrival, line)
+        return response
 
     async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:
         """Returns the request and its prompt's tokens."""
@@ -196,7 +189,7 @@ class ReferenceServer:
         prompt = request.prompt
         return request, encode(prompt, self.engine.model.vocab_size) if isinstance(prompt, str) else prompt
 
-    async def _whole(self, builder: AnswerBuilder, generation: Generation) -> web.Response:
+    async def _whole(self, builder: AnswerBuilder, generation: Generation) -> web.StreamResponse:
         detokenizer = Detokenizer()
         text, tokens = [], []
         async for event in generation:
@@ -238,6 +231,8 @@ async def _send(response: web.StreamResponse, data: str) -> None:
 
 def _told(error: Exception) -> ApiError:
     """Returns what the client is sent if the engine refuses or fails a request."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, GenerationError):
         return ApiError(_FAILURE_STATUS.get(error.kind, 503), str(error), code=error.kind)
     return ApiError(400, str(error), param="prompt", code="invalid_value")

@@ -36,7 +36,7 @@ async def served(engine, registry=None, **settings):
     try:
         await asyncio.wait([server, address], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(f"http://{address.result()}", timeout=timeout) as client:
+        async with aiohttp.ClientSession(address.result(), timeout=timeout) as client:
             client.server, client.stop, client.port = server, stop, int(address.result().rpartition(":")[2])
             yield client
     finally:
