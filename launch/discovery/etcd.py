@@ -425,7 +425,7 @@ def _read(kv: Any, prefix: str) -> NodeRecord | None:
 
 
 class ElectionWatch:
-    """Finds out whether a master and etcd agree on which master leads. Its thread runs while the context is entered.
+    """Finds out whether a master and etcd agree on which master leads.
 
     Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
     costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
@@ -448,27 +448,28 @@ class ElectionWatch:
         self._address = address
         self._leads = leads
         self._clock = clock
+        self._next = clock()
         self._at_odds_since: float | None = None
         self._revision = 0
         """The key's revision when it was last read."""
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="election-watch", daemon=True)
 
     def lost(self) -> bool:
-        """Returns whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds. Counts anew after that."""
-        since = self._at_odds_since
-        if since is None or self._clock() - since < DISAGREES_S:
+        """Compares once a second. Returns whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds, and
+        counts anew after that. Waits no longer than a call to etcd and one to the master may take."""
+        if self._clock() < self._next:
+            return False
+        agree, now = self._agree(), self._clock()
+        self._next = now + _ELECTION_POLL_S
+        if agree:
+            self._at_odds_since = None
+            return False
+        if self._at_odds_since is None:
+            self._at_odds_since = now
+        if now - self._at_odds_since < DISAGREES_S:
             return False
         self._at_odds_since = None
         log.warning("for %g s the master %s and etcd have differed on who leads", DISAGREES_S, self._address)
         return True
-
-    def look(self) -> None:
-        """Compares once. Waits no longer than a call to etcd and one to the master may take."""
-        if self._agree():
-            self._at_odds_since = None
-        elif self._at_odds_since is None:
-            self._at_odds_since = self._clock()
 
     def _agree(self) -> bool:
         try:
@@ -486,15 +487,3 @@ class ElectionWatch:
             return leads
         # masters that refuse to lead take turns: the key names each for a second
         return not leads and self._revision == before
-
-    def _run(self) -> None:
-        while not self._closed.wait(_ELECTION_POLL_S):
-            self.look()
-
-    def __enter__(self) -> ElectionWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._thread.join()

@@ -90,8 +90,7 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
                 role = _health(node).role
                 return role == LEADER if role else None
 
-            watch = ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads)
-            lost = stack.enter_context(watch).lost
+            lost = ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads).lost
         master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s, hint))
         try:
             if master.wait_serving(stop, serving, settings.ready_timeout_s):

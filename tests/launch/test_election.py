@@ -41,10 +41,8 @@ def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(etcd, na
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock)
     for clock.now in (0.0, 1.0):
-        watch.look()
         assert not watch.lost()
     clock.now = 1.0 + DISAGREES_S
-    watch.look()
     assert watch.lost() is expected
     assert not watch.lost(), "it counts anew"
 
@@ -55,20 +53,17 @@ def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stay
     for clock.now in (0.0, DISAGREES_S / 2, DISAGREES_S):
         name(etcd, None)
         name(etcd, "10.0.0.2:50051")
-        watch.look()
-    assert watch.lost()
-    watch.look()  # the last of them stays
-    clock.now += DISAGREES_S
-    watch.look()
-    assert not watch.lost()
+        assert watch.lost() is (clock.now == DISAGREES_S)
+    for _ in range(2):  # the last of them stays
+        clock.now += DISAGREES_S
+        assert not watch.lost()
 
 
 def test_while_etcd_is_away_no_master_is_started_anew(make_etcd: Callable[..., Etcd]) -> None:
     etcd = make_etcd().start()
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: True, clock)
-    watch.look()
+    assert not watch.lost()
     etcd.stop()
     clock.now = DISAGREES_S
-    watch.look()
     assert not watch.lost()
