@@ -103,7 +103,9 @@ def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iter
     with closing(ReferenceEngine.open(engine)) as alone:
         for prompt in todo:
             generation = alone.submit(GenerationRequest(prompt=tuple(prompt), max_tokens=_OUTPUT_TOKENS))
-            yield [event.token for event in generation], generation.stats.ttft_ms
+            tokens = [event.token for event in generation]
+            assert generation.stats is not None, "they are known with the first token"
+            yield tokens, generation.stats.ttft_ms
 
 
 def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig) -> None:

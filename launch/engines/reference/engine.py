@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -174,8 +173,6 @@ class ReferenceEngine:
         """
         self._check(request)
         now = time.monotonic()
-        if request.arrival is None:
-            request = msgspec.structs.replace(request, arrival=now)
         with self._changed:
             if not self._accepting or self._failed:
                 why = "the engine has failed" if self._failed else "the engine is closing"
@@ -509,10 +506,8 @@ class ReferenceEngine:
                 streamed=active.streamed,
             )
             self._cache.count(report)
-        arrival = active.generation.request.arrival
-        assert arrival is not None
-        ttft = time.monotonic() - arrival
-        active.generation.describe(GenerationStats(prefix_tokens=announced, ttft_ms=ttft * 1000, report=report))
+        ttft = time.monotonic() - active.generation.request.arrival
+        active.generation.stats = GenerationStats(prefix_tokens=announced, ttft_ms=ttft * 1000, report=report)
         metrics.ttft.observe(ttft)
 
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from launch.engines.reference.requests import GenerationStats
+from launch.engines.reference.requests import Generation
 from launch.openai import ApiError
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
@@ -92,12 +92,14 @@ class AnswerBuilder:
         choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": None}
         return {**self._head, "choices": [choice]}
 
-    def whole(self, text: str, tokens: list[int], stats: GenerationStats, produced: int) -> dict[str, Any]:
+    def whole(self, text: str, tokens: list[int], generation: Generation, produced: int) -> dict[str, Any]:
         """Returns an answer, or the last chunk of a stream.
 
         It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a proxy what to hand to the
         decode node.
         """
+        stats = generation.stats
+        assert stats is not None, "they are known with the first token"
         report = stats.report
         answer = {
             **self.chunk(text, tokens, "length"),

@@ -29,8 +29,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Only has the prompt's chunks loaded as they appear in the pool, for a request with the same prompt that comes later."""
     trace: Mapping[str, str] | None = None
     """The trace context under which the request's spans are."""
-    arrival: float | None = None
-    """`time.monotonic()` when the request reached this node; None means when it is submitted."""
+    arrival: float = msgspec.field(default_factory=time.monotonic)
+    """`time.monotonic()` when the request reached this node."""
 
 
 class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,8 @@ class Generation:
         self.request = request
         self.deadline = deadline
         """The `time.monotonic()` at which the engine gives up the request."""
-        self._stats: GenerationStats | None = None
+        self.stats: GenerationStats | None = None
+        """Known from the first token on. Set by the engine."""
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         self._tell: Callable[[], object] = self._changed.notify_all
@@ -83,18 +84,6 @@ class Generation:
         self._events: deque[TokenEvent] = deque()
         self._failure: GenerationError | None = None
         self._ended = False
-
-    @property
-    def stats(self) -> GenerationStats:
-        """Known from the first token on; raises RuntimeError before."""
-        if self._stats is None:
-            raise RuntimeError("a request's statistics are known with its first token")
-        return self._stats
-
-    @property
-    def described(self) -> bool:
-        """Whether `stats` are known."""
-        return self._stats is not None
 
     def cancel(self) -> None:
         """Stops the engine's work on the request. For any thread; harmless after the end."""
@@ -169,7 +158,3 @@ class Generation:
                 self._failure = failure
                 self._ended = True
                 self._tell()
-
-    def describe(self, stats: GenerationStats) -> None:
-        """Sets the statistics, before the first token. Called by the engine."""
-        self._stats = stats

@@ -168,9 +168,9 @@ class ReferenceServer:
             raise _told(error) from None
         finally:
             if generation is not None:
-                if generation.described:
-                    report, ttft_ms = generation.stats.report, generation.stats.ttft_ms
-                    span.note(prompt_tokens=report.asked, cached_tokens=report.loaded, ttft_ms=ttft_ms)
+                if (stats := generation.stats) is not None:
+                    report = stats.report
+                    span.note(prompt_tokens=report.asked, cached_tokens=report.loaded, ttft_ms=stats.ttft_ms)
                     self._reports.note(known_as, report)
                     line = report.line()
                 generation.cancel()
@@ -195,7 +195,7 @@ class ReferenceServer:
         async for event in generation:
             tokens.append(event.token)
             text.append(detokenizer.push(event.token, event.last))
-        return web.json_response(builder.whole("".join(text), tokens, generation.stats, len(tokens)))
+        return web.json_response(builder.whole("".join(text), tokens, generation, len(tokens)))
 
     async def _stream(self, http: web.Request, builder: AnswerBuilder, generation: Generation) -> web.StreamResponse:
         detokenizer = Detokenizer()
@@ -205,11 +205,7 @@ class ReferenceServer:
             async for event in generation:
                 produced += 1
                 text, tokens = detokenizer.push(event.token, event.last), [event.token]
-                chunk = (
-                    builder.whole(text, tokens, generation.stats, produced)
-                    if event.last
-                    else builder.chunk(text, tokens)
-                )
+                chunk = builder.whole(text, tokens, generation, produced) if event.last else builder.chunk(text, tokens)
                 if not response.prepared:  # only now, so that a failure before the first token gets a status of its own
                     await asyncio.wait_for(response.prepare(http), _WRITE_TIMEOUT_S)
                 await _send(response, json.dumps(chunk))
