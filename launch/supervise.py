@@ -416,7 +416,11 @@ class Supervisor:
         When it returns, no process and no thread of the supervisor is left.
         """
         while self._groups:
-            self._stop_group(self._groups[-1])
+            named = {w.process: w.program.name for w in self._groups[-1] if w.process is not None}
+            killed = end(named, self._settings.stop_grace_s, clock=self._clock, sleep=self._sleep)
+            if killed:
+                names = ", ".join(sorted(named[process] for process in killed))
+                log.warning("%s did not stop within %g s and was killed", names, self._settings.stop_grace_s)
             self._groups.pop()  # only now, so that the next call continues a stop that was interrupted
 
     def _all(self) -> Iterator[_Watched]:
@@ -486,13 +490,6 @@ class Supervisor:
         delay = min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(watched.failures - 1, 16))
         watched.retry_at = now + delay
         log.warning("%s %s; starting it again in %g s", watched.program.name, what, delay)
-
-    def _stop_group(self, group: list[_Watched]) -> None:
-        named = {w.process: w.program.name for w in group if w.process is not None}
-        killed = end(named, self._settings.stop_grace_s, clock=self._clock, sleep=self._sleep)
-        if killed:
-            names = ", ".join(sorted(named[process] for process in killed))
-            log.warning("%s did not stop within %g s and was killed", names, self._settings.stop_grace_s)
 
     def _error(self, watched: _Watched, what: str) -> SupervisorError:
         with self._lines:

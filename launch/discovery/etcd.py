@@ -55,15 +55,13 @@ _OPTIONS = (
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each file imports those before it."""
 _SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
-_loading = threading.Lock()
 
 
 def load_etcd3() -> Any:
-    """Returns the module `etcd3`. Raises ImportError if it or a package that it needs is not installed. Thread-safe."""
-    with _loading:
-        if "etcd3" not in sys.modules:
-            _make_stubs()
-        return importlib.import_module("etcd3")
+    """Returns the module `etcd3`. Raises ImportError if it or a package that it needs is not installed."""
+    if "etcd3" not in sys.modules:
+        _make_stubs()
+    return importlib.import_module("etcd3")
 
 
 def _make_stubs() -> None:

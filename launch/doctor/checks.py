@@ -35,28 +35,24 @@ _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 def library_findings() -> Iterator[Finding]:
     """Looks at the wheel of this Python."""
-    installed = {}
+    installed, check = {}, "libraries.wheel"
     for name in WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-    yield _wheel_finding(installed)
-    yield _import_finding()
-
-
-def _wheel_finding(installed: dict[str, str]) -> Finding:
-    check = "libraries.wheel"
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
-        return broken(
+        yield broken(
             check, "no Mooncake wheel is installed", why=_WHY_MOONCAKE,
             repair="pip install mooncake-transfer-engine-non-cuda   # with a GPU: mooncake-transfer-engine (CUDA 12) or -cuda13",
         )  # fmt: skip
-    if len(installed) > 1:
-        return broken(
+    elif len(installed) > 1:
+        yield broken(
             check, f"{shown}: several wheels of one package", why="each overwrites the files of the other",
             repair=f"pip uninstall -y {' '.join(installed)}; then pip install one of them",
         )  # fmt: skip
-    return ok(check, shown)
+    else:
+        yield ok(check, shown)
+    yield _import_finding()
 
 
 def _import_finding() -> Finding:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from launch.status import ClusterStatus, cluster_status
+from launch.status import cluster_status
 from launch.versions import Told, known_versions, tell_all
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
@@ -33,6 +33,7 @@ def reset_models(config: ClusterConfig, model: str | None, version: str | None) 
     known = known_versions(authorities)
     records = [row.record for row in status.nodes if row.record.cache_namespaces]
     served = {one.cache_namespaces[0].model: one.model or one.cache_namespaces[0].model for one in records}
+    engines = [record for record in records if record.role in ("prefill", "decode")]
     names = {weights: weights for weights in known} | served
     chosen = {weights: name for weights, name in names.items() if model in (None, name, weights)}
     if not chosen:
@@ -41,17 +42,13 @@ def reset_models(config: ClusterConfig, model: str | None, version: str | None) 
     for weights, name in chosen.items():
         label = version or secrets.token_hex(8)
         try:
-            processes = _with_unheard(tell_all(authorities, weights, label), status, weights)
+            processes = tell_all(authorities, weights, label)
         except UnavailableError as error:
             raise PdCacheError(
                 f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
                 f"try again with --version {label}"
             ) from error
-        yield ResetModel(name, label, processes)
-
-
-def _with_unheard(processes: Told, status: ClusterStatus, weights: str) -> Told:
-    """Adds the engines of which no authority has heard, as after its start."""
-    nodes = [row.record for row in status.nodes if row.record.role in ("prefill", "decode")]
-    serving = {record.name for record in nodes if any(space.model == weights for space in record.cache_namespaces)}
-    return processes._replace(untold=sorted({*processes.untold, *serving.difference(processes.told)}))
+        # engines of which no authority has heard, as after its start, have not been told either
+        serving = {one.name for one in engines if any(space.model == weights for space in one.cache_namespaces)}
+        untold = sorted({*processes.untold, *serving.difference(processes.told)})
+        yield ResetModel(name, label, processes._replace(untold=untold))
