@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -86,7 +86,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     names = {row.record.address.rstrip("/"): row.name for row in rows}
     unanswered = {row.name: row.state for row in rows if row.silent}
     records = [row.record for row in rows if not row.silent]
-    access, hops = proxy_access(config), list[HopReport]()
+    access = proxy_access(config)
 
     def asked(record: NodeRecord, asked_for: str) -> Sequence[HopReport]:
         by_proxy = record.role == "proxy"
@@ -104,29 +104,20 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
         for one in dict.fromkeys((request_id, within)):
             asked_for = itertools.repeat(urllib.parse.quote(one, safe=""))
-            if hops := _joined(names, records, list(threads.map(asked, records, asked_for))):
+            told = list(zip(records, threads.map(asked, records, asked_for), strict=True))
+            trip = next((way for record, way in told if record.role == "proxy" and way), None)
+            own = [(record, found) for record, found in told if record.role != "proxy" and found]
+            if trip is None:  # no proxy knows its way
+                hops = [hop for _, found in own for hop in found]
+            else:
+                reports = {record.address.rstrip("/"): found[-1].report for record, found in own}
+                hops = [
+                    HopReport(hop.hop, names.get(hop.node, hop.node), hop.report or reports.get(hop.node))
+                    for hop in trip
+                ]
+            if hops:
                 break
     return ExplainedRequest(request_id, hops, unanswered)
-
-
-def _joined(
-    names: Mapping[str, str], records: Sequence[NodeRecord], told: Sequence[Sequence[HopReport]]
-) -> list[HopReport]:
-    """Returns a request's way as a proxy knows it, with the reports that only the nodes have; without a proxy that knows it, these alone."""
-    own = {
-        record.address.rstrip("/"): hops for record, hops in zip(records, told, strict=True) if record.role != "proxy"
-    }
-    trips = (hops for record, hops in zip(records, told, strict=True) if record.role == "proxy" and hops)
-    if (trip := next(trips, None)) is None:
-        return [hop for hops in own.values() for hop in hops]
-    return [
-        HopReport(
-            hop.hop,
-            names.get(hop.node, hop.node),
-            hop.report or next((one.report for one in reversed(own.get(hop.node, ()))), None),
-        )
-        for hop in trip
-    ]
 
 
 def request_text(explained: ExplainedRequest) -> str:
