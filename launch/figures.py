@@ -1,8 +1,8 @@
 """What the nodes' metrics say of the cache, at one moment and over time; for `status`, `top` and `/ui` alike. Pure.
 
 `read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead of names of metrics. A
-`NodeHistory` makes rates, shares and quantiles of one reading after another: a counter that is lower than before, or whose process was
-started anew, has begun at zero again, and all that it shows now is new.
+`NodeHistory` makes rates, shares and quantiles of one reading after another: a counter that is lower than before has begun at zero
+again, and all that it shows now is new.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ _RUNNING = (
     "pd_cache_server_running",
 )
 _MOST_STEPS = 240
-_SAME_START_S = 1.0
 
 
 def read_samples(text: str) -> Samples:
@@ -91,7 +90,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """When they were read, by a monotonic clock."""
     started: float | None = None
-    """When the process started, in seconds since 1970. Counters of another start have begun at zero again."""
+    """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
     """What only grows, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
     `evictions` (by tier), `missed` (tokens by reason)."""
@@ -291,8 +290,6 @@ class NodeHistory:
                 seconds = max(1.0, time.time() - reading.started)
                 self._steps.append(_Increment(reading.at, seconds, reading.counts, reading.buckets))
             return
-        if before.started and reading.started and abs(reading.started - before.started) > _SAME_START_S:
-            before = NodeReading(at=before.at)
         buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}
         counts = _increase(before.counts, reading.counts)
         self._steps.append(_Increment(reading.at, reading.at - before.at, counts, buckets))
