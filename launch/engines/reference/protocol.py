@@ -1,7 +1,6 @@
 """The completions API in JSON: reads requests, builds answers; text as bytes. Pure.
 
-Of the API's parameters it reads those that the cache and the proxy need. All others are ignored, as vLLM ignores what it does not know: a
-model of random weights has no better text for them.
+Reading is strict: unsupported parameters that would change the answer are refused by name, not ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +16,28 @@ from launch.openai import ApiError
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 
+_ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "top_k": (0, -1),
+    "response_format": ({"type": "text"},),
+}
+"""Unsupported parameters, and the values (besides null) that make them change nothing."""
+
+_HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "session_id", "seed", "ignore_eos"))  # fmt: skip
+"""Nothing is drawn, and the model never ends a text by itself."""
 _AT = re.compile(r" - at `\$\.([^`\[]*)")
 """Where msgspec says which field is wrong."""
 
@@ -52,7 +73,13 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
         given = decode_json(body, dict[str, Any])
     except UndecodableError as error:
         raise _refused(f"the body is no JSON object: {error}", code="invalid_json") from None
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
+    for name in given.keys() - set(CompletionFields.__struct_fields__):
+        if name not in _ONLY_NEUTRAL:
+            raise _refused(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        if not any(_same(given[name], neutral) for neutral in _ONLY_NEUTRAL[name]):
+            message = f"{name} is not supported by this engine; leave it out"
+            raise _refused(message, param=name, code="unsupported_parameter")
     try:
         fields = msgspec.convert(given, CompletionFields)
     except msgspec.ValidationError as error:
@@ -78,6 +105,10 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
     if prompt and isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return tuple(prompt)
     raise _refused("prompt must be a string or a list of token ids, and not empty", param="prompt")
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class AnswerBuilder:

@@ -22,6 +22,20 @@ REFUSED = {
     "max_tokens": (0, -1, 1.5, "8", True),
     "stream": ("yes", 1),
     "cache_salt": ("", 5, "x" * 2000),
+    "temperature": (-0.1, 0.7, "hot", True, 10**30),
+    "top_p": (0, 0.9),
+    "n": (2, True),
+    "echo": (True,),
+    "logprobs": (0, 5),
+    "stop": (["\n"],),
+    "logit_bias": ({"5": 1},),
+    "repetition_penalty": (1.1,),
+    "top_k": (5,),
+    "best_of": (2,),
+    "min_tokens": (5,),
+    "response_format": ({"type": "json_object"},),
+    "sampling_strategy": ("beam",),
+    "max_token": (5,),
     "kv_transfer_params": ([], "x", {"do_remote_decode": True, "do_remote_prefill": True}),
     "kv_transfer_params.do_remote_decode": ({"do_remote_decode": "yes"},),
     "kv_transfer_params.pd_cache": ({"pd_cache": 3},),
@@ -39,10 +53,11 @@ def test_a_field_that_cannot_be_done_as_asked_is_refused_by_name(param, values):
         assert str(caught.value)
 
 
-def test_other_parameters_are_ignored_and_null_is_none():
-    others = {"n": 1, "stop": None, "temperature": 0.7, "user": "u", "stream_options": {"include_usage": True}}
+def test_what_changes_nothing_is_taken():
+    neutral = {"n": 1, "echo": False, "logprobs": None, "stop": None, "temperature": 0.0, "top_p": 1, "top_k": -1}
+    harmless = {"user": "u", "stream_options": {"include_usage": True}, "seed": 3, "ignore_eos": True}
     read = ("max_tokens", "stream", "cache_salt", "kv_transfer_params")
-    assert parsed(**others, **dict.fromkeys(read)) == parsed()
+    assert parsed(**neutral, **harmless, **dict.fromkeys(read)) == parsed()
     assert parsed().fields.max_tokens == 16
 
 

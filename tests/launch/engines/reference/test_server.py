@@ -163,7 +163,7 @@ def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
 BAD = [
     ({"model": "other"}, 404, "model"), ({"prompt": [300]}, 400, "prompt"), ({"prompt": [2**62]}, 400, "prompt"),
     ({"prompt": "x" * 300}, 400, "prompt"), ({"max_tokens": 0}, 400, "max_tokens"), ({"max_tokens": 237}, 400, "prompt"),
-    ({"stream": True, "max_tokens": -5}, 400, "max_tokens"),
+    ({"stop": ["x"]}, 400, "stop"), ({"stream": True, "max_tokens": -5}, 400, "max_tokens"),
     ({"kv_transfer_params": {"pd_cache": []}}, 400, "kv_transfer_params.pd_cache"),
 ]  # fmt: skip
 
