@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import torch
@@ -36,6 +36,7 @@ from tests.soak.cluster import ENGINES, Cluster, enter, grown, isolate
 from tests.soak.faults import SHORT_RUN_S, Fault, Stage, Undo, Weights, planned
 from tests.soak.oracle import CHUNK, Prompt
 
+T = TypeVar("T")
 _START_S, _BACK_S = 180.0, 90.0
 _DAMAGED = re.compile(r"tier local: \d+ objects removed, to be stored again: damaged")
 
@@ -180,15 +181,8 @@ class Soak:
     def _ask(self, name: str, command: str, **arguments: Any) -> dict[str, list[str]]:
         """Returns an engine's answer to a command."""
         self.cluster[name].tell(do=command, **arguments)
-        answers: list[dict[str, list[str]]] = []
-
-        def answered() -> bool:
-            answer = self.books.answer(name, command)
-            answers.extend([answer] if answer else [])
-            return bool(answers)
-
-        self._wait(answered, 60.0 + arguments.get("seconds", 60.0), f"{name} to {command}")
-        return answers[0]
+        seconds = 60.0 + arguments.get("seconds", 60.0)
+        return self._wait(lambda: self.books.answer(name, command), seconds, f"{name} to {command}")
 
     # --- time ------------------------------------------------------------------------------------------------------------------------
 
@@ -200,13 +194,14 @@ class Soak:
         while time.monotonic() < end:
             self._tick()
 
-    def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+    def _wait(self, condition: Callable[[], T | None], seconds: float, what: str) -> T:
         end = time.monotonic() + seconds
-        while not condition():
+        while not (found := condition()):
             self._tick()
             if time.monotonic() > end:
                 down = [name for name, node in self.cluster.nodes.items() if not node.ready]
                 raise RuntimeError(f"waited {seconds:g} s for {what}; not ready: {', '.join(down) or 'none'}")
+        return found
 
     def _tick(self) -> None:
         """Does what is due, starts what has ended, takes in what engines say."""

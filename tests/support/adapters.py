@@ -191,14 +191,7 @@ class _LMCache(AdapterSubject):
 
     @staticmethod
     def _finished(asked: Callable[[], Any]) -> Any:
-        answer: Any = None
-
-        def answered() -> bool:
-            nonlocal answer
-            answer = asked()
-            return answer is not None
-
-        wait_for(answered, what="the task's result")
+        (answer,) = wait_for(lambda: [one for one in [asked()] if one is not None], what="the task's result")
         return answer
 
     @staticmethod

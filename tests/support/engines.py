@@ -13,7 +13,7 @@ import torch
 from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.pool import Pool
@@ -77,14 +77,13 @@ def host(
     pool: Pool,
     *,
     model: str | None = None,
-    kind: PageKind = PageKind.HEADS_FIRST,
     segment_size: int = 0,
     wait: bool = True,
     cache: CacheConfig | None = None,
     **transfer: Any,
 ) -> Iterator[Host]:
     """A host in a namespace of its own, or in that of `model`."""
-    tensors = make_cache(kind, blocks=BLOCKS, block_size=BLOCK)
+    tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
     layout = KVLayout.from_tensors(tensors)
     metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout)
     settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), transfer, segment_size)

@@ -162,16 +162,10 @@ class Engine:
     def lookup(self, request: str, tokens: list[int], **options: Any) -> int:
         """Ask as a scheduler does, until there is an answer."""
         self.scheduler.maybe_submit_lookup_request(request, token_ids=tokens, **options)
-        found: list[int] = []
-
-        def answered() -> bool:
-            result = self.scheduler.check_lookup_result(request)
-            found.extend([] if result is None else [result])
-            return result is not None
-
-        wait_for(answered, what="the lookup's answer")
+        wait_for(lambda: self.scheduler.check_lookup_result(request) is not None, what="the lookup's answer")
+        found = self.scheduler.check_lookup_result(request)
         self.scheduler.cleanup_lookup_result(request)
-        return found[0]
+        return found or 0
 
     def op(self, tokens: list[int], first_block: int = 0, **options: Any) -> LoadStoreOp:
         """All whole chunks of a prompt, in blocks one after the other."""

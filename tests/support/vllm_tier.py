@@ -79,15 +79,9 @@ class VllmTierSubject(AdapterSubject):
         context = ReqContext(req_id=str(number))
         job = TransferJob(number, [name.encode() for name in names], np.array(rows, dtype=np.int32), load, context)
         (self.tier.submit_load if load else self.tier.submit_store)(job)
-        ended: list[Any] = []
-
-        def over() -> bool:
-            ended.extend(self.tier.get_finished_jobs())
-            return bool(ended)
-
-        wait_for(over, what="the end of a job")
-        assert [one.job_id for one in ended] == [number]
-        return ended[0]
+        (ended,) = wait_for(lambda: list(self.tier.get_finished_jobs()), what="the end of a job")
+        assert ended.job_id == number
+        return ended
 
     def store(self, values: dict[str, bytes]) -> list[bool]:
         with self._lock:

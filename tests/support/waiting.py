@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PATIENCE_S = 60.0
 """The least that a condition is waited for. No test measures with it: a machine that is busy with other things may be slow."""
@@ -21,16 +24,17 @@ class Clock:
         return self.now
 
 
-def wait_for(condition: Callable[[], object], seconds: float = PATIENCE_S, what: str = "the condition") -> None:
-    """Returns as soon as `condition()` is true; AssertionError if it is not for `seconds`, or a minute if that is longer."""
+def wait_for(condition: Callable[[], T], seconds: float = PATIENCE_S, what: str = "the condition") -> T:
+    """Returns what `condition()` is as soon as it is true; AssertionError if it is not for `seconds`, or a minute if that is longer."""
     seconds = max(seconds, PATIENCE_S)
     begin = asked = time.monotonic()
-    while not condition():
+    while not (found := condition()):
         now = time.monotonic()
         assert now < begin + seconds, f"{what} did not come true within {seconds} s"
         # a question that servers have to work for must not keep them from what is waited for; what takes long is asked for less often
         time.sleep(max(0.01, min(3 * (now - asked), 1), min((now - begin) / 20, 0.25)))
         asked = time.monotonic()
+    return found
 
 
 @contextmanager

@@ -61,12 +61,7 @@ class Jobs:
 
     def ended(self, count: int) -> list[RowResult]:
         results: list[RowResult] = []
-
-        def enough() -> bool:
-            results.extend(self.its.finished())
-            return len(results) >= count
-
-        wait_for(enough, what="the end of jobs")
+        wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count, what="the end of jobs")
         return sorted(results)
 
 

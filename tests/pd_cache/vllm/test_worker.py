@@ -94,18 +94,6 @@ def ended(side: WorkerSide, *requests: str) -> EndedLoads:
     return all_of
 
 
-def reported(side: WorkerSide) -> StepReport:
-    found: list[StepReport | None] = []
-
-    def there() -> bool:
-        found.append(side.take_report())
-        return found[-1] is not None
-
-    wait_for(there, what="the worker's report")
-    assert found[-1] is not None
-    return found[-1]
-
-
 def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
     """These loads have begun, and go on until the gate opens."""
     cache.gate.clear()
@@ -129,7 +117,7 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(
     side = make()
     side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
-    assert reported(side) == StepReport(loads={"a": told})
+    assert wait_for(side.take_report) == StepReport(loads={"a": told})
     assert (side.take_loads(Step(), set()), side.take_report()) == (EndedLoads(set(), set(), set()), None)
     assert cache.calls == [("a", 5.0)]
     if isinstance(loads, Exception):
@@ -204,7 +192,7 @@ def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, 
     cache.loads = loads
     side = make(stores=(stores,))
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))
-    assert reported(side).jobs == {7: (1, [outcome] * 3)}
+    assert wait_for(side.take_report).jobs == {7: (1, [outcome] * 3)}
     assert cache.calls == calls
 
 
