@@ -9,14 +9,15 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.etcd import Etcd, make_certificates
 from tests.support.leaks import no_leaks
+from tests.support.made import made
 from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
@@ -43,12 +44,10 @@ def runtime_files() -> Iterator[None]:
     # not in pytest's folder: the path of a socket has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="pdc-") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("XDG_RUNTIME_DIR")
-            if before is not None:
-                os.environ["XDG_RUNTIME_DIR"] = before
+        yield
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,17 +71,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
     """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""
-    pools: list[Pool] = []
-
-    def make(**options: Any) -> Pool:
-        pools.append(Pool(tmp_path, **options))
-        return pools[-1]
-
-    try:
-        yield make
-    finally:
-        for one in pools:
-            one.end()
+    yield from made(partial(Pool, tmp_path), Pool.end)
 
 
 @pytest.fixture(scope="session")
@@ -98,17 +87,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 @pytest.fixture
 def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
     """etcds of a test's own, to be broken; whatever still runs is killed afterwards."""
-    made: list[Etcd] = []
-
-    def make(**options: Any) -> Etcd:
-        made.append(Etcd(tmp_path, **options))
-        return made[-1]
-
-    try:
-        yield make
-    finally:
-        for one in made:
-            one.stop()
+    yield from made(partial(Etcd, tmp_path), Etcd.stop)
 
 
 @pytest.fixture(scope="session")

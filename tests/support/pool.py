@@ -231,6 +231,19 @@ class Pool:
         finally:
             client.close()
 
+    def damage(self, *keys: str) -> None:
+        """Flips a bit in the middle of each of these objects."""
+        with self.bare_client() as client:
+            for key in keys:
+                value = bytearray(client.get(key))
+                value[len(value) // 2] ^= 1
+                assert (client.remove(key, True), client.put(key, bytes(value))) == (0, 0)
+
+    def remove(self, *keys: str) -> None:
+        """Takes objects away, leased or not."""
+        with self.bare_client() as client:
+            assert not any(client.remove(key, True) for key in keys)
+
     def used(self, store: int) -> int:
         """Bytes that objects take of a store node's segment."""
         match = re.search(r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}"))

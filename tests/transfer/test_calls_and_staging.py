@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.made import made
 from tests.support.waiting import wait_for
 from transfer.calls import Call, CallThreads
 from transfer.errors import Status, TransferError, status_of
@@ -17,6 +19,7 @@ from transfer.settings import ByteSize
 from transfer.staging import Quota, Slot, StagingPool, mapping_at, prefault_segment
 
 PAGE = 4096
+Make = Callable[..., Any]
 
 
 def soon(seconds: float = 60.0) -> float:
@@ -31,16 +34,19 @@ class Held:
         self.go_on = threading.Event()
         self.ended: list[str] = []
 
-    def submit(self, name: str, deadline: float, *, hold: bool = False) -> Call[str] | None:
+    def submit(self, name: str, deadline: float, *, hold: bool = False) -> Any:
         """Submits a call that returns its name."""
         return self.threads.submit(self._run, deadline, lambda: self.ended.append(name), name, hold)
 
     def held(self, name: str, deadline: float) -> Call[str]:
         """Submits a call that holds a thread, which has begun it."""
         call = self.submit(name, deadline, hold=True)
-        assert call is not None
         wait_for(lambda: call.started)
         return call
+
+    def close(self) -> None:
+        self.go_on.set()
+        assert self.threads.close(60)
 
     def _run(self, name: str, hold: bool) -> str:
         if hold:
@@ -49,36 +55,24 @@ class Held:
 
 
 @pytest.fixture
-def make_held() -> Iterator[type[Held]]:
-    made: list[Held] = []
-
-    class Made(Held):
-        def __init__(self, *arguments: int, **options: int) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    yield Made
-    for held in made:
-        held.go_on.set()
-        assert held.threads.close(60)
+def make_held() -> Iterator[Make]:
+    yield from made(Held, Held.close)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_returns_its_value_and_raises_its_error(make_held: type[Held]) -> None:
+def test_a_call_returns_its_value_and_raises_its_error(make_held: Make) -> None:
     held = make_held()
     call = held.submit("a", soon())
-    assert call is not None
     assert call.outcome("") == "a"
     assert call.outcome("") == "a", "a second look finds the same"
     broken = held.threads.submit(lambda: 1 // 0, soon())
-    assert broken is not None
     with pytest.raises(ZeroDivisionError):
         broken.outcome(0)
 
 
-def test_a_call_that_outlives_its_deadline_keeps_what_it_was_given_until_it_returns(make_held: type[Held]) -> None:
+def test_a_call_that_outlives_its_deadline_keeps_what_it_was_given_until_it_returns(make_held: Make) -> None:
     held = make_held()
     call = held.held("late", soon(0.1))
     assert call.outcome("nothing") == "nothing"
@@ -94,8 +88,6 @@ def test_a_queued_call_lets_go_at_its_deadline_or_when_nobody_waits_for_it_and_n
     held = make_held()
     held.held("running", soon())
     overdue, abandoned = held.submit("overdue", soon(0.01)), held.submit("abandoned", soon())
-    assert overdue is not None
-    assert abandoned is not None
     assert overdue.outcome("nothing") == "nothing"
     assert held.ended == ["overdue"], "though the thread is still held"
     abandoned.abandon()
@@ -108,22 +100,20 @@ def test_a_queued_call_lets_go_at_its_deadline_or_when_nobody_waits_for_it_and_n
     assert not abandoned.started
 
 
-def test_a_call_that_nobody_looked_at_does_not_start_after_its_deadline(make_held: type[Held]) -> None:
+def test_a_call_that_nobody_looked_at_does_not_start_after_its_deadline(make_held: Make) -> None:
     held = make_held()
     held.held("running", soon())
     overdue = held.submit("overdue", soon(0.01))
-    assert overdue is not None
     wait_for(lambda: time.monotonic() > overdue.deadline)
     held.go_on.set()
     wait_for(lambda: held.ended == ["running", "overdue"])
     assert not overdue.started
 
 
-def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(make_held: type[Held]) -> None:
+def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(make_held: Make) -> None:
     held = make_held(spare=1)
     held.held("late", soon(0.05))
     queued = held.submit("queued", soon())
-    assert queued is not None
     assert queued.outcome("") == "queued", "one peer that hangs does not hold up the others, though it was not yet late"
     held.held("late, too", soon(0.05))
     wait_for(lambda: held.threads.late == 2)
@@ -132,7 +122,6 @@ def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(ma
     held.go_on.set()
     wait_for(lambda: threading.active_count() == before - 1, what="the spare thread's end")
     again = held.submit("again", soon())
-    assert again is not None
     assert again.outcome("") == "again"
 
 
@@ -150,7 +139,7 @@ def test_a_call_lets_go_if_no_spare_thread_can_be_started(make_held, monkeypatch
     assert held.ended == ["refused"]
 
 
-def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_runs(make_held: type[Held]) -> None:
+def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_runs(make_held: Make) -> None:
     held = make_held(limit=3)
     held.held("running", soon())
     calls = [held.submit(name, soon()) for name in ("second", "third", "refused")]
@@ -167,18 +156,12 @@ def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_run
 
 
 @pytest.fixture
-def make_staging() -> Iterator[type[StagingPool]]:
-    made: list[StagingPool] = []
-
-    class Made(StagingPool):
-        def __init__(self, slots: int, **options: int) -> None:
-            super().__init__(slots * PAGE, PAGE, prefaulted=False, **options)  # type: ignore[arg-type]
-            made.append(self)
-
-    yield Made
-    for staging in made:
+def make_staging() -> Iterator[Make]:
+    def end(staging: StagingPool) -> None:
         staging.check_integrity()
         staging.close()
+
+    yield from made(lambda slots, **options: StagingPool(slots * PAGE, PAGE, prefaulted=False, **options), end)
 
 
 def lease(staging: StagingPool, quota: Quota | None = None) -> Slot:
@@ -195,7 +178,7 @@ def all_free(staging: StagingPool, quota: Quota | None = None) -> list[Slot]:
     return slots
 
 
-def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: type[StagingPool]) -> None:
+def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: Make) -> None:
     staging = make_staging(4)
     slot = all_free(staging)[0]
     slot.retain()
@@ -203,7 +186,6 @@ def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: type[S
     assert staging.lease(0.0) is None
     slot.release()
     again = staging.lease(0.0)
-    assert again is not None
     assert again.address == slot.address
     again.release()
     with pytest.raises(TransferError, match="more often"):
@@ -236,7 +218,7 @@ def test_the_last_slots_of_the_pool_and_of_a_quota_are_left_to_leases_that_wait(
 
 
 @pytest.mark.parametrize("how", ["settle", "release"])
-def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging: type[StagingPool], how: str) -> None:
+def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging: Make, how: str) -> None:
     staging = make_staging(3 if how == "settle" else 2)
     quotas = [Quota(1), Quota(1)]
     first = [lease(staging, quota) for quota in quotas]
@@ -345,9 +327,7 @@ def test_staging_that_holds_no_slot_says_what_it_needs() -> None:
         StagingPool(PAGE, 5000)
 
 
-def test_only_a_mapping_that_is_large_enough_is_prefaulted(
-    make_staging: type[StagingPool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_mapping_that_is_large_enough_is_prefaulted(make_staging, caplog):
     maps = ["7f00-8000 rw-p 00000000 00:00 0\n", "8000-9000 r--p 00000000 00:00 0 /lib/x\n"]
     assert mapping_at(0x7F80, maps) == range(0x7F00, 0x8000)
     assert mapping_at(0x8010, maps) is None, "read-only"

@@ -11,13 +11,10 @@ import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import beside, wait_for
-from tests.transfer.test_moves import Replica
+from tests.transfer.test_moves import Replica, moves_of, settings, soon, whole
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.direct_reads import DirectReads, Read
 from transfer.errors import Status, status_of
-from transfer.health import CircuitBreaker
-from transfer.moves import Batch, Moves
-from transfer.settings import Timeouts, TransferSettings
 from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
@@ -50,8 +47,11 @@ class Engine:
         return states.pop(0) if len(states) > 1 else states[0]
 
 
-def soon() -> float:
-    return time.monotonic() + 60
+def met(*peers: str) -> tuple[Engine, DirectReads]:
+    """Direct reads through an engine, of peers that have delivered to Mooncake's client."""
+    direct = DirectReads(engine := Engine())
+    direct.meet(set(peers))
+    return engine, direct
 
 
 def reads(*peers: str) -> list[Read]:
@@ -59,9 +59,7 @@ def reads(*peers: str) -> list[Read]:
 
 
 def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read() -> None:
-    engine = Engine()
-    direct = DirectReads(engine)
-    direct.meet({"a"})
+    engine, direct = met("a")
     assert direct.read(reads("a", "b"), soon()) is None
     direct.meet({"b"})
     engine.states = {1: [0, 0, 1], 2: [0, 1]}
@@ -70,9 +68,7 @@ def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read(
 
 
 def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good() -> None:
-    engine = Engine()
-    direct = DirectReads(engine)
-    direct.meet({"a", "b", "c"})
+    engine, direct = met("a", "b", "c")
     engine.states, engine.unreachable = {1: [0, -1]}, {"c"}
     assert direct.read(reads("a", "b", "c", "c"), soon()) == [FAILED, 101, FAILED, FAILED]
     assert engine.begun == ["a", "b", "c"], "the way to a peer that has stopped is looked for once"
@@ -83,17 +79,13 @@ def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good(
 
 
 def test_a_transfer_that_does_not_end_in_time_has_failed() -> None:
-    engine = Engine()
-    direct = DirectReads(engine)
-    direct.meet({"a"})
+    engine, direct = met("a")
     engine.states = {1: [0]}
     assert direct.read(reads("a", "a"), time.monotonic() + 0.01) == [FAILED, 101]
 
 
 def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes_client() -> None:
-    engine = Engine()
-    direct = DirectReads(engine)
-    direct.meet({"well", "new"})
+    engine, direct = met("well", "new")
     assert direct.read(reads("well"), soon()) == [100]
     engine.hangs.clear()
     found: list[list[int] | None] = []
@@ -107,28 +99,21 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
 
 def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
     """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
-    engine, keys = Engine(), ["x", "y"]
     client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Replica("a")] for key in keys})
-    given = TransferSettings(timeouts=Timeouts(get_ms=500))
-    moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
-    moves.direct = DirectReads(engine)
-    moves.direct.meet({"a"})
-    staging = StagingPool(2 * 4096, 4096, prefaulted=False)
-    slots = leased(staging, 2)
-    assert moves.get(Batch(keys, slots, [4096, 4096]), soon()) == [4096, 4096]
+    moves = moves_of(client, settings(get_ms=500))
+    engine, moves.direct = met("a")
+    both = whole(["x", "y"], leased(StagingPool(2 * 4096, 4096, prefaulted=False), 2))
+    assert moves.get(both, soon()) == [4096, 4096]
     engine.states = {3: [0] * 2000 + [1], 4: [-1]}
-    codes = moves.get(Batch(keys, slots, [4096, 4096]), soon())
+    codes = moves.get(both, soon())
     assert [status_of(code) for code in codes] == [Status.LEASE_EXPIRED, Status.TRANSFER_FAILED]
 
 
 def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(monkeypatch):
     monkeypatch.setattr("transfer.moves._UNANSWERED_S", -1)
-    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {})
-    given = TransferSettings()
-    moves = Moves(client, given, CircuitBreaker("a pool", given), [])  # type: ignore[arg-type]
-    moves.direct = DirectReads(Engine())
-    staging = StagingPool(4096, 4096, prefaulted=False)
-    codes = moves.get(Batch(["x"], leased(staging, 1), [4096]), time.monotonic() + 60)
+    moves = moves_of(SimpleNamespace(batch_get_replica_desc=lambda keys: {}))
+    _, moves.direct = met()
+    codes = moves.get(whole(["x"], leased(StagingPool(4096, 4096, prefaulted=False), 1)), soon())
     assert [status_of(code) for code in codes] == [Status.POOL_DOWN]
 
 
@@ -168,8 +153,6 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         missing = store.start_get([*small, *fresh(1)], [slot, larger], timeout=20).results()
         assert [result.status for result in missing] == [Status.OK, Status.MISSING]
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
-        for one in (slot, larger):
-            one.release()
 
 
 def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(make_pool, ways):
@@ -189,8 +172,6 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
         wait_for(lambda: got(20) == [Status.OK] * 4, 60, "the peer's objects")
         assert ways[:3] == ["client", "direct", "direct"]
         assert set(ways[3:]) == {"client"}
-        for slot in slots:
-            slot.release()
 
 
 def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool: Callable[..., Pool]) -> None:

@@ -86,13 +86,12 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(m
     readers = [reader_of(pool, which) for which in ("first read", "later read")]
 
     def all_say(word: bytes) -> None:
-        assert [reader.stdout and reader.stdout.readline() for reader in readers] == [word] * len(readers)
+        assert [reader.stdout.readline() for reader in readers] == [word] * len(readers)
 
     try:
         all_say(b"stored\n")
         pool.nodes["store-0"].send(signal.SIGSTOP)
         for reader in readers:
-            assert reader.stdin is not None
             reader.stdin.write(b"\n")
             reader.stdin.flush()
         all_say(b"reused\n")
@@ -103,7 +102,4 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(m
         pool.nodes["store-0"].send(signal.SIGCONT)
         for reader in readers:
             reader.kill()
-            reader.wait()
-            for pipe in (reader.stdin, reader.stdout):
-                if pipe is not None:
-                    pipe.close()
+            reader.communicate()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import socketserver
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from tests.support.waiting import beside, together, wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
 from transfer.lookup_rpc import LookupRpc, lookup_rpc, why_silent
+from transfer.store import MooncakeStore
 
 PATIENCE = 60.0
 
@@ -30,33 +32,17 @@ def later() -> float:
     return time.monotonic() + PATIENCE
 
 
-@contextmanager
-def connected(pool: Pool) -> Iterator[LookupRpc]:
-    rpc = lookup_rpc(pool.address)
-    assert rpc is not None
-    try:
-        rpc.connect()
-        yield rpc
-    finally:
-        rpc.close()
-
-
-def direct(store: object) -> LookupRpc:
-    rpc = store._lookup_rpc  # type: ignore[attr-defined]
-    assert isinstance(rpc, LookupRpc)
-    return rpc
-
-
-def asks_directly(store: object) -> bool:
+def asks_directly(store: MooncakeStore) -> bool:
     """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
-    return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(direct(store)._idle)  # type: ignore[attr-defined]
+    return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(store._lookup_rpc._idle)
 
 
 # --- a real master ---------------------------------------------------------------------------------------------------
 
 
 def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell_to_it(pool: Pool) -> None:
-    with opened(pool) as (store, staging), connected(pool) as rpc:
+    with opened(pool) as (store, staging), contextlib.closing(lookup_rpc(pool.address)) as rpc:
+        rpc.connect()
         there = [*fresh(3), *(f"test/{'long' * length}/{fresh(1)[0]}" for length in (30, 60, 900))]
         assert put(store, staging, there) == [Status.OK] * 6
         absent = [*fresh(2), "", "x" * 127, "x" * 128, "x" * 255, "x" * 256, "x" * 4096]
@@ -84,7 +70,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
             for _ in range(200):
                 if (found := store.batch_exist(keys, timeout=PATIENCE)) != expected:
                     wrong.append(found)
-                if len(direct(store)._connections) > 4:
+                if len(store._lookup_rpc._connections) > 4:
                     wrong.append("too many connections")
 
         together(*[work] * 16)
@@ -110,8 +96,8 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], 60, "the pool being found back")
         wait_for(lambda: asks_directly(store), 60, "the connection being made")
         pool.kill("master")
-        assert direct(store).ask(["k"], later()) is None
-        assert not direct(store)._connections
+        assert store._lookup_rpc.ask(["k"], later()) is None
+        assert not store._lookup_rpc._connections
         for _ in range(2):
             start = time.monotonic()
             assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
@@ -156,7 +142,7 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
         def too_late(*_: object) -> None:
             raise TimeoutError
 
-        monkeypatch.setattr(direct(store), "ask", too_late)
+        monkeypatch.setattr(store._lookup_rpc, "ask", too_late)
         store._breaker.well_until = float("inf")
         assert store.batch_exist(["k"], timeout=0.1) == [Status.TIMEOUT]
         assert store._breaker.well_until == float("inf")
@@ -179,68 +165,47 @@ def verdicts(*keys: int) -> bytes:
     return TYPES + bytes([len(keys)]) + b"".join(b"\x01" + bytes([key]) for key in keys)
 
 
-class Master:
+class Master(socketserver.ThreadingTCPServer):
     """Answers the first request of each connection with no keys, as a connection's trial has it, and further ones by `script`."""
 
-    def __init__(
-        self, script: Callable[[int], Iterator[bytes]], *, trial: Callable[[int], bytes] | None = None
-    ) -> None:
-        self._script = script
-        self._trial = trial or (lambda number: answer(number, verdicts()))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, script: Callable[[int], Iterator[bytes]], trial: Callable[[int], bytes] | None) -> None:
+        super().__init__(("127.0.0.1", 0), Connection)
+        self.script, self.trial = script, trial or (lambda number: answer(number, verdicts()))
         self.accepted = 0
-        self._connections: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._serve)]
-        self._threads[0].start()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.accepted += 1
-            self._connections.append(connection)
-            self._threads.append(threading.Thread(target=self._answer, args=(connection,)))
-            self._threads[-1].start()
+    def verify_request(self, *_: object) -> bool:
+        self.accepted += 1
+        return True
 
-    def _answer(self, connection: socket.socket) -> None:
-        try:
+
+class Connection(socketserver.BaseRequestHandler):
+    """Ends with its client's, or where the script has an empty part."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
             for request in itertools.count():
-                head = connection.recv(20, socket.MSG_WAITALL)
+                head = self.request.recv(20, socket.MSG_WAITALL)
                 if len(head) < 20:
                     return
                 number, _, length, _ = struct.unpack("<4I", head[4:])
-                connection.recv(length, socket.MSG_WAITALL)
-                for part in [self._trial(number)] if request == 0 else self._script(number):
+                self.request.recv(length, socket.MSG_WAITALL)
+                for part in [self.server.trial(number)] if request == 0 else self.server.script(number):
                     if not part:
                         return
-                    connection.sendall(part)
-        except OSError:
-            pass
+                    self.request.sendall(part)
+
+
+@contextmanager
+def asking(script, *, trial=None, clock=time.monotonic) -> Iterator[tuple[LookupRpc, Master]]:
+    """A client with a connection to a master that speaks so, and this master."""
+    with Master(script, trial) as master, beside(partial(master.serve_forever, 0.01)):
+        rpc = LookupRpc("127.0.0.1", master.server_address[1], clock=clock)
+        try:
+            rpc.connect()
+            yield rpc, master
         finally:
-            connection.close()
-
-    def __enter__(self) -> Master:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in self._connections:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-        for thread in self._threads:
-            thread.join()
-
-
-def rpc_to(master: Master, clock: Callable[[], float] = time.monotonic) -> LookupRpc:
-    rpc = LookupRpc("127.0.0.1", master.port, clock=clock)
-    rpc.connect()
-    return rpc
+            rpc.close()
+            master.shutdown()
 
 
 def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: Pool) -> None:
@@ -261,10 +226,8 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: P
 
 
 def test_an_answer_may_come_byte_by_byte() -> None:
-    with Master(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as master:
-        rpc = rpc_to(master)
+    with asking(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as (rpc, master):
         assert [rpc.ask(["a", "b", "c"], later()) for _ in range(3)] == [b"\x01\x00\x01"] * 3
-        rpc.close()
         assert master.accepted == 1
 
 
@@ -287,8 +250,8 @@ def test_an_answer_may_come_byte_by_byte() -> None:
 @pytest.mark.parametrize("at", ["trial", "request"])
 def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute(spoken, at):
     script, now = spoken[1], 100.0
-    with Master(lambda number: iter([script(number)]), trial=script if at == "trial" else None) as master:
-        rpc = rpc_to(master, lambda: now)
+    trial = script if at == "trial" else None
+    with asking(lambda number: iter([script(number)]), trial=trial, clock=lambda: now) as (rpc, master):
         assert rpc.ask(["a", "b"], now + PATIENCE) is None
         assert not rpc._connections
         now += 59
@@ -297,7 +260,6 @@ def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute
         assert master.accepted == 1
         now += 2
         assert rpc.wants_connection
-        rpc.close()
 
 
 @pytest.mark.parametrize(
@@ -320,12 +282,10 @@ def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client
     ids=["an error for one key", "neither yes nor no", "a key too many", "the end", "the end within an answer"],
 )
 def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts: Callable[[int], list[bytes]], kept: bool) -> None:
-    with Master(lambda number: iter(parts(number))) as master:
-        rpc = rpc_to(master)
+    with asking(lambda number: iter(parts(number))) as (rpc, _):
         assert not rpc.wants_connection
         assert rpc.ask(["a", "b"], later()) is None
         assert rpc.wants_connection != kept, "a connection that ended is made anew, at once"
-        rpc.close()
 
 
 def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
@@ -337,37 +297,29 @@ def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
             now += 1
             yield bytes([byte])
 
-    with Master(drip) as master:
-        rpc = rpc_to(master, lambda: now)
-        with pytest.raises(TimeoutError):
-            rpc.ask(["a"], now + 3)
-        rpc.close()
+    with asking(drip, clock=lambda: now) as (rpc, _), pytest.raises(TimeoutError):
+        rpc.ask(["a"], now + 3)
 
 
 def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine() -> None:
-    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
-        rpc = rpc_to(master)
+    with asking(lambda number: iter([answer(number, verdicts(1))])) as (rpc, master):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic())
         assert rpc.ask(["a"], float("inf")) == b"\x01"
         assert master.accepted == 1
-        rpc.close()
 
 
 def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_used_again() -> None:
-    with Master(lambda number: iter([])) as master:
-        rpc = rpc_to(master)
+    with asking(lambda number: iter([])) as (rpc, _):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic() + 0.05)
         assert not rpc._connections
         assert rpc.ask(["a"], later()) is None
-        rpc.close()
 
 
 def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None:
     now = 100.0
-    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
-        rpc = rpc_to(master, lambda: now)
+    with asking(lambda number: iter([answer(number, verdicts(1))]), clock=lambda: now) as (rpc, _):
         now += 29
         assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
         now += 31
@@ -375,14 +327,11 @@ def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None
         assert rpc.wants_connection
         rpc.connect()
         assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
-        rpc.close()
 
 
 def test_a_closed_one_closes_also_the_connection_that_was_in_use() -> None:
-    with Master(lambda number: iter([answer(number, verdicts(1))])) as master:
-        rpc = rpc_to(master)
+    with asking(lambda number: iter([answer(number, verdicts(1))])) as (rpc, _):
         taken = rpc._take()
-        assert taken is not None
         rpc.close()
         rpc._put_back(taken, answered=True)
         assert taken.fileno() == -1

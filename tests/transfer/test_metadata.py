@@ -21,4 +21,3 @@ def test_objects_move_through_each_kind_of_metadata_service(make_pool, etcd, kin
         slots = leased(staging, 1)
         assert store.start_get(["k"], slots, timeout=20).results() == [GetResult(Status.OK, SLOT)]
         assert bytes(slots[0].view) == b"m" * SLOT
-        slots[0].release()

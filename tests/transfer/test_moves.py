@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 from transfer.direct_reads import DirectReads
 from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker
@@ -97,11 +97,8 @@ def staging() -> Iterator[StagingPool]:
 
 
 @pytest.fixture
-def slots(staging: StagingPool) -> Iterator[list[Slot]]:
-    leased = [slot for _ in range(64) if (slot := staging.lease(0.0)) is not None]
-    yield leased
-    for slot in leased:
-        slot.release()
+def slots(staging: StagingPool) -> list[Slot]:
+    return [slot for _ in range(64) if (slot := staging.lease(0.0)) is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -219,14 +216,12 @@ def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots:
     client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]  # type: ignore[method-assign, assignment]
     moves = moves_of(client, settings(get_ms=1, put_ms=1))
     moves._stall_s = 0
-    reader = threading.Thread(target=moves.get, args=(whole(["a"], slots[:1]), soon()))
-    reader.start()
-    wait_for(lambda: moves._reading)
-    moves.suspect_slow_peers()
-    assert not moves.peers.may_ask("hangs", time.monotonic())
-    assert moves.peers.may_ask("well", time.monotonic())
-    release.set()
-    reader.join(60)
+    with beside(lambda: moves.get(whole(["a"], slots[:1]), soon())):
+        wait_for(lambda: moves._reading)
+        moves.suspect_slow_peers()
+        assert not moves.peers.may_ask("hangs", time.monotonic())
+        assert moves.peers.may_ask("well", time.monotonic())
+        release.set()
     assert not moves.peers.any_silent(time.monotonic()), "it delivered"
 
 
@@ -294,12 +289,7 @@ def test_reads_that_the_master_does_not_answer_open_the_breaker(slots: list[Slot
 
 def test_after_a_put_its_slots_wait_for_no_peer_although_another_tier_holds_them(staging: StagingPool) -> None:
     quota = Quota(1)
-    slot = staging.lease(soon(), quota)
-    assert slot is not None
-    batch = Batch(["k"], [slot], [100])
+    batch = Batch(["k"], [staging.lease(soon(), quota)], [100])
     batch.retain()
     batch.settle_and_release()
-    other = staging.lease(time.monotonic() + 0.1, quota)
-    assert other is not None
-    for one in (slot, other):
-        one.release()
+    assert staging.lease(time.monotonic() + 0.1, quota) is not None

@@ -32,33 +32,27 @@ def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes
 def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(client_ttl_s=600).start("master", "store-0", "store-1")
     with opened(pool, slots=16) as (store, staging):
-        slots = leased(staging, 16, b"r")
-        keys = fresh(16)
-        probes = fresh(2)
-        for index, some in enumerate((slice(0, 8), slice(8, 16))):
-            there = Placement(replicas=2, preferred_segment=pool.segment(index))
-            put_there = store.start_put(keys[some], slots[some], [SLOT] * 8, timeout=20, placement=there)
-            assert put_there.results() == [Status.OK] * 8
-            alone = Placement(preferred_segment=pool.segment(index))
-            put_alone = store.start_put([probes[index]], slots[:1], [SLOT], timeout=20, placement=alone)
-            assert put_alone.results() == [Status.OK]
+        keys, probes = fresh(16), fresh(2)
+        for index in range(2):
+            segment = pool.segment(index)
+            some = keys[8 * index : 8 * (index + 1)]
+            assert put(store, staging, some, replicas=2, preferred_segment=segment) == [Status.OK] * 8
+            assert put(store, staging, [probes[index]], preferred_segment=segment) == [Status.OK]
         dead, alive = (store._moves._where(probes)[probe] for probe in probes)
         read_from = store._moves._where(keys)
         assert set(read_from.values()) == {dead, alive}
         pool.kill("store-0")
-        unlucky = fresh(2)
-        both = store.start_put(unlucky, slots[:2], [SLOT] * 2, timeout=20, placement=Placement(replicas=2))
-        assert both.results() == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
+        unlucky, slots = fresh(2), leased(staging, 1)
+        failed = put(store, staging, unlucky, replicas=2)
+        assert failed == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
         assert store.batch_exist(unlucky, timeout=20) == [Status.MISSING] * 2
         assert not store._moves.peers.any_silent(time.monotonic()), "which of the two failed is not known"
         for key in [key for key in keys if read_from[key] == alive]:
-            assert store.start_get([key], slots[:1], timeout=20).results() == [GetResult(Status.OK, SLOT)]
+            assert store.start_get([key], slots, timeout=20).results() == [GetResult(Status.OK, SLOT)]
         assert not store._moves.peers.any_silent(time.monotonic())
         for key in [key for key in keys if read_from[key] == dead]:
-            assert store.start_get([key], slots[:1], timeout=20).results()[0].status is Status.TRANSFER_FAILED
+            assert store.start_get([key], slots, timeout=20).results()[0].status is Status.TRANSFER_FAILED
         assert set(store._moves.peers._silent) == {dead}
-        for slot in slots:
-            slot.release()
 
 
 def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool: Pool) -> None:
@@ -86,11 +80,7 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
     used = two_segments.used
     with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (store, staging):
         one, other = fresh(1), fresh(1)
-        (slot,) = leased(staging, 1)
-        there = Placement(preferred_segment=two_segments.segment(1))
-        put_there = store.start_put(one, [slot], [SLOT], timeout=20, placement=there)
-        assert put_there.results() == [Status.OK]
-        slot.release()
+        assert put(store, staging, one, preferred_segment=two_segments.segment(1)) == [Status.OK]
         assert (used(0), used(1)) == (0, SLOT), "a put may have a placement of its own"
         assert put(store, staging, other) == [Status.OK]
         assert (used(0), used(1)) == (SLOT, SLOT)
@@ -114,23 +104,15 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
 def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool: Callable[..., Pool]) -> None:
     pool = make_pool(segment="16MiB").start()
     with opened(pool, slots=1, slot=MIB) as (store, staging):
-
-        def put_one(key: str, **placement: Any) -> Status:
-            (slot,) = leased(staging, 1)
-            try:
-                put = store.start_put([key], [slot], [MIB], timeout=20, placement=Placement(**placement))
-                return put.results()[0]
-            finally:
-                slot.release()
-
         pinned, plain, brief = fresh(4), fresh(60), fresh(1)
         pins = ("soft", "soft", "hard", "hard")
-        assert [put_one(key, pin=pin) for key, pin in zip(pinned, pins, strict=True)] == [Status.OK] * 4
-        assert put_one(brief[0], pin="soft", soft_pin_ttl_s=1) is Status.OK
-        first = [put_one(key) for key in plain[:8]]
-        assert first == [Status.OK] * 8
+        for key, pin in zip(pinned, pins, strict=True):
+            assert put(store, staging, [key], pin=pin) == [Status.OK]
+        assert put(store, staging, brief, pin="soft", soft_pin_ttl_s=1) == [Status.OK]
+        for key in plain[:8]:
+            assert put(store, staging, [key]) == [Status.OK]
         time.sleep(1.1)
-        later = [put_one(key) for key in plain[8:]]
+        later = [put(store, staging, [key])[0] for key in plain[8:]]
         assert set(later) <= {Status.OK, Status.NO_SPACE}
         assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"

@@ -55,10 +55,13 @@ def fresh(count: int) -> list[str]:
     return [f"test/{uuid.uuid4().hex}" for _ in range(count)]
 
 
-def put(store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes = b"a") -> list[Status]:
-    slots = leased(staging, len(keys), fill)
+def put(
+    store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes = b"a", **placement: Any
+) -> list[Status]:
+    """Puts whole slots. With a `placement` of their own, if one is given."""
+    slots, there = leased(staging, len(keys), fill), Placement(**placement) if placement else None
     try:
-        return store.start_put(keys, slots, [SLOT] * len(keys), timeout=20).results()
+        return store.start_put(keys, slots, [slot.size for slot in slots], timeout=20, placement=there).results()
     finally:
         for slot in slots:
             slot.release()
@@ -113,7 +116,6 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -
         assert store.start_get(["k"], slots, timeout=20).results() == [GetResult(Status.CLOSED, 0)]
         assert store.start_put(["k"], slots, [SLOT], timeout=20).results() == [Status.CLOSED]
         assert store.get_small("k", timeout=20) is None
-        slots[0].release()
         with pytest.raises(TransferError, match="closed"):
             store.wait_open(1)
 
