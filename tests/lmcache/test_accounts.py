@@ -15,9 +15,7 @@ def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or
         adapter, names, before = subject.adapter, [f"{n}" for n in range(4)], pool.keys()
         assert subject.store({name: bytes(PAGE) for name in names}) == [True] * 4
         assert adapter.get_usage().total_bytes_used == 4 * PAGE
-        with pool.bare_client() as client:
-            for key in pool.keys() - before:
-                assert client.remove(key, True) == 0
+        pool.remove(*pool.keys() - before)
         assert subject.has(names[:2]) == [False] * 2
         assert adapter.get_usage().total_bytes_used == 2 * PAGE
         adapter.delete(subject._keys(names))

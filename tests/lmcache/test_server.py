@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from bench.lib.model import VOCABULARY, write_model
 from launch.supervise import end, spawn_child
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
-from tests.vllm.servers import Server, by_hand
+from tests.vllm.servers import Server, by_hand, connector
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +61,7 @@ class LMCacheServer:
         try:
             wait_for(self._is_healthy, 180, "lmcache server")
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     def _is_healthy(self) -> bool:
@@ -80,35 +79,14 @@ class LMCacheServer:
         """Empties its own memory; what is below stays."""
         self.ask("/cache/clear", "POST")
 
-    def connector(self) -> list[str]:
-        """vLLM's flags."""
-        return [
-            "--kv-transfer-config="
-            + json.dumps(
-                {
-                    "kv_connector": "LMCacheMPConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {
-                        "lmcache.mp.host": "tcp://127.0.0.1",
-                        "lmcache.mp.port": self.port,
-                        "lmcache.mp.mq_timeout": 60,
-                    },
-                }
-            )
-        ]
+    def connector(self) -> str:
+        """vLLM's flag."""
+        at = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60}
+        return connector("LMCacheMPConnector", "kv_both", at)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         end([self.process], 60)
         self._log.close()
-
-
-@contextlib.contextmanager
-def lmcache_server(pool: Pool, log: Path) -> Iterator[LMCacheServer]:
-    server = LMCacheServer(pool, log)
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -127,29 +105,21 @@ def forgotten(server: LMCacheServer, vllm: Server) -> None:
     server.forget()
 
 
-def flip_a_bit_of_each(pool: Pool) -> None:
-    with pool.bare_client() as client:
-        for key in sorted(pool.keys()):
-            if good := bytearray(client.get(key)):
-                good[len(good) // 3] ^= 4
-                assert client.upsert(key, bytes(good)) == 0
-
-
 def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(model, tmp_path):
     log = tmp_path / "lmcache.log"
     pool = Pool(tmp_path, client_ttl_s=5).start()
     prompts = [prompt(n) for n in range(3)]
     try:
-        with lmcache_server(pool, log) as server, by_hand(model, *server.connector()) as first:
+        with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as first:
             computed = [first.complete(one) for one in prompts]
             assert [answer.cached for answer in computed] == [0, 0, 0]
             wait_for(lambda: len(pool.keys()) >= 3 * (PROMPT // CHUNK), what="all chunks in the pool")
-        with lmcache_server(pool, log) as server, by_hand(model, *server.connector()) as second:
+        with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as second:
             loaded = second.complete(prompts[0])
             assert loaded.tokens == computed[0].tokens
             assert loaded.cached >= PROMPT // CHUNK * CHUNK - CHUNK
 
-            flip_a_bit_of_each(pool)
+            pool.damage(*pool.keys())
             forgotten(server, second)
             damaged = second.complete(prompts[1])
             assert damaged.tokens == computed[1].tokens

@@ -14,6 +14,7 @@ import torch
 
 from pd_cache.errors import ConfigError, LayoutError
 from tests.support.adapters import impatient, options_of
+from tests.support.made import made
 from tests.support.pool import Pool
 from tests.support.sglang_host import PAGES, TOKENS, mha_pool, mla_pool, need_sglang, open_backend, storage_config
 from tests.support.waiting import wait_for
@@ -38,19 +39,17 @@ def salt() -> str:
 @pytest.fixture
 def opened(pool: Pool, salt: str) -> Iterator[Open]:
     """Opens backends under host pools, in one namespace; all are closed after the test."""
-    backends: list[Any] = []
 
-    def open_one(host: Any, *, settings: Any = None, namespace: str = salt, **changes: Any) -> Any:
-        backends.append(open_backend(settings or pool.settings(), host, salt=namespace, **changes))
-        backends[-1].cache.wait_available(60)
-        return backends[-1]
+    def open_one(host: Any, *, namespace: str = salt, **changes: Any) -> Any:
+        backend = open_backend(pool.settings(), host, salt=namespace, **changes)
+        backend.cache.wait_available(60)
+        return backend
 
-    try:
-        yield open_one
-    finally:
-        for backend in backends:
-            backend.close()
-            backend.close()
+    def close_twice(backend: Any) -> None:
+        backend.close()
+        backend.close()
+
+    yield from made(open_one, close_twice)
 
 
 def filled(host: Any, seed: int) -> Any:
@@ -240,9 +239,7 @@ def test_options_that_are_wrong_say_so_when_the_backend_is_made(extra, message, 
         open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=extra)
 
 
-def test_a_host_pool_that_cannot_be_addressed_page_by_page_is_refused_when_it_is_registered(
-    pool: Pool, salt: str
-) -> None:
+def test_a_host_pool_that_cannot_be_addressed_page_by_page_is_refused_when_it_is_registered(pool, salt):
     with pytest.raises(LayoutError, match=r"page_unified.*Use --hicache-mem-layout page_first"):
         open_backend(pool.settings(), mha_pool("page_unified"), salt=salt)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
@@ -30,6 +31,14 @@ def cli_json(*arguments: object, code: int | None = 0, **options: Any) -> Any:
 def program(*arguments: object) -> list[str]:
     """The command line that runs a command in a process of its own, in the folder `ROOT`."""
     return [sys.executable, "-m", "launch", *(str(one) for one in arguments)]
+
+
+def printed(*command: object, cwd: Path = ROOT, **env: str) -> str:
+    """What a program prints. AssertionError, with the end of its complaints, if it fails."""
+    given = [str(one) for one in command], {**os.environ, **env}
+    done = subprocess.run(given[0], cwd=cwd, env=given[1], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def run_program(*arguments: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from bench.lib.model import VOCABULARY, write_model
 from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
-from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running_all
+from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
 from tests.vllm.warm import warm_program
 
 
@@ -88,7 +88,7 @@ def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
     tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
     listed = {**nodes, "store-0": {"segment_size": "64MiB"}}  # of the pool, so that its size is known
     file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, listed, mode="mixed", tracing=tracing)
-    with running_all((file, tuple(nodes)), wait=False) as (a, b):
+    with running(file, wait=False) as (a, b):
         yield Pair(a, b)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from bench.lib.vllm_server import vllm_server
-from pd_cache.cluster import CacheServerNode, load_config
+from pd_cache.cluster import load_config
 from tests.support.cluster import fetched, metric_at
 from tests.support.pool import Node, Pool, free_port
 from tests.support.waiting import wait_for
@@ -72,6 +72,11 @@ class Answer(NamedTuple):
     """Of each token; empty unless they were asked for."""
     seconds_best: list[float]
     """The logprob of the token that came second; empty unless two were asked for."""
+
+    @property
+    def outcome(self) -> tuple[int, list[int]]:
+        """What was not computed, and what was answered."""
+        return self.cached, self.tokens
 
 
 class Server:
@@ -204,6 +209,12 @@ class PdCacheServer(Server):
         self.url = self.node.address
 
 
+def connector(name: str, role: str, options: dict[str, Any], **more: str) -> str:
+    """The flag by which anybody's `vllm serve` gets a connector."""
+    config = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": options, **more}
+    return f"--kv-transfer-config={json.dumps(config)}"
+
+
 @contextlib.contextmanager
 def by_hand(model: Path, *more: str) -> Iterator[Server]:
     """`vllm serve`, not started by pd-cache; without `more` flags it has no connector."""
@@ -278,25 +289,20 @@ def cluster_file(
 
 
 @contextlib.contextmanager
-def running(file: Path, *names: str) -> Iterator[list[PdCacheServer]]:
-    """The named nodes of the file, started at the same time, and their cache server."""
-    with running_all((file, names)) as servers:
-        yield servers
-
-
-@contextlib.contextmanager
-def running_all(*clusters: tuple[Path, Sequence[str]], wait: bool = True) -> Iterator[list[PdCacheServer]]:
-    """The named nodes of several files, started at the same time, and their cache servers: most of a start keeps one core busy. They are ready
-    unless `wait` is false."""
+def running(*files: Path, wait: bool = True) -> Iterator[list[PdCacheServer]]:
+    """The prefill and decode nodes of these files, started at the same time, and their cache servers: most of a start keeps one core busy. They
+    are ready unless `wait` is false."""
     with contextlib.ExitStack() as stack:
         servers: list[PdCacheServer] = []
         try:
-            for file, names in clusters:
-                cache = load_config(file).node(CACHE)
-                cache_url = f"http://127.0.0.1:{cache.metrics_port}" if isinstance(cache, CacheServerNode) else None
-                if cache_url is not None:
+            for file in files:
+                config = load_config(file)
+                cache, cache_url = config.node(CACHE), None
+                if cache is not None:
+                    cache_url = f"http://127.0.0.1:{cache.metrics_port}"
                     stack.enter_context(cache_server(file))
-                servers += [PdCacheServer(name, file, cache_url) for name in names]
+                nodes = config.by_role("prefill") + config.by_role("decode")
+                servers += [PdCacheServer(node.name, file, cache_url) for node in nodes]
             for server in servers if wait else ():
                 server.wait_ready()
             yield servers

@@ -10,7 +10,7 @@ import pytest
 from bench.lib.model import write_model
 from tests.support.pool import Pool
 from tests.vllm.draft_models import add_mtp, write_eagle
-from tests.vllm.servers import CHUNK, SHARDS, Answer, NewPrompt, PdCacheServer, cluster_file, running_all
+from tests.vllm.servers import CHUNK, SHARDS, Answer, NewPrompt, PdCacheServer, cluster_file, running
 from tests.vllm.test_groups import by_group, same
 
 KINDS = ("eagle", "mtp")
@@ -29,7 +29,7 @@ def drafting(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Itera
     for model, drafts, scheduling in ((llama, eagle, True), (add_mtp(ernie), mtp, False)):
         args = {"speculative-config": drafts, "async-scheduling": scheduling, "num-gpu-blocks-override": 256}
         files.append(cluster_file(folder, vllm_pool, model, {"prefill-0": {}}, args=args))
-    with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
+    with running(*files) as servers:
         yield dict(zip(KINDS, servers, strict=True))
 
 

@@ -61,10 +61,7 @@ class Observed(NamedTuple):
 @pytest.fixture
 def observed(pair: Pair) -> Iterator[Observed]:
     config = load_config(pair.a.file)
-    node = config.node("prefill-0")
-    assert node is not None
-    addresses = config.event_addresses(node)
-    assert addresses is not None
+    addresses = config.event_addresses(config.node("prefill-0"))
     with closing(EventSubscriber(check_s=0.5)) as subscriber:
         (space,) = spaces(pair.a)
         cache = KnownCache(lambda: 1 << 20)

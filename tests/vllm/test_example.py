@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import yaml
 
+from tests.support.cli import printed
 from tests.support.pool import ROOT, Pool
 from tests.vllm.servers import ENV, PROGRAM
 
@@ -20,10 +19,8 @@ PATIENT = {
 
 def run(model: Path, file: Path) -> list[str]:
     """The lines that the example prints itself."""
-    command = [PROGRAM[0], str(ROOT / "examples" / "vllm_offline.py"), str(model), str(file)]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [line for line in done.stdout.splitlines() if line.startswith(("tokens: ", "cached: "))]
+    lines = printed(PROGRAM[0], ROOT / "examples" / "vllm_offline.py", model, file, **ENV).splitlines()
+    return [line for line in lines if line.startswith(("tokens: ", "cached: "))]
 
 
 def test_the_second_process_takes_the_prompt_from_the_pool(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:

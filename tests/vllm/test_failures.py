@@ -36,16 +36,6 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
     wait_for(stored, 60, "the prompt in the pool")
 
 
-def corrupt(pool: Pool, *keys: str, byte: int | None = None) -> None:
-    """Flip a bit of each of these objects: in the middle, or of this byte."""
-    with pool.bare_client() as client:
-        for key in keys:
-            value = bytearray(client.get(key))
-            value[len(value) // 2 if byte is None else byte] ^= 1
-            assert client.remove(key, True) == 0
-            assert client.put(key, bytes(value)) == 0
-
-
 def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prompt, vllm_pool):
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, first_half := prompt[: 8 * CHUNK])
@@ -53,7 +43,7 @@ def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prom
     store(vllm_pool, pair.a, prompt, len(first_half))
     corrupted = sorted(vllm_pool.keys() - before)
     assert len(corrupted) == (WHOLE - len(first_half)) // CHUNK * SHARDS
-    corrupt(vllm_pool, *corrupted)
+    vllm_pool.damage(*corrupted)
     counted = pair.b.troubles("retrieve", "corrupt")
     answer = pair.b.complete(prompt)
     assert answer.tokens == plain.tokens(prompt)
@@ -69,8 +59,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_pro
             wait_for(lambda: pair.b.blocks_in_use)
         assert pair.b.blocks_in_use, "a transfer may still write to staging: its end is waited for"
     pair.b.settle()
-    answer = pair.b.complete(prompt)
-    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert pair.b.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
 
 
 def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, vllm_pool):
@@ -145,7 +134,7 @@ def cramped(model, vllm_pool, plain, tmp_path_factory):
         "mode": "server",
     }
     file = cluster_file(tmp_path_factory.mktemp("cramped"), vllm_pool, model, {"prefill-0": {}}, **options)
-    with running(file, "prefill-0") as (server,):
+    with running(file) as (server,):
         yield server
 
 
@@ -154,13 +143,12 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
 ):
     server, prompt = cramped, new_prompt(700)
     store(vllm_pool, pair.a, prompt)
-    answer = server.complete(prompt)
-    assert (answer.cached, answer.tokens) == (700 // CHUNK * CHUNK, plain.tokens(prompt))
+    assert server.complete(prompt).outcome == (700 // CHUNK * CHUNK, plain.tokens(prompt))
 
     before = vllm_pool.keys()
     store(vllm_pool, pair.a, prompt := new_prompt(4 * CHUNK))
     bad = vllm_pool.keys() - before
-    corrupt(vllm_pool, *bad)
+    vllm_pool.damage(*bad)
     longer = [prompt + new_prompt(150) for _ in range(3)]
     answers = server.complete_all(longer)
     assert [answer.tokens for answer in answers] == [plain.tokens(one) for one in longer]
@@ -168,12 +156,10 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
     server.settle()
 
     # what was stored behind the bad chunks is good: with those replaced, another node takes all of it
-    with vllm_pool.bare_client() as client:
-        assert not any(client.remove(key, True) for key in bad)
+    vllm_pool.remove(*bad)
     store(vllm_pool, pair.a, prompt)
     for one in longer:
-        answer = pair.b.complete(one)
-        assert (answer.cached, answer.tokens) == (len(one) // CHUNK * CHUNK, plain.tokens(one))
+        assert pair.b.complete(one).outcome == (len(one) // CHUNK * CHUNK, plain.tokens(one))
 
 
 def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:

@@ -25,9 +25,7 @@ from tests.vllm.servers import (
     PdCacheServer,
     cluster_file,
     running,
-    running_all,
 )
-from tests.vllm.test_failures import corrupt
 
 
 class Kind(NamedTuple):
@@ -78,7 +76,7 @@ def nodes(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         cache = chunking(kind)
         options: dict[str, Any] = {"args": args, "cache": cache, "connector": {"recompute": one.recompute}}
         files.append(cluster_file(folder, vllm_pool, served, {"prefill-0": {}}, mode=one.mode, **options))
-    with running_all(*((file, ("prefill-0",)) for file in files)) as servers:
+    with running(*files) as servers:
         yield dict(zip(KINDS, servers, strict=True))
 
 
@@ -208,8 +206,7 @@ def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(no
     groups = stored(server, vllm_pool, prompt)
     assert len(groups) == 1 + len(KINDS[kind].tails)
     for keys in groups:
-        with vllm_pool.bare_client() as client:
-            assert all(client.remove(key, True) == 0 for key in keys)
+        vllm_pool.remove(*keys)
         missing = afresh(server, prompt)
         assert same(missing, expected)
         assert missing.cached == 0
@@ -223,7 +220,7 @@ def test_a_damaged_object_of_any_group_is_never_used(nodes, kind, new_prompt, vl
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
     for keys in stored(server, vllm_pool, prompt):
-        corrupt(vllm_pool, *keys)
+        vllm_pool.damage(*keys)
         counted = server.troubles("retrieve", "corrupt")
         assert same(afresh(server, prompt), expected)
         assert server.troubles("retrieve", "corrupt") == counted + 1, "the first of them ends the load"
@@ -271,7 +268,7 @@ def two_ranks(vllm_pool: Pool, tmp_path: Path) -> Callable[..., contextlib.Abstr
         cache = chunking(kind)
         node = {"prefill-0": {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}}
         file = cluster_file(tmp_path, vllm_pool, served, node, mode=mode, args=args, cache=cache, **PATIENT)
-        return running(file, "prefill-0")
+        return running(file)
 
     return run
 
@@ -313,8 +310,7 @@ def test_pipeline_stages_store_their_layers_and_a_chunk_is_found_if_all_are_ther
         loads_whole(two, "gptoss", prompt, expected)
         groups = by_group(vllm_pool, before)
         assert len(groups) == 4, "full attention and windows, of two stages"
-        with vllm_pool.bare_client() as client:
-            assert all(client.remove(key, True) == 0 for key in groups[-1])
+        vllm_pool.remove(*groups[-1])
         missing = afresh(two, prompt)
         assert (same(missing, expected), missing.cached) == (True, 0)
         loads_whole(two, "gptoss", prompt, expected)

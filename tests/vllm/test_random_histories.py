@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,11 +22,11 @@ import yaml
 
 from bench.lib.model import write_model
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
-from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
+from tests.pd_cache.vllm.histories import Lookups
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
@@ -129,17 +128,12 @@ class FailingCache:
         return Loaded(good, "none" if good == len(names) else "damaged")
 
 
-class RandomLookups(LookupClient):
+class RandomLookups(Lookups):
     """Finds what is in the pool of a history, and now and then less."""
 
     def __init__(self, history: History, database: ChunkedTokenDatabase) -> None:
-        super().__init__(database, CacheMetrics())
-        self._asks = SimpleNamespace(find=self._answer)
+        super().__init__(CacheMetrics(), database)
         self._history = history
-
-    @property
-    def available(self) -> bool:
-        return True
 
     def _answer(self, names: Sequence[bytes], *, at_hand: int, session: str, timeout: float | None) -> Found:
         history = self._history
@@ -149,19 +143,10 @@ class RandomLookups(LookupClient):
                 found = history.rng.randint(at_hand, found)
             return Found(found, found, "none" if found == len(names) else "never_stored", history.epoch)
 
-    def stored(self, names: Sequence[bytes]) -> None:
-        pass
-
     def reset(self) -> str:
         with self._history.lock:
             self._history.begin_epoch()
             return self._history.epoch
-
-    def end(self, lookup_id: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class History:
@@ -240,11 +225,7 @@ class History:
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
         cache = self.vllm.connector._settings.node.cache
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
-        self.worker = WorkerSide(
-            [FailingCache(self)],
-            stores=[True],
-            load_timeout_s=60,
-        )
+        self.worker = WorkerSide([FailingCache(self)], stores=[True], load_timeout_s=60)
 
     def run(self) -> None:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""

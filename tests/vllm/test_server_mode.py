@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from pd_cache.cluster import CacheServerNode, load_config
+from pd_cache.cluster import load_config
 from tests.support.adapter import write_adapter
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
@@ -24,29 +23,17 @@ from tests.vllm.servers import (
     by_hand,
     cache_server,
     cluster_file,
+    connector,
     metric_at,
 )
 
 TIERS = {"chunk_size": CHUNK, "tiers": [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]}
 
 
-def connector(role: str, **extra: object) -> str:
-    """The flag by which anybody's `vllm serve` gets the connector."""
-    config = {
-        "kv_connector": "PdCacheConnector",
-        "kv_connector_module_path": "pd_cache.vllm.connector",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-    return f"--kv-transfer-config={json.dumps(config)}"
-
-
 def server_of(file: Path) -> tuple[str, str]:
     """Where the cache server of a file listens, and where its metrics are."""
     config = load_config(file)
     node = config.node(CACHE)
-    assert isinstance(node, CacheServerNode)
     return config.server_url(node), f"http://127.0.0.1:{node.metrics_port}"
 
 
@@ -65,7 +52,8 @@ def sharing(model, vllm_pool, plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharing")
     args = {"enable-lora": True}
     file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
-    flag = connector("kv_producer", server_url=server_of(file)[0])
+    ours = {"kv_connector_module_path": "pd_cache.vllm.connector", "kv_load_failure_policy": "recompute"}
+    flag = connector("PdCacheConnector", "kv_producer", {"server_url": server_of(file)[0]}, **ours)
     by_flags = by_hand(model, flag, "--enable-lora", "--async-scheduling")
     with cache_server(file) as cache, begun(by_flags) as server:
         launched = PdCacheServer("decode-0", file)
@@ -88,8 +76,7 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
 
     wait_for(stored, what="the prompt in the pool")
     before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
-    answer = sharing.launched.complete(prompt)
-    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert sharing.launched.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
 
@@ -114,9 +101,7 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
         server.store(prompt, 1)
     server.forget_prefixes()
     answers = server.complete_all(prompts)
-    assert [(answer.cached, answer.tokens) for answer in answers] == [
-        (WHOLE, plain.tokens(prompt)) for prompt in prompts
-    ]
+    assert [answer.outcome for answer in answers] == [(WHOLE, plain.tokens(prompt)) for prompt in prompts]
 
 
 def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPrompt) -> None:
@@ -167,16 +152,14 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
     server, prompt = sharing.by_hand, new_prompt(LENGTH)
     assert server.store(prompt).tokens == plain.tokens(prompt)
     server.forget_prefixes()
-    usual = server.complete(prompt)
-    assert (usual.cached, usual.tokens) == (WHOLE, plain.tokens(prompt))
+    assert server.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
 
     with server.abandoned(new_prompt(LENGTH)):
         wait_for(lambda: server.blocks_in_use)
         sharing.cache.kill()
     server.settle()
     other = new_prompt(LENGTH)
-    answer = server.complete(other)
-    assert (answer.cached, answer.tokens) == (0, plain.tokens(other))
+    assert server.complete(other).outcome == (0, plain.tokens(other))
 
     with cache_server(sharing.file):
 

@@ -38,7 +38,7 @@ def by_tokens(model, vllm_pool, plain, tmp_path_factory):
         "connector": {"recompute": "block"},
     }
     file = cluster_file(tmp_path_factory.mktemp("by tokens"), vllm_pool, model, {"prefill-0": {}}, **options)
-    with running(file, "prefill-0") as (server,):
+    with running(file) as (server,):
         yield server
 
 
@@ -47,8 +47,7 @@ def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewP
     assert server.store(prompt).cached == 0
     for salt, cached in ((None, WHOLE), ("tenant", 0), ("tenant", WHOLE)):
         server.forget_prefixes()
-        answer = server.store(prompt, **({"cache_salt": salt} if salt else {}))
-        assert (answer.cached, answer.tokens) == (cached, plain.tokens(prompt))
+        assert server.store(prompt, **({"cache_salt": salt} if salt else {})).outcome == (cached, plain.tokens(prompt))
 
 
 def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(by_tokens, plain, new_prompt, vllm_pool):
@@ -57,8 +56,7 @@ def test_a_worker_with_memory_of_its_own_finds_there_what_the_pool_has_lost(by_t
     by_tokens.forget_prefixes()
     with vllm_pool.bare_client() as client:
         assert client.remove_by_regex("^pdc1/", True) > 0
-    answer = by_tokens.complete(prompt)
-    assert (answer.cached, answer.tokens) == (WHOLE, plain.tokens(prompt))
+    assert by_tokens.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
 
 
 def test_a_load_has_the_results_of_a_hit_in_vllms_own_cache_bit_for_bit(by_tokens, plain, new_prompt):

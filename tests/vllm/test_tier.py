@@ -10,6 +10,7 @@ import pytest
 
 from pd_cache.errors import ConfigError
 from tests.support.adapters import options_of
+from tests.support.made import made
 from tests.support.pool import Pool
 from tests.support.vllm_tier import offloading_config
 from tests.support.waiting import wait_for
@@ -115,18 +116,13 @@ def salt() -> str:
 @pytest.fixture
 def opened(vllm_pool: Pool, salt: str) -> Iterator[Open]:
     """Opens managers with our tier, in one namespace; all are shut down after the test."""
-    managers: list[Tiered] = []
 
     def open_one(**options: Any) -> Tiered:
-        managers.append(Tiered({**options_of(vllm_pool.settings(), salt), **options}))
-        managers[-1].tier.cache.wait_available(60)
-        return managers[-1]
+        one = Tiered({**options_of(vllm_pool.settings(), salt), **options})
+        one.tier.cache.wait_available(60)
+        return one
 
-    try:
-        yield open_one
-    finally:
-        for one in managers:
-            one.close()
+    yield from made(open_one, Tiered.close)
 
 
 def chunk(number: int) -> bytes:
@@ -156,10 +152,7 @@ def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open,
     one.store(values(2))
     (damaged,) = vllm_pool.keys() - before
     one.store(values(3))
-    with vllm_pool.bare_client() as client:
-        good = bytearray(client.get(damaged))
-        good[len(good) // 2] ^= 1
-        assert client.upsert(damaged, bytes(good)) == 0
+    vllm_pool.damage(damaged)
     assert other.load([chunk(1), chunk(2), chunk(3)]) == [values(1)[chunk(1)], None, values(3)[chunk(3)]]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +14,15 @@ from bench.lib.model import write_model
 from bench.lib.vllm_server import vllm_server
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for
-from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun
+from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun, connector
 
 PROMPT = 1000
 TIMEOUTS = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000, "close_ms": 10_000}
 
 
-def connector(pool: Pool, salt: str, **extra: Any) -> str:
-    """`--kv-transfer-config` as its users write it, apart from the spec, which vLLM's own worker has no CPU for."""
+@contextmanager
+def tiered(model: Path, pool: Pool, salt: str) -> Iterator[Server]:
+    """With the flag as its users write it, apart from the spec, which vLLM's own worker has no CPU for."""
     tier = {
         "type": "PdCacheTierManager",
         "module_path": "pd_cache.adapters.vllm_tier",
@@ -32,16 +31,8 @@ def connector(pool: Pool, salt: str, **extra: Any) -> str:
         "transfer": {"staging_size": "32MiB", "prefault": False, "timeouts": TIMEOUTS},
     }
     spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.support.vllm_cpu_tiering"}
-    options = {"cpu_bytes_to_use": 256 << 20, "secondary_tiers": [tier], **spec, **extra}
-    return json.dumps(
-        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
-    )
-
-
-@contextmanager
-def tiered(model: Path, pool: Pool, salt: str, **extra: Any) -> Iterator[Server]:
-    env = {**ENV, "PYTHONPATH": str(ROOT)}
-    flag = f"--kv-transfer-config={connector(pool, salt, **extra)}"
+    options = {"cpu_bytes_to_use": 256 << 20, "secondary_tiers": [tier], **spec}
+    env, flag = {**ENV, "PYTHONPATH": str(ROOT)}, connector("OffloadingConnector", "kv_both", options)
     with vllm_server(model, MODEL_NAME, ARGS, env, flag, ready_timeout_s=900, program=PROGRAM[0]) as url:
         yield Server(url)
 

@@ -37,7 +37,7 @@ from pd_cache.vllm.layers import (
 )
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.steps import StepReport
-from tests.pd_cache.test_groups import group
+from tests.support.names import group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
@@ -241,7 +241,6 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
         "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
     }  # fmt: skip
     speculative = SimpleNamespace(**{name: changed.get(name, value) for name, value in ordinary.items()})
-    speculative.method = changed.get("draft")
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
             model="/models/m",

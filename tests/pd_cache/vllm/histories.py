@@ -89,6 +89,9 @@ class Pool:
             block.ref_cnt -= 1
             self.freed.append(block.block_id)
 
+    def get_num_free_blocks(self) -> int:
+        return sum(not block.ref_cnt for block in self.blocks)
+
     def evict_blocks(self, ids: set[int]) -> None:
         self.evicted |= ids
         for number in ids:
@@ -162,8 +165,8 @@ class Manager:
 class Lookups(LookupClient):
     """A lookup client over a set of names."""
 
-    def __init__(self, metrics: CacheMetrics) -> None:
-        super().__init__(ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
+    def __init__(self, metrics: CacheMetrics, database: ChunkedTokenDatabase | None = None) -> None:
+        super().__init__(database or ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
         self._asks = SimpleNamespace(find=self._answer)  # type: ignore[assignment]
         self.there: set[bytes] = set()
         self.leading = 0
