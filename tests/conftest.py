@@ -116,13 +116,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # a package may export what it is called
 
 
-@pytest.fixture
-def raw_client(pool: Pool) -> Iterator[Any]:
-    """A bare, full Mooncake client: what puts bad data into the pool behind pd-cache's back."""
-    with pool.bare_client() as client:
-        yield client
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests go first, those that take longest before all: at the end of a parallel run nobody waits for a worker
     that began a long one last, and what mostly waits does so beside what computes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import cli, program
+from tests.support.cli import cli, printed, program
 from tests.support.hosts import Host, Network, why_not
 from tests.support.pool import Pool, Process
 from tests.support.waiting import wait_for
@@ -27,11 +26,7 @@ PATIENT = "  timeouts: {exist_ms: 10000, get_ms: 10000, put_ms: 10000}\nhandoff:
 
 
 def output_of(example: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / example), *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return printed(sys.executable, EXAMPLES / example, *arguments)
 
 
 def test_two_engines_of_ones_own_share_a_pool(pool: Pool) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import email.message
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from email.parser import BytesParser
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageMetadata, distributions, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import pd_cache
+from tests.support.cli import printed
 from tests.support.cluster import cluster_file, free_node
 from tests.test_architecture import ROOT
 
@@ -47,19 +46,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(target)], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed(sys.executable, "-c", build, target, cwd=source)
     (file,) = target.iterdir()
     return file
-
-
-@pytest.fixture(scope="module")
-def metadata(wheel: Path) -> email.message.Message:
-    with zipfile.ZipFile(wheel) as opened:
-        (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
-        return BytesParser().parsebytes(opened.read(name))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +59,13 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def requirements(metadata: email.message.Message) -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def metadata(unpacked: Path) -> PackageMetadata:
+    (found,) = distributions(path=[str(unpacked)])
+    return found.metadata
+
+
+def requirements(metadata: PackageMetadata) -> dict[str, set[str]]:
     """Distribution names by extra; those of the empty extra are always installed."""
     found: dict[str, set[str]] = {extra: set() for extra in ("", *metadata.get_all("Provides-Extra", []))}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
@@ -106,7 +101,7 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(wheel: Path) -> None:
     assert names == modules | data | typed | page
 
 
-def test_the_wheel_says_what_it_is(metadata: email.message.Message, unpacked: Path) -> None:
+def test_the_wheel_says_what_it_is(metadata: PackageMetadata, unpacked: Path) -> None:
     assert metadata["Version"] == pd_cache.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     (about,) = unpacked.glob("*.dist-info")
@@ -117,7 +112,7 @@ def test_the_wheel_says_what_it_is(metadata: email.message.Message, unpacked: Pa
     assert named == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]
 
 
-def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata: email.message.Message) -> None:
+def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata: PackageMetadata) -> None:
     declared = requirements(metadata)
     distributions = packages_distributions()
     used: set[str] = set()
@@ -138,16 +133,7 @@ def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata:
 
 def run(unpacked: Path, folder: Path, *command: str) -> str:
     """The output of a command in an empty folder, with the wheel's packages before those of the clone."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return printed(sys.executable, *command, cwd=folder, PYTHONPATH=str(unpacked))
 
 
 def test_the_command_works_without_a_clone(unpacked: Path, tmp_path: Path) -> None:
@@ -177,7 +163,6 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Pat
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with up:
-        assert up.stdout is not None
         ready = {up.stdout.readline().split()[1] for _ in nodes}
         up.terminate()
         up.communicate(timeout=60)  # what else it prints: nobody may close its pipe meanwhile

@@ -21,6 +21,7 @@ import pd_cache
 from launch.cli import example_file, main
 from launch.demo import comments
 from pd_cache import CacheEngineBuilder, LoadStoreOp
+from tests.support.cli import printed
 from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
@@ -87,7 +88,6 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: P
     tokens, blocks_of = list(range(8 * CHUNK)), 8 * CHUNK // BLOCK
     with served(pool, tmp_path) as server, Engine(server.url, "readme") as engine:
         version = engine.worker._cache.version
-        assert version is not None
         assert version.wait_known(60), "the pool has just started"
         engine.compute(tokens)
         engine.worker.submit_store_request("r0", LoadStoreOp(list(range(blocks_of)), tokens, end=len(tokens)))
@@ -154,7 +154,6 @@ def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
 
 def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
     (bench,) = [parameter for parameter in main.commands["bench"].params if parameter.name == "name"]
-    assert isinstance(bench.type, click.Choice)
     assert [name for name in bench.type.choices if f"`{name}`" not in README and f"bench {name}" not in README] == []
     assert set(re.findall(r"\(\.\./configs/(.*?)\.yaml\)", RECIPES)) == {
         file.stem for file in (ROOT / "configs").iterdir()
@@ -172,8 +171,7 @@ def test_it_is_short() -> None:
 
 def test_the_plot_is_what_its_command_draws() -> None:
     images = ROOT / "docs" / "images"
-    command = [sys.executable, str(ROOT / "tools" / "plot-ttft.py"), str(images / "ttft.jsonl")]
-    drawn = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    drawn = printed(sys.executable, ROOT / "tools" / "plot-ttft.py", images / "ttft.jsonl")
     assert drawn == (images / "ttft.svg").read_text()
 
 

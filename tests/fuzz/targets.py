@@ -309,7 +309,6 @@ def _metrics(data: bytes) -> None:
     history.add(_OLDER)
     history.add(reading)
     rates = history.rates(2.0)
-    assert rates is not None
     assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
     assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
     assert all(0 <= low <= high for low, high in rates.quantiles.values())

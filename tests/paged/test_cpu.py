@@ -45,15 +45,7 @@ def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) ->
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
-def test_gather_and_scatter_match_the_oracle(
-    kind: PageKind,
-    one_storage: bool,
-    heads: int,
-    dim: int,
-    large_page: int,
-    step_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gather_and_scatter_match_the_oracle(kind, one_storage, heads, dim, large_page, step_bytes, monkeypatch):
     """So does their checksum, however the pages are hashed and in however many steps they move."""
     monkeypatch.setattr("pd_cache.paged.cpu._LARGE_PAGE", large_page)
     monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from pd_cache.chunks import (
     BlockHasher,
     CacheMetadata,
-    ChunkedTokenDatabase,
     ChunkNamer,
     Namespace,
     UnknownHashesError,
@@ -29,24 +28,10 @@ from pd_cache.chunks import (
     token_bytes,
 )
 from pd_cache.config import CacheConfig
+from tests.support.names import NAMESPACE, database
 from tests.support.waiting import together
 
-BASE = {
-    "model": "m@1",
-    "kv_dtype": "bfloat16",
-    "layout": "heads_first.2x4x32",
-    "layers": 2,
-    "block_size": 4,
-    "page_bytes": 256,
-    "chunk_size": 8,
-    "shards": 1,
-    "hash_mode": "tokens",
-}
 token_lists = st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=40)
-
-
-def database(**changes: object) -> ChunkedTokenDatabase:
-    return ChunkedTokenDatabase(Namespace(**{**BASE, **changes}))  # type: ignore[arg-type]
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -210,12 +195,12 @@ def test_many_threads_name_prompts_with_one_namer() -> None:
     ],
 )
 def test_nodes_that_differ_in_anything_never_share_a_key(change: dict[str, object]) -> None:
-    assert database(**change).namespace.fingerprint() != database().namespace.fingerprint()
+    assert database(**change).namespace.fingerprint() != NAMESPACE.fingerprint()
 
 
 def test_a_manifest_of_names_by_another_hash_is_not_read() -> None:
-    manifest = database().namespace.manifest()
-    assert Namespace.read(manifest) == database().namespace
+    manifest = NAMESPACE.manifest()
+    assert Namespace.read(manifest) == NAMESPACE
     for other in (manifest.replace(b"blake2b", b"sha256"), manifest.replace(b',"token_hash":"blake2b"', b"")):
         with pytest.raises(ValueError, match="another hash than blake2b"):
             Namespace.read(other)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.cli import printed
 
 FIRST_USE = """
 import sys, threading
@@ -41,6 +39,4 @@ print("done")
 
 
 def test_threads_that_decode_a_type_for_the_first_time_together_do_not_crash_the_process() -> None:
-    command = [sys.executable, "-c", FIRST_USE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
-    assert done.stdout == "done\n", done.stderr[:2000]
+    assert printed(sys.executable, "-c", FIRST_USE) == "done\n"

@@ -9,6 +9,7 @@ import itertools
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,15 +32,18 @@ _prompts = itertools.count()
 class Vandal:
     """Overwrites one byte of a chunk in staging memory, just before one of the steps of its copy or just after the last."""
 
-    def __init__(self, byte: int, step: int, copy: str, large_page: int = 0) -> None:
-        """Pages of `large_page` bytes are hashed where they lie."""
-        self._byte, self._step, self._copy, self._large_page = byte, step, copy, large_page
-        self.struck = False
+    def __init__(self, byte: int, copied_by: int, step: int) -> None:
+        """`copied_by`: the step that copies this byte."""
+        self._byte, self._step = byte, step
+        self.comes_before, self.comes_just_before = step <= copied_by, step == copied_by
+        self._struck = False
         self._payload: torch.Tensor | None = None
 
-    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        moved = getattr(CpuPagedCopier, self._copy)
-        steps = CpuPagedCopier._steps
+    @contextmanager
+    def at_work(self, monkeypatch: pytest.MonkeyPatch, copy: str, *, large_page: int = 0, mends: bool = False):
+        """Strikes during the block. Pages of `large_page` bytes are hashed where they lie. With `mends`, the right byte comes back before the
+        next bytes are hashed."""
+        vandal, moved, steps = self, getattr(CpuPagedCopier, copy), CpuPagedCopier._steps
 
         def with_steps(copier: CpuPagedCopier, chunk: torch.Tensor, payload: torch.Tensor) -> Iterator[Any]:
             for number, step in enumerate(steps(copier, chunk, payload)):
@@ -51,15 +55,6 @@ class Vandal:
             self._strike(STEPS, payload)
             return copied
 
-        monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", 1)
-        monkeypatch.setattr("pd_cache.paged.cpu._LARGE_PAGE", self._large_page)
-        monkeypatch.setattr(CpuPagedCopier, "_steps", with_steps)
-        monkeypatch.setattr(CpuPagedCopier, self._copy, with_copy)
-
-    def mend_before_checksums(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The right byte comes back before the next bytes are hashed."""
-        vandal = self
-
         class Late:
             def __init__(self) -> None:
                 self._digest = Digest()
@@ -69,21 +64,34 @@ class Vandal:
                 vandal._mend()
                 self._digest.update(data)
 
-        monkeypatch.setattr("pd_cache.paged.cpu.Digest", Late)
+        with monkeypatch.context() as patch:
+            patch.setattr("pd_cache.paged.cpu._STEP_BYTES", 1)
+            patch.setattr("pd_cache.paged.cpu._LARGE_PAGE", large_page)
+            patch.setattr(CpuPagedCopier, "_steps", with_steps)
+            patch.setattr(CpuPagedCopier, copy, with_copy)
+            if mends:
+                patch.setattr("pd_cache.paged.cpu.Digest", Late)
+            yield
+        assert self._struck
 
     def _strike(self, step: int, payload: torch.Tensor) -> None:
-        if step == self._step and not self.struck:
+        if step == self._step and not self._struck:
             payload[self._byte] ^= 0x5A
-            self.struck, self._payload = True, payload
+            self._struck, self._payload = True, payload
 
     def _mend(self) -> None:
         if self._payload is not None:
             self._payload[self._byte] ^= 0x5A
             self._payload = None
 
-    def before(self, payload_bytes: int) -> bool:
-        """Whether it strikes before the step that copies its byte."""
-        return self._step <= self._byte * STEPS // payload_bytes
+
+def vandals(node: Host, steps: int = STEPS + 1) -> Iterator[Vandal]:
+    """Of the first and the last byte of each step's page, before each of so many steps."""
+    page = node.layout.page_bytes
+    assert node.layout.planes == PLANES
+    for copied_by in range(STEPS):
+        for byte in (copied_by * page, (copied_by + 1) * page - 1):
+            yield from (Vandal(byte, copied_by, step) for step in range(steps))
 
 
 @pytest.fixture(scope="module")
@@ -107,29 +115,17 @@ def stored(writer: Host) -> list[int]:
     return tokens
 
 
-def bytes_to_hit(node: Host) -> list[int]:
-    """The first and the last byte of each step."""
-    page = node.layout.page_bytes
-    assert node.layout.planes == PLANES
-    return [place for step in range(STEPS) for place in (step * page, (step + 1) * page - 1)]
-
-
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(writer, reader, monkeypatch, large_page):
-    size = writer.layout.chunk_bytes(CHUNK)
-    for byte in bytes_to_hit(writer):
-        for step in range(STEPS + 1):
-            vandal = Vandal(byte, step, "gather", large_page)
-            with monkeypatch.context() as patch:
-                vandal.watch(patch)
-                tokens = stored(writer)
-            assert vandal.struck
-            mask = reader.retrieve(tokens, ELSEWHERE)
-            if vandal.before(size):
-                assert all(mask), "the copy went over it"
-                assert reader.holds(tokens, ELSEWHERE)
-            else:
-                assert not any(mask), (byte, step)
+    for vandal in vandals(writer):
+        with vandal.at_work(monkeypatch, "gather", large_page=large_page):
+            tokens = stored(writer)
+        mask = reader.retrieve(tokens, ELSEWHERE)
+        if vandal.comes_before:
+            assert all(mask), "the copy went over it"
+            assert reader.holds(tokens, ELSEWHERE)
+        else:
+            assert not any(mask), vars(vandal)
 
 
 @pytest.mark.parametrize("reads", [1, 2])
@@ -137,20 +133,15 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(writer, read
     """And the object in the pool, which is good, stays there and is read again."""
     tokens = stored(writer)
     monkeypatch.setattr("pd_cache.mover._RETRIES", reads - 1)
-    size = writer.layout.chunk_bytes(CHUNK)
-    for byte in bytes_to_hit(writer):
-        for step in range(STEPS + 1):
-            blank(reader)
-            vandal = Vandal(byte, step, "scatter")
-            with monkeypatch.context() as patch:
-                vandal.watch(patch)
-                mask = reader.retrieve(tokens, ELSEWHERE)
-            assert vandal.struck
-            if reads == 1 and vandal.before(size):
-                assert not any(mask), (byte, step)
-            else:
-                assert all(mask), (byte, step)
-                assert reader.holds(tokens, ELSEWHERE)
+    for vandal in vandals(writer):
+        blank(reader)
+        with vandal.at_work(monkeypatch, "scatter"):
+            mask = reader.retrieve(tokens, ELSEWHERE)
+        if reads == 1 and vandal.comes_before:
+            assert not any(mask), vars(vandal)
+        else:
+            assert all(mask), vars(vandal)
+            assert reader.holds(tokens, ELSEWHERE)
     assert reader.lookup(tokens) == CHUNK
 
 
@@ -158,18 +149,12 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(writer, read
 def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(writer, reader, monkeypatch, large_page):
     tokens = stored(writer)
     monkeypatch.setattr("pd_cache.mover._RETRIES", 0)
-    size = writer.layout.chunk_bytes(CHUNK)
-    for byte in bytes_to_hit(writer):
-        for step in range(STEPS):
-            blank(reader)
-            vandal = Vandal(byte, step, "scatter", large_page)
-            with monkeypatch.context() as patch:
-                vandal.watch(patch)
-                vandal.mend_before_checksums(patch)
-                mask = reader.retrieve(tokens, ELSEWHERE)
-            assert vandal.struck
-            assert any(mask) == (step != byte * STEPS // size)
-            assert reader.holds(tokens, ELSEWHERE) or not any(mask)
+    for vandal in vandals(writer, STEPS):
+        blank(reader)
+        with vandal.at_work(monkeypatch, "scatter", large_page=large_page, mends=True):
+            mask = reader.retrieve(tokens, ELSEWHERE)
+        assert any(mask) != vandal.comes_just_before
+        assert reader.holds(tokens, ELSEWHERE) or not any(mask)
 
 
 def blank(node: Host) -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder, EngineLookup, PromptCache
+from pd_cache.cache import CacheEngineBuilder, EngineLookup, PromptCache
 from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
-from pd_cache.tiers import open_backend
 from pd_cache.versions import FIRST
-from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
-from tests.support.kv import make_cache, write_prompt
+from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
+from tests.support.kv import make_cache, same_tensors, write_prompt
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -70,7 +69,7 @@ def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> N
         assert node.holds(tokens, other[: sum(mask)])
 
 
-def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(node, tokens, raw_client):
+def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(node, tokens, pool):
     slots = list(range(len(tokens)))
     node.store(tokens, slots)
     node.lookup(tokens)
@@ -80,7 +79,8 @@ def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(no
     assert value("pd_cache_tokens_total", {"op": "lookup", "outcome": "hit"}) == 24
     assert value("pd_cache_tokens_total", {"op": "retrieve", "outcome": "loaded"}) == 24
     assert value("pd_cache_bytes_total", {"op": "retrieve"}) == 3 * node.layout.chunk_bytes(CHUNK)
-    assert raw_client.get(node.engine.database.manifest_key) == node.engine.database.namespace.manifest()
+    with pool.bare_client() as client:
+        assert client.get(node.engine.database.manifest_key) == node.engine.database.namespace.manifest()
 
 
 def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, tokens: list[int]) -> None:
@@ -100,18 +100,14 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
             return scatter(*arguments)
 
         copier.scatter = slow  # type: ignore[method-assign]
-        results: list[list[bool]] = []
-        reader = threading.Thread(target=lambda: results.append(node.retrieve(tokens, slots)))
-        reader.start()
-        assert inside.wait(60)
-        closer = threading.Thread(target=node.engine.close)
-        closer.start()
-        wait_for(lambda: node.engine.mover.closed)
-        assert closer.is_alive(), "close() returned while chunks were being scattered"
-        go_on.set()
-        closer.join(60)
-        reader.join(60)
-        assert results == [[True] * 8 + [False] * 21]
+        with ThreadPoolExecutor(2) as threads:
+            reading = threads.submit(node.retrieve, tokens, slots)
+            assert inside.wait(60)
+            closing = threads.submit(node.engine.close)
+            wait_for(lambda: node.engine.mover.closed)
+            assert closing.running(), "close() returned while chunks were being scattered"
+            go_on.set()
+            assert reading.result(60) == [True] * 8 + [False] * 21
         assert not any(node.retrieve(tokens, slots))
 
 
@@ -142,7 +138,7 @@ def test_callers_mistakes_are_value_errors_before_anything_moves(node, tokens, o
     before = [tensor.clone() for tensor in node.cache]
     with pytest.raises(ValueError, match=message):
         getattr(node.prompts, operation)(**arguments)
-    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, node.cache, strict=True))
+    assert same_tensors(before, node.cache)
     assert node.lookup(tokens) == 0
 
 
@@ -184,48 +180,28 @@ def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]
 
 def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens: list[int]) -> None:
     model, slots = uuid.uuid4().hex, list(range(LONG))
-    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
     whole = make_cache(heads=4, block_size=BLOCK)
-    layout = KVLayout.from_tensors(whole)
-    write_prompt(whole, layout, tokens, slots)
+    write_prompt(whole, KVLayout.from_tensors(whole), tokens, slots)
     halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
-
-    def engine(cache: list[torch.Tensor], **place: int) -> CacheEngine:
-        layout = KVLayout.from_tensors(cache)
-        made = CacheEngine(
-            open_backend(settings, layout.shard(place.get("shards_per_rank", 1)).chunk_bytes(CHUNK)),
-            settings,
-            CacheMetadata.of(model, layout, **place),
-            layout,
-        )
-        stack.callback(made.close)
-        made.wait_available(60)
-        return made
-
-    with contextlib.ExitStack() as stack:
-        engines = [engine(half, world_size=2, rank=rank) for rank, half in enumerate(halves)]
-        both = engine(whole, shards_per_rank=2)
-        assert {one.database.namespace for one in engines} == {both.database.namespace}
-        ranks, alone = [PromptCache(one) for one in engines], PromptCache(both)
-        mapping = torch.tensor(slots)
-
-        ranks[0].store(tokens, kv_caches=halves[0], slot_mapping=mapping)
+    before = [[layer[:6].clone() for layer in cache] for cache in (whole, *halves)]
+    with (
+        host(pool, model=model, tensors=halves[0], place={"world_size": 2, "rank": 0}) as first,
+        host(pool, model=model, tensors=halves[1], place={"world_size": 2, "rank": 1}) as second,
+        host(pool, model=model, tensors=whole, place={"shards_per_rank": 2}) as alone,
+    ):
+        nodes = (alone, first, second)
+        assert len({node.engine.database.namespace for node in nodes}) == 1
+        first.store(tokens, slots)
         assert alone.lookup(tokens) == 0, "half of a chunk is no chunk"
-        assert ranks[1].store(tokens, kv_caches=halves[1], slot_mapping=mapping) == 24
-        assert alone.lookup(tokens) == ranks[0].lookup(tokens) == 24
-
-        empty = [torch.zeros_like(layer) for layer in whole]
-        assert int(alone.retrieve(tokens, kv_caches=empty, slot_mapping=mapping).sum()) == 24
-        for now, was in zip(empty, whole, strict=True):
-            assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
-
+        assert second.store(tokens, slots) == 24
+        assert alone.lookup(tokens) == first.lookup(tokens) == 24
         more = [token + 500 for token in tokens]
-        assert alone.store(more, kv_caches=whole, slot_mapping=mapping) == 24
-        for rank, half in enumerate(halves):
-            blank = [torch.zeros_like(layer) for layer in half]
-            assert int(ranks[rank].retrieve(more, kv_caches=blank, slot_mapping=mapping).sum()) == 24
-            for now, was in zip(blank, half, strict=True):
-                assert torch.equal(now.view(torch.int16)[:6], was.view(torch.int16)[:6])
+        assert alone.store(more, slots) == 24
+        for node, prompt, was in zip(nodes, (tokens, more, more), before, strict=True):
+            for layer in node.cache:
+                layer.zero_()
+            assert sum(node.retrieve(prompt, slots)) == 24
+            assert same_tensors([layer[:6] for layer in node.cache], was)
 
 
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:
@@ -244,7 +220,6 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, t
         memory = filler.staging(16 << 20)
         filler.wait_open(60)
         slot = memory.lease(time.monotonic() + 5)
-        assert slot is not None
         assert filler.start_put(["filler"], [slot], [slot.size], timeout=60).results() == [Status.OK]
         slot.release()
         node.compute(tokens, slots)
@@ -259,38 +234,28 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, t
 
 def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of_a_store(pool: Pool) -> None:
     layers = LayerGroup(layers="0-1", keeps="the last 4 tokens", tail=1)
-    tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
-    layout = KVLayout.from_tensors(tensors)
-    settings = pool.settings(CacheConfig(chunk_size=CHUNK))
-    metadata = CacheMetadata.of(uuid.uuid4().hex, layout, group=layers)
-    instance, per_chunk = uuid.uuid4().hex, CHUNK // BLOCK
-    engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)
-    try:
-        engine.wait_available(60)
-        engine.register_kv_caches(tensors)
+    with host(pool, place={"group": layers}) as node:
+        engine, per_chunk = node.engine, CHUNK // BLOCK
+        engine.register_kv_caches(node.cache)
         names = [b"a" * 16, b"b" * 16]
         held = [*range(2, 2 * per_chunk + 1)]
         assert engine.store(names, [-1, *held]) == [StoreOutcome.NEW] * 2
         fetched = list(engine.backend.batched_get(engine.database.keys(names)))
-        first = torch.frombuffer(fetched[0].payload, dtype=torch.uint8).view(layout.planes, per_chunk, -1).clone()
+        first = torch.frombuffer(fetched[0].payload, dtype=torch.uint8).view(node.layout.planes, per_chunk, -1).clone()
         assert not first[:, 0].any(), "what is left out is zeros, and nobody else's bytes"
         assert first[:, 1:].any()
         for one in fetched:
             one.release()
-        bits = [tensor.view(torch.int16) for tensor in tensors]
-        before = [one.clone() for one in bits]
+        before = [tensor.clone() for tensor in node.cache]
         other = [*range(10, 10 + 2 * per_chunk)]
         assert engine.load(names, [-1, *other[1:]]).chunks == 2
-        for now, old in zip(bits, before, strict=True):
-            assert torch.equal(now[other[1:]], old[held])
-            assert torch.equal(now[other[0]], old[other[0]])
+        assert same_tensors([layer[other[1:]] for layer in node.cache], [layer[held] for layer in before])
+        assert same_tensors([layer[other[:1]] for layer in node.cache], [layer[other[:1]] for layer in before])
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         groups = EngineLookup([engine])
         assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
         assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
-    finally:
-        CacheEngineBuilder.destroy(instance)
 
 
 def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool: Pool, tokens: list[int]) -> None:

@@ -8,31 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.chunks import ChunkedTokenDatabase, Namespace
+from pd_cache.chunks import Namespace
 from pd_cache.groups import LayerGroups
 from pd_cache.reasons import Found
-
-
-def group(
-    tail: int | None, *, shards: int = 1, chunk_size: int = 64, layers: str = "0", ahead: int = 0
-) -> ChunkedTokenDatabase:
-    return ChunkedTokenDatabase(
-        Namespace(
-            model="m",
-            kv_dtype="bf16",
-            layout="p",
-            layers=1,
-            block_size=16,
-            page_bytes=64,
-            chunk_size=chunk_size,
-            shards=shards,
-            hash_mode="blocks",
-            group="" if tail is None else layers,
-            keeps="" if tail is None else "something",
-            tail=tail or 0,
-            ahead=ahead,
-        )
-    )
+from tests.support.names import group
 
 
 def test_a_namespace_tells_its_group_and_is_read_back() -> None:

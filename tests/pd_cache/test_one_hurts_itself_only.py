@@ -130,11 +130,6 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
         assert set(put(node, fresh(4))) == {Status.OK}
 
 
-def damage(client: Any, key: str) -> None:
-    good = client.get(key)
-    assert client.upsert(key, good[:10] + bytes([good[10] ^ 1]) + good[11:]) == 0
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["flipped", "larger"])
 def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(pool: Pool, whole: bool) -> None:
     tokens, slots = list(range(64)), list(range(64))
@@ -142,10 +137,10 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 64
         victim = node.keys(tokens)[1]
-        with pool.bare_client() as client:
-            if whole:
-                damage(client, victim)
-            else:
+        if whole:
+            pool.damage(victim)
+        else:
+            with pool.bare_client() as client:
                 assert client.upsert(victim, bytes(1 << 20)) == 0
         assert node.lookup(tokens) == 64, "which leases it, as each lookup does"
 
@@ -166,7 +161,7 @@ def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monke
         keys = fresh(2)
         assert put(node, keys) == [Status.OK] * 2
         good = client.get(keys[0])
-        damage(client, keys[0])
+        pool.damage(keys[0])
         start_get, looks = node.store.start_get, 0
 
         def replaced_before_the_second_look(*args: Any, **options: Any) -> Any:
@@ -185,10 +180,10 @@ def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monke
 
 
 def test_removing_damage_takes_no_longer_than_the_reader_has(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with backend(pool) as node, pool.bare_client() as client:
+    with backend(pool) as node:
         keys = fresh(1)
         assert put(node, keys) == [Status.OK]
-        damage(client, keys[0])
+        pool.damage(*keys)
         given: list[float] = []
 
         def never_answers(keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pd_cache.mover import ChunkRun
 from tests.support.engines import BLOCK, CHUNK, FAST, Host, host
 from tests.support.pool import Pool
 from tests.support.server import Engine, served
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, together, wait_for
 from transfer.settings import ByteSize
 
 TOKENS = list(range(5 * CHUNK))
@@ -134,28 +135,19 @@ def test_two_resets_at_once_while_all_threads_load_leave_no_node_with_kv_of_old_
             if any(node.retrieve(part, slots)):
                 begun.append(now)
 
+    done: list[float] = []
+
+    def reset(by: Callable[[], object]) -> None:
+        assert by()
+        done.append(time.monotonic())
+
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(host(pool, model=model)) for _ in range(3)]
         stored(nodes[0])
-        loads = [threading.Thread(target=load, args=(nodes[n % 3], 6 + n // 3)) for n in range(14)]
-        done: list[float] = []
-
-        def reset(by: Callable[[], object]) -> None:
-            assert by()
-            done.append(time.monotonic())
-
-        resets = [
-            threading.Thread(target=reset, args=(by,)) for by in (nodes[1].engine.reset, lambda: pool.reset(model))
-        ]
-        for thread in loads:
-            thread.start()
-        stack.callback(lambda: [thread.join() for thread in loads])
+        stack.enter_context(beside(*(partial(load, nodes[n % 3], 6 + n // 3) for n in range(14))))
         stack.callback(over.set)
         wait_for(lambda: len(begun) > 100, what="loads on all threads")
-        for thread in resets:
-            thread.start()
-        for thread in resets:
-            thread.join()
+        together(partial(reset, nodes[1].engine.reset), partial(reset, partial(pool.reset, model)))
         wait_for(lambda: len({node.engine.version.current() for node in nodes}) == 1, what="one version on all nodes")
         assert nodes[0].engine.version.current() is not None
         end = time.monotonic() + 3

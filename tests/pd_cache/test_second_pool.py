@@ -17,11 +17,10 @@ import pytest
 from pd_cache import ObjectCache
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.tiers.hybrid import HybridBackend
 from tests.support.backends import count
 from tests.support.engines import CHUNK, FAST, Host, host
 from tests.support.pool import Pool, suspend
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
@@ -54,9 +53,7 @@ def fill(pool: Pool, model: str, *prompts: list[int]) -> None:
 
 
 def second(node: Host) -> Any:
-    backend = node.engine.backend
-    assert isinstance(backend, HybridBackend)
-    return backend.tiers[-1].backend
+    return node.engine.backend.tiers[-1].backend
 
 
 @contextlib.contextmanager
@@ -109,7 +106,6 @@ def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_th
         engine = node.engine
         client = MooncakeLookupClient(engine.settings, engine.metadata, green.address)
         with contextlib.closing(client):
-            assert client.second is not None
             for store in (client.store, client.second):
                 store.wait_open(60)
             assert client.version.wait_known(60)
@@ -203,15 +199,13 @@ def test_what_is_no_master_holds_nothing_up(green: Pool) -> None:
                     pauses.append(now[1] - last[1])
                     last = now
 
-            thread = threading.Thread(target=tick)
-            thread.start()
-            end = time.monotonic() + 5
-            while time.monotonic() < end:
-                assert node.lookup(TOKENS) == len(TOKENS)
-                assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
-                time.sleep(0.02)
-            ended.set()
-            thread.join()
+            with beside(tick):
+                end = time.monotonic() + 5
+                while time.monotonic() < end:
+                    assert node.lookup(TOKENS) == len(TOKENS)
+                    assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
+                    time.sleep(0.02)
+                ended.set()
             assert off(node)
             assert sum(pause > 1 for pause in pauses) < 2, "not once a second"
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
 import sys
-import threading
+from functools import partial
 
 import pytest
 
 from pd_cache.config import TracingConfig
 from pd_cache.errors import ConfigError
 from pd_cache.tracing import UNTRACED, open_tracing
+from tests.support.cli import printed
 from tests.support.collector import collecting
-from tests.support.waiting import wait_for
-from tests.test_architecture import ROOT
+from tests.support.waiting import together, wait_for
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=1"}
 
@@ -35,8 +34,7 @@ def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_pass
         "open_tracing(TracingConfig(), 'proxy', 'p').begin('x').end(); "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed(sys.executable, "-c", program).strip() == "[]"
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +50,7 @@ def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once() -> None
         span = tracing.begin("outer", PARENT, kind="server", asked=7)
         assert span.headers["tracestate"] == "vendor=1"
         inner = tracing.begin("inner", span.headers)
-        ending = threading.Thread(target=lambda: inner.end("broken"))
-        ending.start()
-        ending.join()
+        together(partial(inner.end, "broken"))
         inner.end()
         inner.note(late=True)
         span.note(found=3, reason="none")
@@ -63,12 +59,10 @@ def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once() -> None
         wait_for(lambda: len(collector.spans) == 2)
         received = {one.name: one for one in collector.spans}
         assert {one.trace for one in collector.spans} == {PARENT["traceparent"][3:35]}
-        assert received["outer"].parent == PARENT["traceparent"][36:52]
-        assert received["inner"].parent == received["outer"].span
-        assert (received["inner"].failed, received["outer"].failed) == (True, False)
-        assert received["outer"].attributes == {"pd_cache.asked": 7, "pd_cache.found": 3, "pd_cache.reason": "none"}
-        assert received["inner"].attributes == {}
-        assert (received["outer"].service, received["outer"].node) == ("pd-cache-decode", "d-0")
+        outer, noted = received["outer"], {"pd_cache.asked": 7, "pd_cache.found": 3, "pd_cache.reason": "none"}
+        assert (outer.service, outer.node, outer.failed, outer.attributes) == ("pd-cache-decode", "d-0", False, noted)
+        assert (outer.parent, received["inner"].parent) == (PARENT["traceparent"][36:52], outer.span)
+        assert (received["inner"].failed, received["inner"].attributes) == (True, {})
 
 
 @pytest.mark.usefixtures("sdk")

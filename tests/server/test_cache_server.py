@@ -31,14 +31,13 @@ from pd_cache.server.server import CacheServer
 from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.engines import host as in_process
-from tests.support.kv import make_cache
+from tests.support.kv import make_cache, same_tensors
 from tests.support.pool import Pool
 from tests.support.server import (
     LATE_S,
     PER_CHUNK,
     Engine,
     move_unchecked,
-    same_tensors,
     served,
     store_surely,
 )
@@ -404,7 +403,7 @@ def adapter(kind: type, **options: Any) -> Callable[[str, str], Any]:
     ("come", "message"),
     [
         (lambda url, model: Engine(url, model, shards_per_rank=2), "3 KV heads cannot be cut into 2 equal shards"),
-        (lambda url, model: Engine(url, model, kind=PageKind.KV_OUTER), "are not interchangeable"),
+        (lambda url, model: Engine(url, model, cache=make_cache(PageKind.KV_OUTER)), "are not interchangeable"),
         (
             adapter(SchedulerAdapter, block_size=3),
             "have 8 tokens, which is not a multiple of the engine's block size 3",

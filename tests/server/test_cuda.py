@@ -27,11 +27,8 @@ AWHILE = 1_000_000_000
 @pytest.fixture(scope="module")
 def url(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    server = ServerProcess(pool, folder)
-    try:
+    with ServerProcess(pool, folder):
         yield f"ipc://{folder}/cache.sock"
-    finally:
-        server.stop()
 
 
 def gpu_engine(url: str, model: str) -> Engine:

@@ -10,20 +10,22 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from pd_cache.metrics import CacheMetrics
 from pd_cache.server.connection import ServerConnection
-from pd_cache.server.link import Incoming, ServerLink
+from pd_cache.server.link import Incoming
 from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcome
 from pd_cache.server.server import CacheServer
+from tests.server.test_link import End
 from tests.support.engines import CHUNK, troubles
-from tests.support.kv import make_cache
+from tests.support.kv import make_cache, same_tensors
+from tests.support.leaks import open_files
 from tests.support.pool import Pool, Process
-from tests.support.server import Engine, ServerProcess, running_at, same_tensors, served, store_surely
-from tests.support.waiting import wait_for
+from tests.support.server import Engine, ServerProcess, running_at, served, store_surely
+from tests.support.waiting import beside, wait_for
 
 TOKENS = list(range(4 * CHUNK))
 
@@ -57,12 +59,7 @@ def shared_maps() -> int:
 
 def shared_files() -> int:
     """Open files of shared memory, fences included: Mooncake's connections come and go as they like."""
-    names = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(one)]
-    return sum("/memfd:pd-cache" in name for name in names)
-
-
-def _is_open(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+    return open_files("/memfd:pd-cache")
 
 
 @pytest.fixture
@@ -168,16 +165,13 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Po
                 engine.lookup(request, TOKENS)
                 engine.retrieve(request, TOKENS, 20)
 
-        user = threading.Thread(target=use)
-        user.start()
-        try:
-            wait_for(lambda: server.metrics.registry.get_sample_value("pd_cache_bytes_total", {"op": "retrieve"}))
-            server.close()
-            assert not any("torch_" in str(one) for one in tmp_path.iterdir())
-        finally:
-            stop.set()
-            user.join(60)
-        assert not user.is_alive()
+        with beside(use):
+            try:
+                wait_for(lambda: server.metrics.registry.get_sample_value("pd_cache_bytes_total", {"op": "retrieve"}))
+                server.close()
+                assert not any("torch_" in str(one) for one in tmp_path.iterdir())
+            finally:
+                stop.set()
     own = 1  # the engine's, which is of this process, too
     wait_for(lambda: shared_maps() <= own, what="the mappings being gone")
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
@@ -193,26 +187,21 @@ def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Pa
         maps.set()
         return answers[0]
 
-    def listen() -> ServerLink:
-        link = ServerLink(f"ipc://{tmp_path}/s", handle, lambda client: None, CacheMetrics())
-        link.start()
-        return link
-
-    server = listen()
     identity = EngineIdentity(model="m", block_size=CHUNK, chunk_size=CHUNK)
-    engine = ServerConnection(server.url, None, "worker", identity)
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def listen() -> End:
+            end = stack.enter_context(contextlib.closing(End(tmp_path)))
+            end.handle = handle
+            return end
+
+        server = listen()
+        connection = ServerConnection(server.link.url, None, "worker", identity)
+        engine = stack.enter_context(contextlib.closing(connection))
         engine.wait_ready(60)
-        registering = threading.Thread(target=engine.register, args=(make_cache(),), daemon=True)
-        registering.start()
+        stack.enter_context(beside(partial(engine.register, make_cache())))
         assert maps.wait(60)
-        server.stop(10)
         server.close()
         del answers[0]
-        server = listen()
+        listen()
         wait_for(lambda: engine.ready, what="the tensors being registered with the server that took its place")
-        registering.join(60)
-    finally:
-        engine.close()
-        server.stop(10)
-        server.close()

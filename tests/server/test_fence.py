@@ -6,36 +6,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
 import pytest
 
 from pd_cache.server.fence import SLOTS, AbandonedError, Fence, FenceView
 from tests.support.pool import ROOT
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, wait_for
 
 
 @pytest.fixture
 def fence() -> Iterator[Fence]:
-    one = Fence()
-    try:
+    with closing(Fence()) as one:
         yield one
-    finally:
-        one.close()
 
 
 @pytest.fixture
 def view(fence: Fence) -> Iterator[FenceView]:
-    other = FenceView(fence.descriptor)
-    try:
+    with closing(FenceView(fence.descriptor)) as other:
         yield other
-    finally:
-        other.close()
 
 
 def admit(fence: Fence, *, loads: bool = True) -> tuple[int, int]:
-    place = fence.admit(loads=loads)
-    assert place is not None
-    return place
+    return fence.admit(loads=loads)
 
 
 def use_again(fence: Fence, slot: int) -> tuple[int, int]:
@@ -103,19 +97,15 @@ def test_nothing_is_copied_after_a_revocation_however_the_two_race(fence: Fence,
             except AbandonedError:
                 return
 
-        copier = threading.Thread(target=copy)
-        copier.start()
-        started.wait()
-        wait_for(lambda place=place: fence.revoke(*place))  # type: ignore[misc]
-        blocks[0] = -1  # the engine's again
-        copier.join()
+        with beside(copy):
+            started.wait()
+            wait_for(partial(fence.revoke, *place))
+            blocks[0] = -1  # the engine's again
         assert (blocks[0], used[0]) == (-1, 0)
 
 
 def test_close_takes_all_tickets_away_and_says_how_many_copies_it_could_not_end() -> None:
-    fence = Fence()
-    other = FenceView(fence.descriptor)
-    try:
+    with closing(Fence()) as fence, closing(FenceView(fence.descriptor)) as other:
         places = [admit(fence) for _ in range(3)]
         with other.writing(*places[1]):
             assert fence.close() == 1
@@ -126,9 +116,6 @@ def test_close_takes_all_tickets_away_and_says_how_many_copies_it_could_not_end(
         for place in places:
             assert refused(other, place)
             assert fence.revoke(*place), "there is nothing left to wait for"
-    finally:
-        other.close()
-        fence.close()
 
 
 def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
@@ -171,18 +158,11 @@ def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fenc
         "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"
         "with view.writing(int(sys.argv[2]), int(sys.argv[3])): print('inside', flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, (fence.descriptor, *place))],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        pass_fds=[fence.descriptor],
-    )
-    assert process.stdout is not None
-    with process.stdout:
+    command = [sys.executable, "-c", program, *map(str, (fence.descriptor, *place))]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, pass_fds=[fence.descriptor]) as process:
         try:
             assert process.stdout.readline() == b"inside\n"
             assert not fence.revoke(*place)
         finally:
             process.kill()
-            process.wait()
     assert fence.revoke(*place)

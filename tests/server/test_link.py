@@ -24,6 +24,7 @@ from pd_cache.server.protocol import (
     Refused,
     Unregister,
 )
+from tests.support.leaks import open_files
 from tests.support.waiting import together, wait_for
 
 LATE_S = 60.0
@@ -37,14 +38,9 @@ class End:
     def __init__(self, folder: Path) -> None:
         self.handle: Handle = lambda incoming: Done()
         self.gone: list[bytes] = []
-        self.forgotten = 0
         self.closed = False
-        self.link = ServerLink(
-            f"ipc://{folder}/s",
-            lambda incoming: self.handle(incoming),
-            self.gone.append,
-            CacheMetrics(),
-        )
+        url = f"ipc://{folder}/s"
+        self.link = ServerLink(url, lambda incoming: self.handle(incoming), self.gone.append, CacheMetrics())
         self.link.start()
 
     def close(self) -> None:
@@ -55,40 +51,23 @@ class End:
 
     @contextlib.contextmanager
     def connected(self, name: bytes = b"", *, attached: bool = True) -> Iterator[ClientLink]:
-        client = ClientLink(self.link.url, None, name.decode() or uuid.uuid4().hex, self._forget)
-        try:
+        own = name.decode() or uuid.uuid4().hex
+        with contextlib.closing(ClientLink(self.link.url, None, own, lambda: None)) as client:
             assert not attached or client.attach()
             wait_for(lambda: client.request(EndSession("x"), LATE_S).outcome() == Done(), what="ZMQ's connection")
             yield client
-        finally:
-            client.close()
-
-    def _forget(self) -> None:
-        self.forgotten += 1
 
 
 @pytest.fixture
 def end(tmp_path: Path) -> Iterator[End]:
-    one = End(tmp_path)
-    try:
+    with contextlib.closing(End(tmp_path)) as one:
         yield one
-    finally:
-        one.close()
 
 
 @pytest.fixture
 def client(end: End) -> Iterator[ClientLink]:
     with end.connected() as one:
         yield one
-
-
-def pipes() -> int:
-    """Pipes that this process, and the server in it, has open."""
-    found = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:")
-    return found
 
 
 def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_returns(end, client):
@@ -101,7 +80,7 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
         return Done()
 
     end.handle = handle
-    before = pipes()
+    before = open_files("pipe:")
     for outcome in (Done(), Done(), "failed"):
         read, write = os.pipe()
         os.write(write, b"hello")
@@ -109,7 +88,7 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
         assert client.request(Unregister(), LATE_S, [read]).outcome() == outcome
         os.close(read)
     assert received == [b"hello"] * 3
-    wait_for(lambda: pipes() == before, what="the server's duplicates being closed")
+    wait_for(lambda: open_files("pipe:") == before, what="the server's duplicates being closed")
 
 
 def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end: End) -> None:

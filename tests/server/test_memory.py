@@ -26,7 +26,8 @@ from pd_cache.server.memory import (
 )
 from pd_cache.server.moves import MappedTensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Move, Register, Retrieve, Store, decode_request, encode
-from tests.support.kv import KINDS_WITH_TOKENS, make_cache
+from tests.support.kv import KINDS_WITH_TOKENS, make_cache, same_tensors
+from tests.support.made import made
 
 # --- shared memory ---------------------------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory() -> None:
     second = share_tensors([cache])
     try:
         assert cache.data_ptr() == address
-        assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+        assert same_tensors([cache], [before])
         assert os.fstat(first.descriptors[0]).st_ino == os.fstat(second.descriptors[0]).st_ino
         nbytes = cache.untyped_storage().nbytes()
         with mmap.mmap(first.descriptors[0], nbytes) as mapped:
@@ -60,7 +61,7 @@ def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch: pytest.M
         patch.setattr(os, "sendfile", full)
         with pytest.raises(SharingError, match=r"could not move .* to shared memory"):
             share_tensors([cache])
-    assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+    assert same_tensors([cache], [before])
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize}))
     with pytest.raises(SharingError, match="do not fit into /dev/shm"):  # before it kills the process
@@ -82,22 +83,20 @@ def fence() -> Iterator[Fence]:
 @pytest.fixture
 def map_them(fence: Fence) -> Iterator[MapThem]:
     """Map what was shared, as a server does; unmapped afterwards."""
-    mapped: list[MappedTensors] = []
 
     def do(shared: Shared, **changes: Any) -> MappedTensors:
         request = msgspec.structs.replace(Register(shared.storages, shared.tensors), **changes)
-        mapped.append(MappedTensors(request, shared.descriptors, FenceView(fence.descriptor)))
-        return mapped[-1]
+        return MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
 
-    yield do
-    for one in mapped:
-        assert one.unmap(1)
+    def unmap(mapped: MappedTensors) -> None:
+        assert mapped.unmap(1)
+
+    yield from made(do, unmap)
 
 
 def admitted(fence: Fence, kind: type[Move]) -> Move:
     """A move whose ticket is in the fence."""
     place = fence.admit(loads=kind is Retrieve)
-    assert place is not None
     return kind(session="", names=(), blocks=(), slot=place[0], ticket=place[1], patience_ms=1)
 
 
@@ -120,7 +119,7 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind: 
     shared = share_tensors(cache)
     mapped = map_them(shared)
     close_all(shared.descriptors)
-    assert torch.equal(view.view(torch.int16), before.view(torch.int16))
+    assert same_tensors([view], [before])
     with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
         for plane in copier._groups:  # type: ignore[attr-defined]
             plane[...] = 0

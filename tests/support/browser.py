@@ -104,7 +104,6 @@ class Browser:
 @asynccontextmanager
 async def chromium(folder: Path) -> AsyncIterator[Browser]:
     """Starts Chromium with an empty profile in `folder`."""
-    assert CHROMIUM is not None
     profile = folder / "profile"
     process = spawn_child(
         [

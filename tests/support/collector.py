@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from tests.support.waiting import beside
+
 
 class ReceivedSpan(NamedTuple):
     service: str
@@ -101,15 +103,9 @@ def collecting() -> Iterator[Collector]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler)
-    server.daemon_threads = True
-    server.block_on_close = False
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
-    try:
-        yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler) as server, beside(server.serve_forever):
+        collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+        try:
+            yield collector
+        finally:
+            server.shutdown()

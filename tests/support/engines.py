@@ -77,15 +77,17 @@ def host(
     pool: Pool,
     *,
     model: str | None = None,
+    tensors: list[torch.Tensor] | None = None,
+    place: dict[str, Any] | None = None,
     segment_size: int = 0,
     wait: bool = True,
     cache: CacheConfig | None = None,
     **transfer: Any,
 ) -> Iterator[Host]:
-    """A host in a namespace of its own, or in that of `model`."""
-    tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
+    """A host in a namespace of its own, or in that of `model`. `place`: its rank and the like, as of `CacheMetadata.of`."""
+    tensors = tensors or make_cache(blocks=BLOCKS, block_size=BLOCK)
     layout = KVLayout.from_tensors(tensors)
-    metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout)
+    metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout, **(place or {}))
     settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), transfer, segment_size)
     instance = uuid.uuid4().hex
     engine = CacheEngineBuilder.get_or_create(instance, settings, metadata, layout)

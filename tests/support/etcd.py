@@ -44,12 +44,10 @@ class Etcd:
         return f"{self._address}:{self.port}"
 
     def start(self) -> Etcd:
-        binary = shutil.which("etcd")
-        assert binary is not None
         scheme = "https" if self.tls else "http"
         peer = f"http://127.0.0.1:{self._peer_port}"
         command = [
-            binary,
+            "etcd",
             f"--data-dir={self._data}",
             f"--listen-client-urls={scheme}://{self.endpoint}",
             f"--advertise-client-urls={scheme}://{self.endpoint}",
@@ -81,7 +79,6 @@ class Etcd:
             self.process = None
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
 
     def wipe(self) -> None:
@@ -127,7 +124,6 @@ class Etcd:
         self.user = USER
 
     def _answers(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, "etcd ended"
         etcd3 = load_etcd3()
         import grpc

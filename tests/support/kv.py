@@ -74,3 +74,8 @@ def holds_token(cache: list[torch.Tensor], layout: KVLayout, prefix: Sequence[in
         for layer, tensor in enumerate(cache)
         for place in (token_view(tensor, layout.kind, slot, layout.block_size),)
     )
+
+
+def same_tensors(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of any bytes are the same: random numbers may be none, and those equal nothing."""
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))

@@ -55,10 +55,8 @@ class Prometheus:
         self.since = time.time()
 
     def start(self) -> Prometheus:
-        binary = tool("prometheus")
-        assert binary is not None
         command = [
-            binary,
+            tool("prometheus"),
             f"--config.file={self._file}",
             f"--storage.tsdb.path={self._folder / 'tsdb'}",
             f"--web.listen-address=127.0.0.1:{self._port}",

@@ -96,7 +96,6 @@ class Node:
         self.url = str(self.server.make_url("")).rstrip("/")
 
     async def stop(self) -> None:
-        assert self.server is not None
         await self.server.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -158,7 +157,6 @@ def says(body: bytes, status: int = 200) -> Behaviour:
 
 
 def abort(request: web.Request) -> None:
-    assert request.transport is not None
     request.transport.abort()
 
 
@@ -168,7 +166,6 @@ async def disconnects(request: web.Request) -> web.StreamResponse:
 
 
 async def speaks_no_http(request: web.Request) -> web.StreamResponse:
-    assert request.transport is not None
     request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     request.transport.close()
     return web.Response()

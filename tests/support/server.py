@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from launch.figures import read_samples, total
 from launch.http import fetch
 from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import KVLayout
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import (
@@ -96,50 +96,29 @@ class Engine:
         url: str,
         model: str | None = None,
         *,
-        kind: PageKind = PageKind.HEADS_FIRST,
-        world_size: int = 1,
-        rank: int = 0,
-        shards_per_rank: int = 1,
         cache: list[torch.Tensor] | None = None,
         register: bool = True,
-        chunk_size: int | None = None,
-        hash_mode: Literal["", "tokens", "blocks"] = "",
-        **options: Any,
+        move_timeout_s: float = LATE_S,
+        **identity: Any,
     ) -> None:
+        """`identity`: further fields of `EngineIdentity`."""
         self.model = model or uuid.uuid4().hex
-        self.cache = make_cache(kind, blocks=BLOCKS, block_size=BLOCK) if cache is None else cache
+        self.cache = cache or make_cache(blocks=BLOCKS, block_size=BLOCK)
         self.layout = KVLayout.from_tensors(self.cache)
-        identity = EngineIdentity(
-            model=self.model,
-            block_size=BLOCK,
-            world_size=world_size,
-            rank=rank,
-            shards_per_rank=shards_per_rank,
-            chunk_size=chunk_size,
-            hash_mode=hash_mode,
-        )
-        self.scheduler = SchedulerAdapter(url, None, identity, connect_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
-        try:
-            late = {"connect_timeout_s": LATE_S, "move_timeout_s": LATE_S}
-            self.worker = WorkerAdapter(url, None, identity, **{**late, **options})
-        except BaseException:
-            self.scheduler.shutdown()
-            raise
-        try:
+        it = EngineIdentity(model=self.model, block_size=BLOCK, **identity)
+        with ExitStack() as stack:
+            self.scheduler = SchedulerAdapter(url, None, it, connect_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
+            stack.callback(self.scheduler.shutdown)
+            self.worker = WorkerAdapter(url, None, it, connect_timeout_s=LATE_S, move_timeout_s=move_timeout_s)
+            stack.callback(self.worker.shutdown)
             if register:
                 self.worker.register_kv_caches(self.tensors)
-        except BaseException:
-            self.close()
-            raise
+            self.close = stack.pop_all().close
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The cache as an engine registers it."""
         return {str(index): tensor for index, tensor in enumerate(self.cache)}
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
 
     def __enter__(self) -> Engine:
         return self
@@ -258,7 +237,3 @@ class StrangePeer:
 def running_at(metrics: str) -> float:
     """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if it does not answer."""
     return total(read_samples(fetch(f"{metrics}/metrics", 60.0).decode()), "pd_cache_server_running")
-
-
-def same_tensors(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,8 @@ import pytest
 from pd_cache.adapters.tasks import RowJobs, RowResult
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
-from pd_cache.metrics import CacheMetrics
-from pd_cache.objects.cache import Deadline
+from pd_cache.objects.cache import Deadline, ObjectCache
 from tests.support.waiting import wait_for
-from transfer.errors import Status
 from transfer.settings import ByteSize
 
 ROW = 100
@@ -68,12 +66,10 @@ class Jobs:
 @pytest.fixture
 def jobs() -> Iterator[Jobs]:
     jobs = Jobs()
-    try:
-        yield jobs
-    finally:
-        jobs.names.open.set()
-        assert jobs.its.close()
-        assert jobs.its.close()
+    yield jobs
+    jobs.names.open.set()
+    assert jobs.its.close()
+    assert jobs.its.close()
 
 
 def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
@@ -114,48 +110,37 @@ def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
     jobs.memory.clear()  # BufferError while anybody has a view of it
 
 
-class Cache:
-    """An object cache of this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.namespace, self.metrics = uuid.uuid4().hex, CacheMetrics()
-        self.during_read: Callable[[], object] = lambda: None
-
-    def exists_many(self, names: Sequence[bytes], *, timeout: float | None = None) -> list[Status]:
-        return [Status.OK if name in self.values else Status.MISSING for name in names]
-
-    def put_many(self, names: Sequence[bytes], values: Any, *, timeout: float | None = None) -> list[Status]:
-        self.values.update(zip(names, map(bytes, values), strict=True))
-        return [Status.OK] * len(names)
-
-    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: float | None = None) -> list[str]:
-        self.during_read()
-        return ["" if name in self.values else "missing" for name in names]
-
-
 LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)))
 """Of a process whose values no other has, so that it numbers versions itself."""
 
 
-def test_a_reset_hides_values_also_if_it_comes_during_a_load() -> None:
-    cache = Cache()
-    names = VersionedNames(cache, LONELY)  # type: ignore[arg-type]
+@pytest.fixture
+def cache() -> Iterator[ObjectCache]:
+    with ObjectCache.open(LONELY, uuid.uuid4().hex, part_bytes=ROW) as made:
+        yield made
+
+
+def test_a_reset_hides_values_also_if_it_comes_during_a_load(cache, monkeypatch):
+    names = VersionedNames(cache, LONELY)
     assert names.put([b"a"], [b"x"]) == [True]
     assert names.read_into([b"a"], [bytearray(1)]) == [""]
-    before = names.own
-    cache.during_read = names.version.reset
-    assert names.read_into([b"a"], [bytearray(1)]) == ["reset"]
-    cache.during_read = lambda: None
+    before, read = names.own, cache.read_into
+
+    def read_after_a_reset(*given: Any, **options: Any) -> list[str]:
+        names.version.reset()
+        return read(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "read_into", read_after_a_reset)
+        assert names.read_into([b"a"], [bytearray(1)]) == ["reset"]
     assert names.exist([b"a"]) == [False]
     assert names.put([b"b"], [b"y"], epoch=before) == [False], "it was computed before the reset"
     assert names.put([b"b"], [b"y"]) == [True]
     assert names.exist([b"b"]) == [True]
 
 
-def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored() -> None:
-    cache = Cache()
-    names = VersionedNames(cache, NodeSettings(master="10.0.0.1:1"))  # type: ignore[arg-type]
+def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored(cache: ObjectCache) -> None:
+    names = VersionedNames(cache, NodeSettings(master="10.0.0.1:1"))
     assert names.put([b"a"], [b"x"]) == [True]
     assert names.version.reset() is None
     assert names.exist([b"a"]) == [False]

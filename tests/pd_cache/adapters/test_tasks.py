@@ -17,11 +17,9 @@ from tests.support.waiting import wait_for
 @pytest.fixture
 def lane() -> Iterator[TaskLane[str]]:
     lane: TaskLane[str] = TaskLane("a-lane", 1)
-    try:
-        yield lane
-    finally:
-        assert lane.close(60)
-        assert lane.close(60)
+    yield lane
+    assert lane.close(60)
+    assert lane.close(60)
 
 
 def results(lane: TaskLane[str], count: int) -> dict[int, str]:

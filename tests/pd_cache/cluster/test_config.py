@@ -12,15 +12,11 @@ import msgspec
 import pytest
 
 from pd_cache.cluster import (
-    CacheServerNode,
     ClusterConfig,
-    DecodeNode,
-    PrefillNode,
     dump_config,
     load_config,
     parse_config,
 )
-from pd_cache.config import MooncakeTier
 from pd_cache.errors import ConfigError
 
 GOOD = """\
@@ -55,9 +51,7 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
     assert config.master_address == "127.0.0.1:0"
     assert config.transfer.segment_size == 1 << 30
     prefill, decode = config.node("p0"), config.node("d0")
-    assert isinstance(prefill, PrefillNode)
     assert config.settings_of(prefill).segment_size == 512 << 20
-    assert decode is not None
     assert config.settings_of(decode).segment_size == 1 << 30
     assert config.node("nobody") is None
 
@@ -90,7 +84,6 @@ def test_with_etcd_the_address_of_a_cache_server_needs_no_master() -> None:
     for text in (here, elsewhere):
         config = load(text)
         node = config.node("c")
-        assert isinstance(node, CacheServerNode)
         urls.append(config.server_url(node))
     assert len(set(urls)) == 2, "clusters of one name"
     assert all(url.startswith("ipc:///") and url.endswith("-c.sock") for url in urls)
@@ -234,9 +227,7 @@ def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers: str, message
 def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is_elected() -> None:
     text = GOOD.replace("chunk_size: 256", f"tiers: [{LOCAL}, {{kind: mooncake}}, {SECOND}]")
     node = load(text).node("d0")
-    assert node is not None
     second = load(text).settings_of(node).second_pool
-    assert second is not None
     assert (second.master, second.segment_size) == ("10.0.0.9:50051", 0)
     assert load(GOOD).settings_of(node).second_pool is None
     same = text.replace("port: 0,", "port: 50051,").replace("10.0.0.9", "127.0.0.1")
@@ -316,7 +307,6 @@ def test_a_date_is_text() -> None:
 def test_keys_of_another_mapping_can_be_merged() -> None:
     text = GOOD.replace("{name: p0,", "&p {name: p0,").replace("{name: d0,", "{<<: *p, name: d0,")
     node = load(text).node("d0")
-    assert isinstance(node, DecodeNode)
     assert node.segment_size == 512 << 20
 
 
@@ -353,5 +343,4 @@ def test_segments_that_the_file_does_not_name_may_have_registered() -> None:
     nodes = "nodes: [{name: m, role: master}, {name: s, role: store, segment_size: 1GiB, port: 50052}]"
     tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
     refused(tiers + nodes, "tiers[0].replicas: 2: each replica needs its own segment, and only 1 nodes")
-    config = load("discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + nodes)
-    assert isinstance(config.cache.tiers[0], MooncakeTier)
+    load("discovery: {kind: etcd, endpoints: ['127.0.0.1:2379']}\n" + tiers + nodes)

@@ -20,6 +20,7 @@ from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, Mooncak
 from pd_cache.objects.cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, seal
+from tests.support.made import made
 from tests.support.pool import Pool
 from tests.support.waiting import together, wait_for
 from transfer.errors import Status
@@ -47,19 +48,13 @@ def name() -> Name:
 
 @pytest.fixture
 def make(pool: Pool) -> Iterator[Make]:
-    caches: list[ObjectCache] = []
-
-    def make_one(namespace: str = "shared", tiers: Any = POOL, **options: Any) -> ObjectCache:
+    def make_one(tiers: Any = POOL) -> ObjectCache:
         settings = pool.settings(CacheConfig(tiers=tiers))
-        caches.append(ObjectCache.open(settings, namespace, **{"part_bytes": PART, "most_bytes": MOST, **options}))
-        caches[-1].wait_available(60)
-        return caches[-1]
+        cache = ObjectCache.open(settings, "shared", part_bytes=PART, most_bytes=MOST)
+        cache.wait_available(60)
+        return cache
 
-    try:
-        yield make_one
-    finally:
-        for cache in caches:
-            cache.close()
+    yield from made(make_one, ObjectCache.close)
 
 
 def some(count: int) -> bytes:
@@ -98,7 +93,6 @@ def test_values_of_any_size_up_to_the_bound(shared: ObjectCache, name: Name, cou
 def test_tensors_come_back_as_they_were(shared: ObjectCache, name: Name, tensor: torch.Tensor) -> None:
     assert shared.put(name("t"), tensor) is Status.OK
     found = shared.get_tensor(name("t"))
-    assert found is not None
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
     assert torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
@@ -193,8 +187,7 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
     value, before = some(4 * PART), pool.keys()
     shared.put(name(1), value)
     (part,) = (key for key in pool.keys() - before if key.endswith("/2"))
-    with pool.bare_client() as client:
-        assert client.remove(part, True) == 0
+    pool.remove(part)
     assert shared.exists(name(1)), "the head is there"
     assert shared.get_many([name(1)]) == [ObjectOutcome(None, "incomplete")]
     assert not shared.exists(name(1))
@@ -202,16 +195,11 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
     assert shared.get(name(1)) == value
 
 
-def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
-    pool: Pool, shared: ObjectCache, name: Name
-) -> None:
+def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(pool, shared, name):
     before = pool.keys()
     shared.put(name(1), some(1000))
     (key,) = pool.keys() - before
-    with pool.bare_client() as client:
-        good = bytearray(client.get(key))
-        good[500] ^= 1
-        assert client.upsert(key, bytes(good)) == 0
+    pool.damage(key)
     assert shared.get_many([name(1)]) == [ObjectOutcome(None, "corrupt")]
     assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
 
@@ -219,7 +207,6 @@ def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(
 @pytest.mark.parametrize("form", ["float32:0,9999999999999999999", "float32:4294967296,4294967296", "nn:0"])
 def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, shared, name, form):
     planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])
-    assert planted is not None
     payload = PartHeader.of(0, 0, 0, PART, planted).packed()
     sealed = bytearray(len(payload) + TRAILER_BYTES)
     sealed[: len(payload)] = payload
@@ -312,9 +299,7 @@ def test_tiers_keep_values_of_any_size(make: Make, name: Name, tmp_path: Path, p
     cache, before = make(tiers=tiers), pool.keys()
     names, values = [name(n) for n in range(20)], [some(n * 500) for n in range(20)]
     assert cache.put_many(names, values) == [Status.OK] * 20
-    with pool.bare_client() as client:
-        for key in pool.keys() - before:
-            client.remove(key, True)
+    pool.remove(*pool.keys() - before)
     found = [one.value for one in cache.get_many(names)]
     assert found == values, "from memory and disk alone"
     assert [one.value for one in cache.get_many(names[::-1])] == values[::-1]
@@ -412,7 +397,6 @@ def test_a_loop_puts_and_gets_many_at_once(make: Make, name: Name) -> None:
             assert await cache.exists(name(3))
             await cache.put(name("t"), torch.arange(3))
             tensor = await cache.get_tensor(name("t"))
-            assert tensor is not None
             assert tensor.tolist() == [0, 1, 2]
             assert await cache.remove(name(3)) is Status.OK
             with pytest.raises(ValueError, match="got int"):

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from pd_cache.vllm.lora import Adapter, Adapters
-from tests.pd_cache.vllm.histories import CHUNK, Request, Scene
+from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene
 from tests.support.waiting import wait_for
-
-PROMPT = list(range(3 * CHUNK + 3))
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.pool import ROOT
+from tests.support.cli import printed
 
 PROGRAM = """
 import os, threading
@@ -28,4 +27,4 @@ assert found == [all_of_them], found
 def test_threads_of_the_cache_run_on_every_core_of_the_process_that_started_the_worker() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120, cwd=ROOT)
+    printed(sys.executable, "-c", PROGRAM)

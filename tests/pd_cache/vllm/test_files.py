@@ -23,11 +23,9 @@ from pd_cache.vllm.files import (
     report_file,
     write_about,
 )
+from tests.support.names import NAMESPACE
 from transfer.settings import mooncake_version
 
-NAMESPACE = Namespace(
-    model="m", kv_dtype="bfloat16", layout="l", layers=2, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
-)  # fmt: skip
 WINDOW = msgspec.structs.replace(NAMESPACE, group="1-3", keeps="the last 256 tokens", tail=1)
 REPORT = RequestReport.of(20, 8, reason="evicted")
 

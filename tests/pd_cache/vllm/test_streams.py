@@ -15,12 +15,6 @@ STREAM = {"do_remote_prefill": True, "pd_cache": {"stream": True}}
 ALL = len(PROMPT) - 1
 
 
-def scene_of(**settings: Any) -> Scene:
-    scene = Scene(**settings)
-    scene.pool.get_num_free_blocks = lambda: sum(not block.ref_cnt for block in scene.pool.blocks)
-    return scene
-
-
 def begun(scene: Scene, computed: int = 0, request_id: str = "a") -> Request:
     """A stream with blocks from 10 on."""
     request = Request(request_id, PROMPT, STREAM)
@@ -41,7 +35,7 @@ def end(scene: Scene, chunks: int, reason: Any = "none", request_id: str = "a") 
 
 
 def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene)
     blocks, names = blocks_of(stream), scene.names(stream)
     assert scene.step().loads == [], "the pool has nothing yet"
@@ -65,7 +59,7 @@ def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache() -
 
 
 def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -> None:
-    scene = scene_of(ranks=2)
+    scene = Scene(ranks=2)
     scene.has(begun(scene))
     part(scene)
     end(scene, 3)
@@ -78,7 +72,7 @@ def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -
 
 def test_blocks_at_hand_count_as_held() -> None:
     """Several streams may begin with cached blocks of their own, and keep them from being evicted."""
-    scene = scene_of()
+    scene = Scene()
     begun(scene, 2 * CHUNK)
     begun(scene, 2 * CHUNK, "b")
     assert scene.ask(Request("c", PROMPT, STREAM), 2 * CHUNK) == (None, False), (
@@ -87,7 +81,7 @@ def test_blocks_at_hand_count_as_held() -> None:
 
 
 def test_what_vllm_has_at_hand_is_not_written_to() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene, CHUNK + CHUNK // 2)
     scene.has(stream)
     op = part(scene).parts[0]
@@ -96,7 +90,7 @@ def test_what_vllm_has_at_hand_is_not_written_to() -> None:
 
 @pytest.mark.parametrize("loads", [False, True], ids=["between two parts", "while a part is loaded"])
 def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(loads: bool) -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene)
     if loads:
         scene.has(stream, 1)
@@ -112,7 +106,7 @@ def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(lo
 
 
 def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene)
     scene.has(stream, 1)
     part(scene)
@@ -124,7 +118,7 @@ def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -
 
 
 def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene)
     scene.has(stream)
     part(scene)
@@ -139,7 +133,7 @@ def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() ->
 
 def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed() -> None:
     """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other loads."""
-    scene, request = scene_of(), Request("c", PROMPT[::-1])
+    scene, request = Scene(), Request("c", PROMPT[::-1])
     streams = [begun(scene), begun(scene, request_id="b")]
     scene.has(request)
     loads = scene.ask(request)
@@ -161,7 +155,7 @@ def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_ref
 
 
 def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream, request = begun(scene), Request("b", PROMPT, announced(3 * CHUNK))
     scene.has(stream, 2)
     part(scene)
@@ -183,7 +177,7 @@ def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_say
 
 
 def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_without_any() -> None:
-    scene = scene_of()
+    scene = Scene()
     begun(scene)
     begun(scene, request_id="b")
     late = Request("c", PROMPT, STREAM)
@@ -195,7 +189,7 @@ def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_wit
 
 
 def test_lookups_of_many_streams_are_few() -> None:
-    scene = scene_of()
+    scene = Scene()
     scene.pool.num_gpu_blocks = 1 << 20
     scene.pool.get_num_free_blocks = lambda: 1 << 20
     for number in range(1000):
@@ -208,7 +202,7 @@ def test_lookups_of_many_streams_are_few() -> None:
 
 
 def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
-    scene = scene_of()
+    scene = Scene()
     stream = begun(scene)
     scene.lookups.here = False
     scene.clock.now += 1

@@ -12,6 +12,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import EndedLoads, WorkerSide
+from tests.support.made import made
 from tests.support.waiting import PATIENCE_S, Clock, wait_for
 
 NAMES = [b"a" * 16, b"b" * 16, b"c" * 16]
@@ -65,16 +66,14 @@ Make = Callable[..., WorkerSide]
 
 @pytest.fixture
 def make(cache: Cache, clock: Clock) -> Iterator[Make]:
-    made: list[WorkerSide] = []
-
     def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,)) -> WorkerSide:
-        made.append(WorkerSide(caches, stores=stores, load_timeout_s=5.0, clock=clock))
-        return made[-1]
+        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, clock=clock)
 
-    yield worker
-    cache.gate.set()
-    for side in made:
+    def end(side: WorkerSide) -> None:
+        cache.gate.set()
         assert side.close(PATIENCE_S)
+
+    yield from made(worker, end)
 
 
 def load(request: str, blocks: list[int] = BLOCKS) -> LoadOp:
@@ -110,9 +109,7 @@ def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
         (RuntimeError("no"), "", set(BLOCKS[1:]), Loaded(0, "error")),
     ],
 )
-def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(
-    make: Make, cache: Cache, loads: Any, reason: str, bad: set[int], told: Loaded
-) -> None:
+def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(make, cache, loads, reason, bad, told):
     cache.loads, cache.reason = loads, reason
     side = make()
     side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
@@ -143,8 +140,8 @@ def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make: Make
 
 
 def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_reported_when_its_blocks_are_free(
-    make: Make, cache: Cache
-) -> None:
+    make, cache
+):
     side = make()
     begun(side, cache, "a", "b")
     side.start(Step(loads=[load("aborted")]))
