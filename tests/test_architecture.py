@@ -88,24 +88,18 @@ def tree(file: Path) -> ast.Module:
 
 
 @functools.cache
-def imported(file: Path) -> tuple[str, ...]:
+def imported(file: Path) -> list[str]:
     """Dotted names that a file imports, also inside functions; some by attribute, too."""
-    return tuple(_imported(file))
-
-
-def _imported(file: Path) -> Iterator[str]:
+    names: list[str] = []
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif (
-            isinstance(node, ast.Attribute)
-            and node.attr in _ATTRIBUTES
-            and (name := ast.unparse(node)) in _BY_ATTRIBUTE
-        ):
-            yield name
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES and ast.unparse(node) in _BY_ATTRIBUTE:
+            names.append(ast.unparse(node))
+    return names
 
 
 def layer_of(segments: Sequence[str]) -> int | None:

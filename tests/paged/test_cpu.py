@@ -20,24 +20,12 @@ CHUNK = 8
 
 
 def canonical(cache: list[torch.Tensor], layout: KVLayout, slots: list[int]) -> torch.Tensor:
-    """The chunk object of `slots` in the documented order: plane, block, then what a page holds."""
-    blocks = len(slots) // layout.block_size
-    image = make_cache_like(cache, layout, blocks)
-    for index, slot in enumerate(slots):
-        for source, target in zip(cache, image, strict=True):
-            token_view(target, layout.kind, index, layout.block_size).copy_(
-                token_view(source, layout.kind, slot, layout.block_size)
-            )
+    """The chunk object of `slots`, whole blocks, in the documented order: plane, block, then what a page holds."""
+    blocks = torch.tensor(slots[:: layout.block_size]) // layout.block_size
+    image = [layer.index_select(1 if layout.kind is PageKind.KV_OUTER else 0, blocks) for layer in cache]
     if layout.kind is PageKind.HEADS_LAST:
         image = [layer.transpose(1, 2) for layer in image]
     return torch.cat([layer.contiguous().view(torch.uint8).flatten() for layer in image])
-
-
-def make_cache_like(cache: list[torch.Tensor], layout: KVLayout, blocks: int) -> list[torch.Tensor]:
-    axis = 1 if layout.kind is PageKind.KV_OUTER else 0
-    shape = list(cache[0].shape)
-    shape[axis] = blocks
-    return [torch.zeros(shape, dtype=tensor.dtype) for tensor in cache]
 
 
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -85,13 +84,8 @@ def test_a_real_node_says_how_large_its_own_cache_is(observed: Observed) -> None
     )
 
 
-def prompt_of(seed: int, tokens: int = 700) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 200) for _ in range(tokens)]
-
-
-def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(observed: Observed) -> None:
-    tokens = prompt_of(1)
+def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(observed, new_prompt):
+    tokens = new_prompt(700)
     named = observed.namer.name(tokens, None)
     observed.node.complete(tokens)
     whole = len(named.blocks) * named.block_tokens

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ def tiered(model: Path, pool: Pool, salt: str) -> Iterator[Server]:
         yield Server(url)
 
 
-@contextmanager
-def both(*servers: AbstractContextManager[Server]) -> Iterator[list[Server]]:
-    """Servers that are started at the same time."""
-    with contextlib.ExitStack() as stack:
-        ready = [stack.enter_context(begun(server)) for server in servers]
-        yield [wait() for wait in ready]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model most of whose layers have a sliding window: vLLM keeps their KV in groups."""
@@ -52,11 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_same_tokens(
-    folder: Path, vllm_pool: Pool, new_prompt: Callable[[int], list[int]]
-) -> None:
+    folder, vllm_pool, new_prompt
+):
     """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool."""
     salt, before, prompt = uuid.uuid4().hex, vllm_pool.keys(), new_prompt(PROMPT)
-    with both(tiered(folder, vllm_pool, salt), tiered(folder, vllm_pool, salt)) as (a, b):
+    servers = [begun(tiered(folder, vllm_pool, salt)) for _ in "ab"]  # started at the same time
+    with servers[0] as first_ready, servers[1] as second_ready:
+        a, b = first_ready(), second_ready()
         first = a.complete(prompt)
         assert first.cached == 0
         whole = PROMPT // BLOCK

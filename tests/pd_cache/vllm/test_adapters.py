@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,8 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def adapters() -> Iterator[Adapters]:
-    opened = Adapters()
-    yield opened
-    opened.close()
+    with closing(Adapters()) as opened:
+        yield opened
 
 
 def write_adapter(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Path:
@@ -42,9 +42,8 @@ def test_an_adapter_is_its_weights_and_its_configuration_and_no_name(adapters: A
     assert known(adapters, write_adapter(tmp_path / "copy"), name="b").digest == one
     assert known(adapters, write_adapter(tmp_path / "weights", b"other weights")).digest not in (one, b"")
     assert known(adapters, write_adapter(tmp_path / "config", config='{"r": 8}')).digest not in (one, b"")
-    served = Adapters("in another dtype")
-    assert known(served, tmp_path / "one").digest not in (one, b"")
-    served.close()
+    with closing(Adapters("in another dtype")) as served:
+        assert known(served, tmp_path / "one").digest not in (one, b"")
 
 
 def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(adapters, tmp_path):
