@@ -80,11 +80,7 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
 def test_with_etcd_the_address_of_a_cache_server_needs_no_master() -> None:
     here = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nnodes: [{name: c, role: cache-server}]"
     elsewhere = here.replace("10.0.0.1", "10.0.0.2")
-    urls = []
-    for text in (here, elsewhere):
-        config = load(text)
-        node = config.node("c")
-        urls.append(config.server_url(node))
+    urls = [config.server_url(config.node("c")) for config in map(load, (here, elsewhere))]
     assert len(set(urls)) == 2, "clusters of one name"
     assert all(url.startswith("ipc:///") and url.endswith("-c.sock") for url in urls)
 
