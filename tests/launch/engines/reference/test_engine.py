@@ -8,10 +8,7 @@ import time
 
 import pytest
 
-from launch.engines.reference import (
-    GenerationError,
-    GenerationRequest,
-)
+from launch.engines.reference import GenerationError, GenerationRequest
 from tests.support.waiting import wait_for
 
 from .conftest import prompt_of, request_of, tokens_of
@@ -27,8 +24,21 @@ def answered(engine, request):
     return tokens_of(generation), generation.stats
 
 
+def holding(make_engine, request):
+    """A cache with the whole chunks of a prompt, as another engine has stored them."""
+    cache = FakeCache()
+    answered(make_engine(cache), request)
+    cache.wait_for_chunks(len(request.prompt) // 16)
+    return cache
+
+
 def metric(engine, name: str, **labels) -> float:
     return engine.metrics.registry.get_sample_value(f"pd_cache_reference_{name}", labels) or 0.0
+
+
+def cancelled(stream) -> None:
+    stream.cancel()
+    ends_as("aborted", stream)
 
 
 def ends_as(kind: str, generation) -> None:
@@ -64,9 +74,7 @@ def test_chunks_and_steps_of_any_size_go_together(make_engine, expected, chunk, 
 
 
 def test_only_the_computed_chunks_are_stored_and_computed_in_aligned_steps(make_engine):
-    cache = FakeCache()
-    answered(make_engine(cache), request_of(40))
-    cache.wait_for_chunks(2)
+    cache = holding(make_engine, request_of(40))
     engine = make_engine(cache, slow=True, step_tokens=24)
     engine.model.gate.set()
     longer = GenerationRequest(prompt=prompt_of(40) + prompt_of(40, seed=2), max_tokens=2)
@@ -182,9 +190,7 @@ def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
 
 
 def test_a_decode_node_waits_no_longer_than_configured_and_takes_what_is_there(make_engine, expected):
-    cache = FakeCache()
-    answered(make_engine(cache), request_of(40))
-    cache.wait_for_chunks(2)
+    cache = holding(make_engine, request_of(40))
     longer = GenerationRequest(prompt=prompt_of(40) + prompt_of(40, seed=2), announced_prefix=80, max_tokens=4)
     tokens, stats = answered(make_engine(cache, wait_ms=80), longer)
     assert tokens == expected(longer)
@@ -246,29 +252,23 @@ def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine
     assert tokens_of(waiting) == expected(request_of(64))
     report = waiting.stats.report
     assert (report.streamed, report.loaded, report.reason) == (32, 63, "none")
-    stream.cancel()
-    ends_as("aborted", stream)
+    cancelled(stream)
 
 
 def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_waits_for_no_more(make_engine, expected):
-    cache = FakeCache()
-    answered(make_engine(cache), GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1))
-    cache.wait_for_chunks(2)
+    cache = holding(make_engine, GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1))
     decode = make_engine(cache, wait_ms=FOR_EVER)
     stream = decode.submit(request_of(64, max_tokens=1, streams=True))
     wait_for(lambda: decode._streams and decode._streams[0].load.loaded == 32)
     tokens, stats = answered(decode, request_of(64))
     assert tokens == expected(request_of(64))
     assert (stats.report.loaded, stats.report.streamed) == (32, 32)
-    stream.cancel()
-    ends_as("aborted", stream)
+    cancelled(stream)
 
 
 @pytest.mark.parametrize("end", ["its load has ended", "it is cancelled", "it is late"])
 def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expected, end):
-    cache = FakeCache()
-    answered(make_engine(cache), request_of(40))
-    cache.wait_for_chunks(2)
+    cache = holding(make_engine, request_of(40))
     engine = make_engine(cache, wait_ms=FOR_EVER, slow=True)
     length = 40 if end == "its load has ended" else 64
     stream = engine.submit(request_of(length, max_tokens=1, streams=True))
@@ -298,8 +298,7 @@ def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_e
     assert 64 - engine.pool.free == 12, "two of six blocks each"
     assert len(tokens_of(engine.submit(request_of(40, seed=9)))) == 6
     for stream in streams[:2]:
-        stream.cancel()
-        ends_as("aborted", stream)
+        cancelled(stream)
 
 
 def test_a_stream_for_which_nothing_is_loaded_holds_no_blocks(make_engine):
@@ -317,14 +316,11 @@ def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(m
     before, own = engine.submit(large), engine.submit(request_of(60))
     assert tokens_of(own) == expected(request_of(60))
     assert tokens_of(before) == expected(large)
-    stream.cancel()
-    ends_as("aborted", stream)
+    cancelled(stream)
 
 
 def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expected):
-    cache = FakeCache()
-    answered(make_engine(cache), request_of(64))
-    cache.wait_for_chunks(4)
+    cache = holding(make_engine, request_of(64))
     engine = make_engine(cache, wait_ms=1)
     stream = engine.submit(request_of(64, max_tokens=1, streams=True))
     wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 64)
@@ -332,8 +328,7 @@ def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expect
     tokens, stats = answered(engine, request_of(64, announced_prefix=64))
     assert tokens == expected(request_of(64))
     assert (stats.report.loaded, stats.report.streamed) == (0, 0)
-    stream.cancel()
-    ends_as("aborted", stream)
+    cancelled(stream)
 
 
 # --- queue, cancelling, closing --------------------------------------------------------------------------------------
@@ -437,15 +432,15 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
         if request.announced_prefix
     ]
     generations = [engine.submit(request) for request in requests]
-    cancelled = set(chance.sample(range(40), 10))
-    for index in cancelled:
+    gone = set(chance.sample(range(40), 10))
+    for index in gone:
         generations[index].cancel()
         time.sleep(0.01)
     for index, (request, generation) in enumerate(zip(requests, generations, strict=True)):
         try:
             tokens = tokens_of(generation)
         except GenerationError:
-            assert index in cancelled
+            assert index in gone
         else:
             assert tokens == expected(request)
             assert generation.stats.report.loaded + generation.stats.report.computed == len(request.prompt)
