@@ -185,13 +185,8 @@ async def _record_refusals(found: list[str]) -> None:
         await until(lambda: len(c.decode[0].bodies) == 1, "the node has it")
         jump(60)
         await asking
-    async with cluster(0, 1, max_requests=1) as c:
-        c.decode[0].default = hangs
-        first = asyncio.ensure_future(c.post().__aenter__())
-        await until(lambda: len(c.decode[0].bodies) == 1, "one is under way")
+    async with cluster(0, 1, max_requests=1) as c, c.stuck_at(c.decode[0]):
         await Recorder(c, found).ask("too many requests", "POST", "/v1/completions", PROMPT)
-        first.cancel()
-        await asyncio.wait({first})
 
 
 async def _record_failures(found: list[str]) -> None:
@@ -237,12 +232,8 @@ async def _record_keys(found: list[str], folder: Path) -> None:
         await to.ask("metrics without a key", "GET", "/metrics")
         await to.ask("query without a key", "POST", "/query", {"token_ids": [1]})
         await to.ask("models without a key", "GET", "/v1/models")
-        c.decode[0].default = hangs
-        first = asyncio.ensure_future(c.post(**key(KEY)).__aenter__())
-        await until(lambda: len(c.decode[0].bodies) == 2, "one is under way")
-        await to.ask("too many requests of a key", "POST", "/v1/completions", PROMPT, **key(KEY))
-        first.cancel()
-        await asyncio.wait({first})
+        async with c.stuck_at(c.decode[0], **key(KEY)):
+            await to.ask("too many requests of a key", "POST", "/v1/completions", PROMPT, **key(KEY))
     async with cluster(**files, monitor_keys_file=str(folder / "monitors")) as c:
         to = Recorder(c, found)
         await to.ask("metrics for a client, with monitors", "GET", "/metrics", **key(KEY))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from launch.proxy import routing
 from tests.support.pool import free_port
 from tests.support.proxy import (
     EVENTS,
@@ -83,8 +82,8 @@ async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) 
     urls = [
         [f"http://127.0.0.1:{free_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
     ]
-    prefill_timeout_s = 1.0 if "hangs" in prefill else 60.0
-    async with cluster(*urls, failures=1, request_timeout_s=20, prefill_timeout_s=prefill_timeout_s) as c:
+    timeouts = {"request_timeout_s": 20, "prefill_timeout_s": 1.0 if "hangs" in prefill else 60.0}
+    async with cluster(*urls, failures=1, long_skips=True, **timeouts) as c:
         for nodes, kinds, behaviours in ((c.prefill, prefill, PREFILL), (c.decode, decode, DECODE)):
             for node, kind in zip(nodes, (kind for kind in kinds if kind != GONE), strict=True):
                 node.default = behaviours[kind]
@@ -96,8 +95,7 @@ async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) 
             jump(20)  # to the request's deadline
         async with await asking as response:
             status, text = response.status, await response.text()
-        async with c.get("/health") as response:
-            health = await response.json()
+        health = await c.told("/health")
         sent = [received for node in c.decode for received in node.bodies]
         assert all(received["prompt"] == body["prompt"] for received in sent), "no prompt is lost"
         return {
@@ -118,18 +116,9 @@ def _said(text: str) -> str:
 
 
 @pytest.mark.parametrize("way", ways(), ids=named)
-def test_a_requests_way_is_that_of_the_golden_file(way, monkeypatch):
-    monkeypatch.setattr(
-        routing, "_FIRST_SKIP_S", 3600.0
-    )  # a node that is skipped stays so, however slow the machine is
-    monkeypatch.setattr(routing, "_LAST_SKIP_S", 3600.0)
-    expected = json.loads(GOLDEN.read_text())[named(way)]
-
-    @scenario
-    async def walked() -> None:
-        assert await walk(*way) == expected
-
-    walked()
+@scenario
+async def test_a_requests_way_is_that_of_the_golden_file(way):
+    assert await walk(*way) == json.loads(GOLDEN.read_text())[named(way)]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from launch.status import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, NodeRecord, load_config
 from tests.launch.conftest import serving
-from tests.launch.proxy.test_hints import message
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
 from tests.support.cluster import cluster_file, complete, metric_at, nodes_of_every_role, started
@@ -53,10 +52,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
                 assert client.put(key, payload) == 0
             told: dict[str, Any] = {}
             while told.get("status") != "accepted":  # the client of the pool begins to connect
-                async with c.session.post(
-                    c.url + "/hints", data=message("kv.retain", {"tokens": pinned, "ttl_s": 600})
-                ) as response:
-                    (told,) = (await response.json())["actions"]
+                told = await c.hint("kv.retain", {"tokens": pinned, "ttl_s": 600})
                 assert told["status"] == "accepted" or told["reason"] == "the pool does not answer", told
             assert (told["tokens"], told["in_pool"]) == (8 * CHUNK, 4 * CHUNK)
             for key in keys(pinned)[4:]:
@@ -76,10 +72,8 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
                 assert number < 500, "the pool takes stores all the while"
             there = client.batch_is_exist([*keys(pinned), *keys(unpinned)])
             assert there == [1] * 8 + [0] * 8
-            metric = c.proxy.metrics.registry.get_sample_value
-            assert metric("pd_cache_proxy_pinned_objects") == 8
-            async with c.session.post(c.url + "/hints", data=message("kv.release", {"action_id": "a"})) as response:
-                assert (await response.json())["actions"][0]["released"] == 1
+            assert c.metric("pinned_objects") == 8
+            assert (await c.hint("kv.release", {"action_id": "a"}))["released"] == 1
             for number in range(500, 700):
                 await asyncio.to_thread(flood, number)
                 await asyncio.sleep(0.02)

@@ -88,12 +88,16 @@ class Node:
         self.url = ""
         self.server: TestServer | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Node:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self.handle)
         self.server = TestServer(app)
         await self.server.start_server()
         self.url = str(self.server.make_url("")).rstrip("/")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
     async def stop(self) -> None:
         await self.server.close()
@@ -205,10 +209,12 @@ class Cluster:
         self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
         self.session: aiohttp.ClientSession
 
-    def post(self, body: object = None, **kwargs: Any) -> Any:
+    def post(self, body: Any = None, **kwargs: Any) -> Any:
+        """Posts a completion, or a chat if the body has messages."""
         if "data" not in kwargs:
             kwargs["json"] = body if body is not None else {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
-        return self.session.post(self.url + "/v1/completions", **kwargs)
+        kind = "chat/completions" if body is not None and "messages" in body else "completions"
+        return self.session.post(f"{self.url}/v1/{kind}", **kwargs)
 
     async def ask(self, body: object = None, *, status: int = 200, **kwargs: Any) -> bytes:
         """Posts a completion and reads its answer, which must have this status."""
@@ -216,11 +222,40 @@ class Cluster:
             assert response.status == status
             return await response.read()  # type: ignore[no-any-return]
 
-    def get(self, path: str) -> Any:
-        return self.session.get(self.url + path)
+    @asynccontextmanager
+    async def stuck_at(self, node: Node, body: object = None, **kwargs: Any) -> AsyncIterator[None]:
+        """While the block runs, a completion hangs at this node; at its end, the client goes away."""
+        before = len(node.bodies)
+        node.script = [hangs]
+        asking = asyncio.ensure_future(self.post(body, **kwargs).__aenter__())
+        await until(lambda: len(node.bodies) > before, "one is under way")
+        yield
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    def get(self, path: str, **kwargs: Any) -> Any:
+        return self.session.get(self.url + path, **kwargs)
+
+    async def told(self, path: str) -> Any:
+        """The JSON that a GET is answered with."""
+        async with self.get(path) as response:
+            return await response.json()
+
+    async def hint(self, kind: str, payload: object, action_id: str = "a", **kwargs: Any) -> dict[str, Any]:
+        """What becomes of a hint that is posted by itself."""
+        data = message(kind, payload, action_id)
+        async with self.session.post(self.url + "/hints", data=data, **kwargs) as response:
+            (action,) = (await response.json())["actions"]
+            return dict(action)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
+
+
+def message(kind: str, payload: object, action_id: str = "a", version: str = "1.0") -> bytes:
+    """A message with one hint."""
+    action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
+    return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
 
 
 def view(
@@ -244,26 +279,25 @@ async def cluster(
     drain_s: float = 0.2,
     failures: int = 5,
     health_interval_s: float = 3600,
+    long_skips: bool = False,
     direct: DirectRule | None = None,
     name: str = "",
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """So many nodes of each kind; a URL in their place is a node that is not ours. Checks of health get in the way of scripts; their own tests
-    ask for them."""
+    ask for them. With `long_skips`, a node that is left alone stays so until the end, however slow the machine is."""
     async with AsyncExitStack() as stack:
-        stack.enter_context(patch.object(routing, "BREAKER_FAILURES", failures))
-        stack.enter_context(patch.object(routing, "Random", InOrder))
+        stack.enter_context(patch.multiple(routing, BREAKER_FAILURES=failures, Random=InOrder))
+        if long_skips:
+            stack.enter_context(patch.multiple(routing, _FIRST_SKIP_S=3600.0, _LAST_SKIP_S=3600.0))
         stack.enter_context(patch.object(nodes, "HEALTH_INTERVAL_S", health_interval_s))
         started: dict[str, list[Node]] = {"prefill": [], "decode": []}
         urls: dict[str, list[str]] = {"prefill": [], "decode": []}
         for hop, wanted, behaviour in (("prefill", prefill, prefills), ("decode", decode, decodes)):
             for given in wanted if isinstance(wanted, list) else [""] * wanted:
                 if not given:
-                    node = Node(behaviour)
-                    await node.start()
-                    stack.push_async_callback(node.stop)
-                    started[hop].append(node)
-                urls[hop].append(given or node.url)
+                    started[hop].append(await stack.enter_async_context(Node(behaviour)))
+                urls[hop].append(given or started[hop][-1].url)
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
         proxy = Proxy(settings, direct, cluster=name)
         proxy.update(view(**urls))

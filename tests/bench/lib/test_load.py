@@ -27,13 +27,10 @@ def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) ->
     """What the generator sees of a server; the load began `late` seconds ago."""
 
     async def run() -> Load:
-        await node.start()
-        try:
+        async with node:
             target = Destination(node.url, "m", 100, deadline_s=60 + late)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
             return await generate(target, arrivals, time.monotonic() - late)
-        finally:
-            await node.stop()
 
     return asyncio.run(asyncio.wait_for(run(), 120))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from launch.openai import ApiError
 from launch.proxy.bodies import BodyMemory, BodyShare, Completion, HandedOver, read_handoff
-from tests.support.proxy import Node, answers, cluster, decode_at, error_of, hangs, proxy_process, scenario, until
+from tests.support.proxy import Node, answers, cluster, decode_at, error_of, proxy_process, scenario, until
 from transfer.settings import ByteSize
 
 MIB = 1 << 20
@@ -125,15 +125,10 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
         return io.BytesIO(b'{"prompt": "' + b"x" * (mib * MIB + 1) + b'"}')
 
     async with cluster(0, 1, body_memory=ByteSize(48 * MIB)) as c:
-        c.decode[0].script = [hangs]
-        first = asyncio.ensure_future(c.post(data=body(15)).__aenter__())
-        await until(lambda: c.decode[0].bodies != [], "the decode node has the large one")
-        async with c.post(data=body(4)) as response:
-            assert response.status == 503
-            assert (await error_of(response))["code"] == "overloaded"
-        await c.ask(data=body(0))
-        first.cancel()
-        await asyncio.wait({first})
+        async with c.stuck_at(c.decode[0], data=body(15)):
+            async with c.post(data=body(4)) as response:
+                assert (response.status, (await error_of(response))["code"]) == (503, "overloaded")
+            await c.ask(data=body(0))
         await until(lambda: c.proxy.requests.bodies.used == 0, "the memory was given back")
         await c.ask(data=body(15))
 
@@ -163,33 +158,25 @@ BODIES: dict[str, Callable[[int], bytes]] = {
 }
 
 
-def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(tmp_path: Path) -> None:
-    @scenario
-    async def asked() -> None:
-        node = Node(answers(200, {}))
-        await node.start()
-        try:
-            with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
-                async with aiohttp.ClientSession() as session:
+@scenario
+async def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(tmp_path: Path) -> None:
+    async with Node(answers(200, {})) as node, aiohttp.ClientSession() as session:
+        with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
 
-                    async def status(body: bytes) -> int:
-                        async with session.post(f"{url}/v1/completions", data=io.BytesIO(body)) as response:
-                            return response.status
+            async def status(body: bytes) -> int:
+                async with session.post(f"{url}/v1/completions", data=io.BytesIO(body)) as response:
+                    return response.status
 
-                    for kind, make in BODIES.items():
-                        body = make(147 * MIB // 10)
-                        assert 13 * MIB < len(body) <= 16 * MIB
-                        statuses = await asyncio.gather(*(status(body) for _ in range(14)))
-                        answered = {400} if kind == "many keys" else {200}
-                        assert answered <= set(statuses) <= answered | {503}, (kind, statuses)
-                        assert await status(b'{"prompt": "x"}') == 200
-                        status_file = Path(f"/proc/{process.pid}/status").read_text()
-                        memory = dict(line.split(":") for line in status_file.splitlines())
-                        assert int(memory["VmHWM"].split()[0]) < 1 << 20, (kind, memory["VmHWM"])
-                    # no body stays until the garbage collector runs; those of one kind are 200 MiB
-                    assert int(memory["VmRSS"].split()[0]) < 512 << 10, memory["VmRSS"]
-        finally:
-            await node.stop()
-
-    asked()
+            for kind, make in BODIES.items():
+                body = make(147 * MIB // 10)
+                assert 13 * MIB < len(body) <= 16 * MIB
+                statuses = await asyncio.gather(*(status(body) for _ in range(14)))
+                answered = {400} if kind == "many keys" else {200}
+                assert answered <= set(statuses) <= answered | {503}, (kind, statuses)
+                assert await status(b'{"prompt": "x"}') == 200
+                status_file = Path(f"/proc/{process.pid}/status").read_text()
+                memory = dict(line.split(":") for line in status_file.splitlines())
+                assert int(memory["VmHWM"].split()[0]) < 1 << 20, (kind, memory["VmHWM"])
+            # no body stays until the garbage collector runs; those of one kind are 200 MiB
+            assert int(memory["VmRSS"].split()[0]) < 512 << 10, memory["VmRSS"]
     gc.collect()  # gigabytes of bodies: a collection in a later test takes seconds, and its connections time out

@@ -103,9 +103,7 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
     client = Lookups(found)
     async with cluster(direct=rule(client, pool=POOL._replace(model="base"))) as c:
         c.decode[0].tokenize = tokenizes
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        async with c.session.post(c.url + path, json=body) as response:
-            assert response.status == 200
+        await c.ask(body)
         assert c.metric("handoffs_total", result=went) == 1
         assert len(c.prefill[0].bodies) == (went == "handed_over")
         assert ("kv_transfer_params" in c.decode[0].bodies[0]) == (went == "handed_over")
@@ -145,8 +143,7 @@ async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_sa
     async with cluster(direct=direct(client)) as c:
         await c.ask({"prompt": IDS})
         assert len(c.prefill[0].bodies) == 1
-        async with c.get("/health") as response:
-            assert re.match(why, (await response.json())["lookups"])
+        assert re.match(why, (await c.told("/health"))["lookups"])
     assert client.asked == []
 
 
@@ -157,8 +154,7 @@ async def test_lookups_begin_when_a_namespace_and_a_master_are_known_and_end_wit
         c.decode[0].health = answers(200, NAMESPACE.described())
         await until(lambda: direct.blind == "no master of the pool is known", "the namespace is known")
         direct.use(POOL)
-        async with c.get("/health") as response:
-            assert (await response.json())["lookups"] == "on"
+        assert (await c.told("/health"))["lookups"] == "on"
         c.decode[0].health = answers(200, {})
         await until(lambda: direct.blind == "no decode node reports its namespace", "it was started anew")
 

@@ -200,8 +200,7 @@ class Publishing(NamedTuple):
         """Waits until the proxy knows so many blocks."""
         known = -1
         while known != blocks:
-            async with self.c.get("/health") as response:
-                known = int((await response.json())["events"]["blocks"])
+            known = int((await self.c.told("/health"))["events"]["blocks"])
 
 
 @asynccontextmanager

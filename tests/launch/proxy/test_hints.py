@@ -6,8 +6,9 @@ import asyncio
 import io
 import json
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,19 @@ from pd_cache.cluster import HintsConfig, NodeRecord
 from pd_cache.hints import Client, HintRefusedError, Pin, Pins
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
-from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, decodes, error_of, hangs, scenario, until, view
+from tests.support.proxy import (
+    NAMESPACE,
+    Cluster,
+    answers,
+    cluster,
+    decodes,
+    error_of,
+    hangs,
+    message,
+    scenario,
+    until,
+    view,
+)
 from transfer.errors import Status
 
 CHUNK = NAMESPACE.chunk_size
@@ -83,10 +96,12 @@ class Renewing(Lookups):
         self.epoch: str | None = ""
         self.renewed: list[Sequence[bytes]] = []
         self.removed: list[Sequence[bytes]] = []
+        self.forced = 0
         self.leased: Sequence[bytes] = ()
 
-    def remove(self, names: Sequence[bytes], force: bool) -> list[Status]:
+    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
         self.removed.append(names)
+        self.forced += len(names) * force
         return [Status.BUSY if name in self.leased else Status.OK for name in names]
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
@@ -112,8 +127,8 @@ class Kept:
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind: str, named: str = "a", client: str = "", /, **payload: Any) -> dict[str, Any]:
-        async def name(completion: Any) -> NamedPrompt | None:
-            return await self.direct.look_up(completion.token_ids(), completion.cache_salt(), "r")
+        async def name(completion: Any) -> NamedPrompt:
+            return await self.named(completion.token_ids(), completion.cache_salt())
 
         async def prefetch(completion: Any, named: NamedPrompt) -> str:
             raise AssertionError
@@ -122,13 +137,14 @@ class Kept:
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
+    async def named(self, tokens: Sequence[int], salt: str | None = None) -> NamedPrompt:
+        """A prompt with its names, looked up as that of a request is."""
+        named = await self.direct.look_up(tokens, salt, "r")
+        assert named is not None
+        return named
+
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
-
-
-def message(kind: str, payload: object, action_id: str = "a", version: str = "1.0") -> bytes:
-    action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
-    return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
 
 
 @scenario
@@ -185,8 +201,7 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
 
     async def asked(client: str, *parts: list[int]) -> Sequence[bytes]:
         """A request with this prompt, which has its first byte."""
-        named = await k.direct.look_up([*chain(*parts)], None, "r")
-        assert named is not None
+        named = await k.named([*chain(*parts)])
         with ExitStack() as until_answered:
             k.hints.note(Client(client), f"{client}-{len(k.hints._recent)}", named, until_answered)
         return named.names
@@ -218,8 +233,7 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
         await k.hints.evict()
         assert k.client.removed.pop() == [names[4]], "what is asked for again stays"
         waits = ExitStack()
-        named = await k.direct.look_up([*root, *b], None, "r")
-        assert named is not None
+        named = await k.named([*root, *b])
         k.hints.note(Client("ann"), "r", named, waits)
         assert (await evict("ann", root, b))["evicting"] == CHUNK, (
             "such as by a hint that comes with the request itself"
@@ -241,12 +255,10 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
 async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt() -> None:
     k = Kept()
     with closing(k.direct):
-        named = await k.direct.look_up([*IDS, *IDS], None, "r")
-        assert named is not None
+        named = await k.named([*IDS, *IDS])
         for action_id, once in (("used", True), ("kept", False)):
-            assert (await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once))[
-                "status"
-            ] == "accepted"
+            told = await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once)
+            assert told["status"] == "accepted"
         k.hints.note(Client("ben"), "r", named, ExitStack())
         k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]), ExitStack())
         assert len(k.hints.pins) == 2
@@ -345,9 +357,7 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
 @scenario
 async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_made_of_them() -> None:
     async with pinning() as c:
-        payload = {"action_id": "a"} | {f"x{n}": 1 for n in range(60_000)}
-        async with c.session.post(c.url + "/hints", data=message("kv.release", payload)) as response:
-            (action,) = (await response.json())["actions"]
+        action = await c.hint("kv.release", {"action_id": "a"} | {f"x{n}": 1 for n in range(60_000)})
         assert (action["status"], action["reason"]) == ("refused", "The body has more than 1000 fields")
 
 
@@ -355,28 +365,19 @@ async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_
 async def test_a_completion_may_bring_as_much_as_a_message_of_its_own() -> None:
     hints = json.loads(message("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9}))
     body = io.BytesIO(json.dumps({"prompt": IDS, "kv_hints": hints}).encode())
-    async with pinning() as c, c.session.post(c.url + "/v1/completions", data=body) as response:
+    async with pinning() as c, c.post(data=body) as response:
         assert response.status == 200
         assert json.loads(response.headers[HEADER])["error"] == "kv_hints have more than 4194304 bytes"
 
 
-def pinning(decode: int = 1, pool: Pool = POOL, **config: Any) -> Any:
+@asynccontextmanager
+async def pinning(decode: int = 1, pool: Pool = POOL, **config: Any) -> AsyncIterator[Cluster]:
     """A cluster whose pool has room for 1000 pinned chunks."""
-    client = Renewing()
-    running = cluster(1, decode, direct=rule(client, pool=pool), **config)
-
-    class Pinning:
-        async def __aenter__(self) -> Cluster:
-            c: Cluster = await running.__aenter__()
-            c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1
-            for node in c.decode:
-                node.tokenize = tokenizes
-            return c
-
-        async def __aexit__(self, *error: Any) -> None:
-            await running.__aexit__(*error)
-
-    return Pinning()
+    async with cluster(1, decode, direct=rule(Renewing(), pool=pool), **config) as c:
+        c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1
+        for node in c.decode:
+            node.tokenize = tokenizes
+        yield c
 
 
 @pytest.mark.parametrize(
@@ -389,8 +390,7 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
 ) -> None:
     async with pinning() as c:
         hints = json.loads(message("kv.retain", {"ttl_s": 60}))
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        async with c.session.post(c.url + path, json={**body, "kv_hints": hints}) as response:
+        async with c.post({**body, "kv_hints": hints}) as response:
             assert response.status == 200
             (action,) = json.loads(response.headers[HEADER])["actions"]
         assert action.get("tokens") == tokens, action
@@ -399,24 +399,26 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
         target = {
             ("tokens" if key == "prompt" and isinstance(value, list) else key): value for key, value in body.items()
         }
-        async with c.session.post(c.url + "/hints", data=message("kv.release", target)) as response:
-            (action,) = (await response.json())["actions"]
-        assert action.get("released") == (tokens and 1), "the same prompt from outside"
+        released = (await c.hint("kv.release", target)).get("released")
+        assert released == (tokens and 1), "the same prompt from outside"
         async with c.post(body | {"prompt": IDS}) as response:
             assert HEADER not in response.headers
 
 
 @scenario
 async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> None:
-    sent = message("kv.retain", {"tokens": IDS, "ttl_s": 60})
+    sent = {"tokens": IDS, "ttl_s": 60}
     keys = tmp_path / "keys"
     keys.write_text("alice alice-has-a-long-key\n")
-    async with pinning(api_keys_file=str(keys)) as c, c.session.post(c.url + "/hints", data=sent) as response:
+    async with (
+        pinning(api_keys_file=str(keys)) as c,
+        c.session.post(c.url + "/hints", data=message("kv.retain", sent)) as response,
+    ):
         assert response.status == 401
-    async with cluster(direct=rule(Renewing(), 0)) as c, c.session.post(c.url + "/hints", data=sent) as response:
-        assert "direct_tokens is 0" in (await response.json())["actions"][0]["reason"]
-    async with pinning(hints=HintsConfig(max_share=0)) as c, c.session.post(c.url + "/hints", data=sent) as response:
-        assert "max_share is 0" in (await response.json())["actions"][0]["reason"]
+    async with cluster(direct=rule(Renewing(), 0)) as c:
+        assert "direct_tokens is 0" in (await c.hint("kv.retain", sent))["reason"]
+    async with pinning(hints=HintsConfig(max_share=0)) as c:
+        assert "max_share is 0" in (await c.hint("kv.retain", sent))["reason"]
 
 
 @scenario
@@ -425,19 +427,13 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
     blocks = [one.hex() for one in BlockHasher(space.block_size, hashes).hashes(IDS)]
     async with pinning(pool=Pool((space,), "127.0.0.1:1")) as c:
-
-        async def ask(kind: str, **payload: Any) -> Any:
-            async with c.session.post(c.url + "/hints", data=message(kind, payload)) as response:
-                return (await response.json())["actions"][0]
-
-        async with c.post({"prompt": IDS}, headers={"X-Request-Id": "mine"}) as response:
-            assert response.status == 200
-        assert (await ask("kv.retain", request_id="mine", ttl_s=60))["tokens"] == 768
-        assert (await ask("kv.release", block_hashes=blocks))["released"] == 1, "the same prompt"
-        told = await ask("kv.retain", block_hashes=blocks, ttl_s=60)
+        await c.ask({"prompt": IDS}, headers={"X-Request-Id": "mine"})
+        assert (await c.hint("kv.retain", {"request_id": "mine", "ttl_s": 60}))["tokens"] == 768
+        assert (await c.hint("kv.release", {"block_hashes": blocks}))["released"] == 1, "the same prompt"
+        told = await c.hint("kv.retain", {"block_hashes": blocks, "ttl_s": 60})
         assert (told["status"], told["tokens"], told["in_pool"]) == ("accepted", 768, 512)
-        assert (await ask("kv.release", request_id="mine"))["released"] == 1
-        assert (await ask("kv.release", request_id="another"))["status"] == "refused"
+        assert (await c.hint("kv.release", {"request_id": "mine"}))["released"] == 1
+        assert (await c.hint("kv.release", {"request_id": "another"}))["status"] == "refused"
 
 
 def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
@@ -461,38 +457,31 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
 ) -> None:
     async with pinning(2) as c:
         node = c.decode[0]
-
-        async def prefetch(**payload: Any) -> Any:
-            async with c.session.post(c.url + "/hints", data=message("kv.prefetch", payload)) as response:
-                return (await response.json())["actions"][0]
-
         c.proxy.update(
             view([c.prefill[0].url], urls := [one.url for one in c.decode], {u: {"streams": True} for u in urls})
         )
         node.script = [hangs]
-        told = await prefetch(tokens=IDS, model="tiny", cache_salt="s")
+        told = await c.hint("kv.prefetch", {"tokens": IDS, "model": "tiny", "cache_salt": "s"})
         assert (told["status"], told["node"], told["ttl_s"]) == ("accepted", node.url, 60)
         assert (told["tokens"], told["in_pool"]) == (768, 512)
         assert node.bodies == [{"prompt": IDS, "model": "tiny", "cache_salt": "s", "max_tokens": 1, "stream": False, "kv_transfer_params": STREAM}]  # fmt: skip
-        async with c.post({"prompt": [8] * 300}) as response:
-            assert response.status == 200
+        await c.ask({"prompt": [8] * 300})
         assert len(c.decode[1].bodies) == 1, "the prefetch counts as work"
-        async with c.post({"prompt": [*IDS, 9], "cache_salt": "s"}) as response:
-            assert response.status == 200
+        await c.ask({"prompt": [*IDS, 9], "cache_salt": "s"})
         assert len(node.bodies) == 2
         await until(lambda: node.hung_up == 1, "it ends with the answer of a request that begins with it")
         assert not c.proxy.requests._prefetched
 
         c.decode[0].script = c.decode[1].script = [answers(503)]
-        assert "no room" in (await prefetch(tokens=IDS))["reason"]
+        assert "no room" in (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"]
         c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
         monkeypatch.setattr(requests, "PREFETCH_S", 0.5)
         for _ in range(2):
-            assert (await prefetch(tokens=IDS))["status"] == "accepted"
+            assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
         assert len(c.proxy.requests._prefetched) == 1, "the second takes the place of the first"
         await until(lambda: not c.proxy.requests._prefetched, "it ends with its time")
         monkeypatch.undo()
-        assert (await prefetch(tokens=IDS))["status"] == "accepted"
+        assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
     assert sum(one.hung_up for one in c.decode) == 4, "it ends with the proxy"
 
 
@@ -501,11 +490,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
     """A model with several layer groups has no streams."""
     windows = msgspec.structs.replace(NAMESPACE, group="1", keeps="a window", tail=1)
     async with pinning(2, POOL._replace(namespaces=(NAMESPACE, windows))) as c:
-
-        async def prefetch() -> Any:
-            async with c.session.post(c.url + "/hints", data=message("kv.prefetch", {"tokens": IDS})) as response:
-                return (await response.json())["actions"][0]
-
+        prefetch = partial(c.hint, "kv.prefetch", {"tokens": IDS})
         assert "the pool lacks too much of it" in (await prefetch())["reason"]
         c.proxy._direct._client.found = 768
         c.decode[0].script = c.decode[1].script = [answers(503)]
@@ -527,8 +512,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         node = next(one for one in c.decode if one.url == told["node"])
         assert (told["status"], told["in_pool"]) == ("accepted", 768)
         assert node.bodies[-1] == {"prompt": IDS, "max_tokens": 1, "stream": False, "kv_transfer_params": None}
-        async with c.post({"prompt": [*IDS, 9]}) as response:
-            assert response.status == 200
+        await c.ask({"prompt": [*IDS, 9]})
         assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
         assert not c.proxy.requests._prefetched
 
@@ -537,8 +521,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
 async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
     async with pinning() as c:
         c.proxy._direct._client.found = 0
-        async with c.session.post(c.url + "/hints", data=message("kv.prefetch", {"tokens": IDS})) as response:
-            assert (await response.json())["actions"][0]["reason"] == "the pool has nothing of it"
+        assert (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"] == "the pool has nothing of it"
 
 
 @scenario
@@ -552,12 +535,8 @@ async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest
         c.decode[0].default = hangs
 
         async def prefetch(name: str, token: int) -> str:
-            data, headers = (
-                message("kv.prefetch", {"tokens": [token] * 256}),
-                {"Authorization": f"Bearer key-of-{name}-0123456789"},
-            )
-            async with c.session.post(c.url + "/hints", data=data, headers=headers) as response:
-                return str((await response.json())["actions"][0]["status"])
+            headers = {"Authorization": f"Bearer key-of-{name}-0123456789"}
+            return str((await c.hint("kv.prefetch", {"tokens": [token] * 256}, headers=headers))["status"])
 
         assert [await prefetch("ann", n) for n in range(3)] == ["accepted", "accepted", "refused"]
         assert [await prefetch("ben", n) for n in (7, 8)] == ["accepted", "refused"]
@@ -569,6 +548,5 @@ async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest
             return await tokenizes(request)
 
         c.decode[0].tokenize, c.decode[0].default = tokenizes_and_says_so, decodes
-        async with c.post({"prompt": "short"}, headers={"Authorization": "Bearer key-of-eve-0123456789"}) as response:
-            assert response.status == 200
+        await c.ask({"prompt": "short"}, headers={"Authorization": "Bearer key-of-eve-0123456789"})
         assert not asked, "a short prompt of another client is not named"

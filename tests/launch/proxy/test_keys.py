@@ -183,16 +183,15 @@ async def listening(certificates: Certificates, folder: Path) -> AsyncIterator[t
     """The URL of a proxy with the server's certificate, in the files `cert.pem` and `key.pem` of a folder."""
     give(certificates, folder, "server")
     settings = ServerTlsConfig(cert_file=str(folder / "cert.pem"), key_file=str(folder / "key.pem"))
-    node, files = Node(decodes), WatchedFiles()
-    await node.start()
+    files = WatchedFiles()
     proxy = Proxy(ProxyConfig(drain_s=0.2, tls=settings), files=files)
-    await proxy.setup()
-    try:
-        proxy.update(view((), [node.url]))
-        yield await proxy.listen("127.0.0.1", 0, ServerTls(settings, files).context), files
-    finally:
-        await proxy.close()
-        await node.stop()
+    async with Node(decodes) as node:
+        await proxy.setup()
+        try:
+            proxy.update(view((), [node.url]))
+            yield await proxy.listen("127.0.0.1", 0, ServerTls(settings, files).context), files
+        finally:
+            await proxy.close()
 
 
 def give(certificates: Certificates, folder: Path, name: str, *, key: bool = True) -> None:
@@ -201,7 +200,8 @@ def give(certificates: Certificates, folder: Path, name: str, *, key: bool = Tru
         (folder / file).write_text(Path(source).read_text())
 
 
-def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_but_no_bad_one(
+@scenario
+async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_but_no_bad_one(
     certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pems = {name: Path(pair[0]).read_text().strip() for name, pair in certificates.items()}
@@ -210,27 +210,23 @@ def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=5)).strip()
 
-    @scenario
-    async def asked() -> None:
-        trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=certificates["ca"][0]))
-        async with (
-            listening(certificates, tmp_path) as (url, files),
-            aiohttp.ClientSession(connector=trusting) as session,
-        ):
-            for stream, expected in ((False, b"hello"), (True, b"[DONE]")):
-                async with session.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}) as response:
-                    assert response.status == 200
-                    assert expected in await response.read()
-            assert await shown(url) in pems["server"]
-            give(certificates, tmp_path, "client", key=False)
-            files.look()  # the certificate of one, the key of the other
-            assert "key values mismatch" in caplog.text
-            assert await shown(url) in pems["server"]
-            give(certificates, tmp_path, "client")
-            files.look()
-            assert await shown(url) in pems["client"]
-
-    asked()
+    trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=certificates["ca"][0]))
+    async with (
+        listening(certificates, tmp_path) as (url, files),
+        aiohttp.ClientSession(connector=trusting) as session,
+    ):
+        for stream, expected in ((False, b"hello"), (True, b"[DONE]")):
+            async with session.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}) as response:
+                assert response.status == 200
+                assert expected in await response.read()
+        assert await shown(url) in pems["server"]
+        give(certificates, tmp_path, "client", key=False)
+        files.look()  # the certificate of one, the key of the other
+        assert "key values mismatch" in caplog.text
+        assert await shown(url) in pems["server"]
+        give(certificates, tmp_path, "client")
+        files.look()
+        assert await shown(url) in pems["client"]
 
 
 def test_connections_that_never_begin_their_handshake_take_little_memory(certificates, tmp_path):

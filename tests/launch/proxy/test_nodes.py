@@ -24,7 +24,6 @@ from tests.support.proxy import (
     begin,
     cluster,
     decode_at,
-    decodes,
     disconnects,
     error_of,
     hangs,
@@ -58,14 +57,11 @@ async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
         for node in c.prefill:
             assert len({body["prompt"][0] for body in node.bodies}) == 1
             assert len(node.bodies) == 4
-        c.prefill[0].default = hangs
-        long = asyncio.ensure_future(c.post({"prompt": [c.prefill[0].bodies[0]["prompt"][0]] * 3010}).__aenter__())
-        await until(lambda: len(c.prefill[0].bodies) == 5, "one is under way")
-        async with c.get("/metrics") as response:
-            (load,) = re.findall(rf'node_load{{hop="prefill",node="{c.prefill[0].url}"}} (\S+)', await response.text())
+        long = {"prompt": [c.prefill[0].bodies[0]["prompt"][0]] * 3010}
+        async with c.stuck_at(c.prefill[0], long), c.get("/metrics") as response:
+            page = await response.text()
+        (load,) = re.findall(rf'node_load{{hop="prefill",node="{c.prefill[0].url}"}} (\S+)', page)
         assert 0 < float(load) < 3010, "its node knows the beginning"
-        long.cancel()
-        await asyncio.wait({long})
 
 
 # --- the list of models ----------------------------------------------------------------------------------------------
@@ -100,15 +96,13 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(
         (sick, well), (only,) = c.prefill, c.decode
 
         async def healthy(hop: str, node: Node) -> bool:
-            async with c.get("/health") as response:
-                return bool((await response.json())[hop][node.url])
+            return bool((await c.told("/health"))[hop][node.url])
 
         sick.health = only.health = check
         while await healthy("prefill", sick) or await healthy("decode", only):
             pass
         for _ in range(3):
-            async with c.post() as response:
-                assert response.status == 200, "with no other decode node, the checks are not believed"
+            await c.ask()  # with no other decode node, the checks are not believed
         assert (len(sick.bodies), len(well.bodies)) == (0, 3)
         sick.health = answers(404)  # it knows no such path, but it answers
         while not await healthy("prefill", sick):
@@ -124,14 +118,12 @@ async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_vie
             await response.content.readexactly(len(EVENTS[0]))
             left = view([c.prefill[0].url], [c.decode[1].url])
             c.proxy.update(View(left.nodes, stale_since=time.monotonic() - 60))
-            async with c.post() as other:
-                assert other.status == 200
+            await c.ask()
             go.set()
             assert await response.read() == EVENTS[1]
         async with c.get("/metrics") as page:
             assert c.decode[0].url not in await page.text()
-        async with c.get("/health") as page:
-            assert (await page.json())["discovery_stale_s"] >= 60
+        assert (await c.told("/health"))["discovery_stale_s"] >= 60
 
 
 # --- shutdown --------------------------------------------------------------------------------------------------------
@@ -165,29 +157,19 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
         await draining
 
 
-def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path: Path) -> None:
-    @scenario
-    async def run() -> None:
-        node, go = Node(decodes), asyncio.Event()
-        await node.start()
-        node.default = pauses(go)
-        try:
-            with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
-                async with (
-                    aiohttp.ClientSession() as session,
-                    session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
-                ):
-                    await response.content.readexactly(len(EVENTS[0]))
-                    process.send_signal(signal.SIGTERM)
-                    with contextlib.suppress(ConnectionError):
-                        while True:
-                            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-                            writer.close()
-                            await asyncio.sleep(0.01)
-                    go.set()
-                    assert await response.read() == EVENTS[1]
-                assert await asyncio.to_thread(process.wait, 60) == 0
-        finally:
-            await node.stop()
-
-    run()
+@scenario
+async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path: Path) -> None:
+    go = asyncio.Event()
+    async with Node(pauses(go)) as node, aiohttp.ClientSession() as session:
+        with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
+            async with session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+                await response.content.readexactly(len(EVENTS[0]))
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                        writer.close()
+                        await asyncio.sleep(0.01)
+                go.set()
+                assert await response.read() == EVENTS[1]
+            assert await asyncio.to_thread(process.wait, 60) == 0

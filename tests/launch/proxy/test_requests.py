@@ -105,7 +105,6 @@ async def test_a_large_prompt_and_a_large_answer_pass() -> None:
 # --- nodes that fail, and clients that make them --------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("long_skips")
 @scenario
 async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one() -> None:
     async def only_lists(request: web.Request) -> web.StreamResponse:
@@ -114,7 +113,7 @@ async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one(
     async def no_lists(request: web.Request) -> web.StreamResponse:
         return await (answers(500) if request.method == "GET" else decodes)(request)
 
-    async with cluster(0, 2, failures=2) as c:
+    async with cluster(0, 2, failures=2, long_skips=True) as c:
         c.decode[0].default = only_lists
         for _ in range(8):
             for asking in (c.get("/v1/models"), c.post()):
@@ -284,62 +283,50 @@ async def test_a_body_that_turns_out_to_be_too_large_is_a_413() -> None:
         assert (response.status, (await error_of(response))["code"]) == (413, "request_too_large")
 
 
-def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario
+async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(body: bytes) -> None:
         raise ZeroDivisionError("secret detail")
 
     monkeypatch.setattr(requests_module, "Completion", broken)
-
-    @scenario
-    async def asked() -> None:
-        async with cluster() as c, c.post() as response:
-            error = await error_of(response)
-            assert (response.status, error["code"]) == (500, "internal_error")
-            assert "secret" not in error["message"]
-
-    asked()
+    async with cluster() as c, c.post() as response:
+        error = await error_of(response)
+        assert (response.status, error["code"]) == (500, "internal_error")
+        assert "secret" not in error["message"]
 
 
-def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(caplog, tmp_path):
+@scenario
+async def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(caplog, tmp_path):
     (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
     caplog.set_level("INFO", logger="launch.proxy")
-
-    @scenario
-    async def asked() -> None:
-        async with cluster(1, 2, api_keys_file=str(tmp_path / "keys")) as c:
-            c.prefill[0].default = disconnects
-            key = {"Authorization": "Bearer sk-0123456789abcdef"}
-            await c.ask(headers={"X-Request-Id": "it-is-me", **key})
-            await c.ask(headers={"X-Request-Id": "nobody"}, status=401)
-            url = c.prefill[0].url
-        (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
-        assert "disconnected" in failed
-        (ended,) = [line for line in caplog.messages if line.startswith("request it-is-me: 200 in ")]
-        assert re.search(rf"client=alice prefill={url} decode=http://", ended)
-        assert any(line.startswith("request nobody: 401 in ") for line in caplog.messages)
-        assert "sk-0123456789abcdef" not in caplog.text
-
-    asked()
+    async with cluster(1, 2, api_keys_file=str(tmp_path / "keys")) as c:
+        c.prefill[0].default = disconnects
+        key = {"Authorization": "Bearer sk-0123456789abcdef"}
+        await c.ask(headers={"X-Request-Id": "it-is-me", **key})
+        await c.ask(headers={"X-Request-Id": "nobody"}, status=401)
+        url = c.prefill[0].url
+    (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
+    assert "disconnected" in failed
+    (ended,) = [line for line in caplog.messages if line.startswith("request it-is-me: 200 in ")]
+    assert re.search(rf"client=alice prefill={url} decode=http://", ended)
+    assert any(line.startswith("request nobody: 401 in ") for line in caplog.messages)
+    assert "sk-0123456789abcdef" not in caplog.text
 
 
-def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(caplog):
+@scenario
+async def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_byte_of_theirs(caplog):
     secret = b"Bearer sk-0123456789abcdef"
-
-    @scenario
-    async def asked() -> None:
-        proxy = Proxy(ProxyConfig())
-        await proxy.setup()
-        try:
-            port = int((await proxy.listen("127.0.0.1", 0)).rpartition(":")[2])
-            for _ in range(50):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(b"POST / HTTP/1.1\r\nAuthorization: " + secret + b"\r\nno header\r\n\r\n{prompt}")
-                assert (await reader.read()).startswith(b"HTTP/1.0 400 Bad Request\r\n")
-                writer.close()
-        finally:
-            await proxy.close()
-
-    asked()
+    proxy = Proxy(ProxyConfig())
+    await proxy.setup()
+    try:
+        port = int((await proxy.listen("127.0.0.1", 0)).rpartition(":")[2])
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nAuthorization: " + secret + b"\r\nno header\r\n\r\n{prompt}")
+            assert (await reader.read()).startswith(b"HTTP/1.0 400 Bad Request\r\n")
+            writer.close()
+    finally:
+        await proxy.close()
     text = "\n".join(f"{record.getMessage()} {record.exc_text or ''} {record.exc_info}" for record in caplog.records)
     assert secret.decode() not in text
     assert "prompt" not in text
@@ -388,14 +375,13 @@ async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports
         async with c.post({"prompt": "Hi", "stream": True}, headers={"X-Request-Id": "mine"}) as response:
             await response.read()
         assert c.decode[0].bodies[0]["kv_transfer_params"] == params, "passed on unread"
-        async with c.get("/requests/mine") as response:
-            assert await response.json() == {
-                "client": "",
-                "hops": [
-                    {"hop": "prefill", "node": c.prefill[0].url, "report": msgspec.to_builtins(PREFILL)},
-                    {"hop": "decode", "node": c.decode[0].url, "report": msgspec.to_builtins(DECODE)},
-                ],
-            }
+        assert await c.told("/requests/mine") == {
+            "client": "",
+            "hops": [
+                {"hop": "prefill", "node": c.prefill[0].url, "report": msgspec.to_builtins(PREFILL)},
+                {"hop": "decode", "node": c.decode[0].url, "report": msgspec.to_builtins(DECODE)},
+            ],
+        }
 
 
 @pytest.mark.parametrize("monitors", [False, True])
@@ -418,7 +404,7 @@ async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_mon
         assert all("Authorization" not in headers for headers in c.decode[0].headers), "their keys are not for nodes"
         seen = {}
         for name in ("alice", "bob", "carol", "watch", ""):
-            async with c.session.get(c.url + "/requests/same", headers=by(name)) as response:
+            async with c.get("/requests/same", headers=by(name)) as response:
                 seen[name] = (await response.json())["client"] if response.status == 200 else response.status
         if monitors:
             assert seen == {"alice": 401, "bob": 401, "carol": 401, "watch": "bob", "": 401}

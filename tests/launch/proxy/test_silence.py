@@ -55,29 +55,25 @@ def node(host: Host) -> Iterator[Process]:
         yield process
 
 
-def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(host, node):
+@scenario
+async def test_a_host_that_falls_silent_fails_its_requests_long_before_their_deadline(host, node):
     """One whose stream had begun ends with an error, another one is answered by the other node."""
+    async with cluster(0, [f"http://{host.address}:8100", ""]) as c:  # by turns
 
-    @scenario
-    async def silence() -> None:
-        async with cluster(0, [f"http://{host.address}:8100", ""]) as c:  # by turns
+        def ask(**fields: bool) -> asyncio.Future[aiohttp.ClientResponse]:
+            return asyncio.ensure_future(c.post({"prompt": "x", "stream": False, **fields}).__aenter__())
 
-            def ask(**fields: bool) -> asyncio.Future[aiohttp.ClientResponse]:
-                return asyncio.ensure_future(c.post({"prompt": "x", "stream": False, **fields}).__aenter__())
-
-            streaming = await asyncio.wait_for(ask(stream=True), 60)
-            assert await streaming.content.readexactly(len(EVENTS[0])) == EVENTS[0]
-            (await ask()).release()
-            waiting = ask()
-            await until(lambda: node.lines == ["ready", "asked", "asked"], "both are with the node")
-            host.cut()
-            rest = await asyncio.wait_for(streaming.read(), 60)
-            assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == "node_failed"
-            answered = await asyncio.wait_for(waiting, 60)
-            assert answered.status == 200
-            assert len(c.decode[0].bodies) == 2, "the other node answered"
-            for response in (streaming, answered):
-                response.release()
-            assert c.metric("hop_failures_total", hop="decode", reason="disconnected") == 2
-
-    silence()
+        streaming = await asyncio.wait_for(ask(stream=True), 60)
+        assert await streaming.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+        (await ask()).release()
+        waiting = ask()
+        await until(lambda: node.lines == ["ready", "asked", "asked"], "both are with the node")
+        host.cut()
+        rest = await asyncio.wait_for(streaming.read(), 60)
+        assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == "node_failed"
+        answered = await asyncio.wait_for(waiting, 60)
+        assert answered.status == 200
+        assert len(c.decode[0].bodies) == 2, "the other node answered"
+        for response in (streaming, answered):
+            response.release()
+        assert c.metric("hop_failures_total", hop="decode", reason="disconnected") == 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from launch.proxy.tenants import Ledger, Tenants
 from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
 from pd_cache.errors import ConfigError
 from tests.launch.proxy.test_direct import IDS, rule
-from tests.launch.proxy.test_hints import Renewing, message
-from tests.support.proxy import NAMESPACE, decodes, error_of, hangs, prefills, scenario, until
+from tests.launch.proxy.test_hints import Renewing
+from tests.support.proxy import NAMESPACE, error_of, scenario, until
 from tests.support.proxy import cluster as proxied
 from transfer.errors import Status
 
@@ -71,11 +71,8 @@ def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: P
     watched = WatchedFiles()
     with closing(rule(Renewing())) as direct:
         tenants = Tenants(ProxyConfig(**files(tmp_path)), watched, direct, ProxyMetrics())
-        assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests, tenants.chunks("b", "quota")) == (
-            4,
-            1,
-            None,
-        )
+        assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests) == (4, 1)
+        assert tenants.chunks("b", "quota") is None
         for text in (f"tenants: {{a: {{quota: {8 * CHUNK}}}}}", "tenants: {a: {quota: x}}"):
             (tmp_path / "tenants.yaml").write_text(text)
             watched.look()
@@ -159,48 +156,31 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
         assert list(tenants._ledgers) == ["b"], "and those of whom the file does not name any more"
 
 
-class Removing(Renewing):
-    def __init__(self, found: int = 0) -> None:
-        super().__init__(found)
-        self.removed: list[bytes] = []
-        self.forced = 0
-
-    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
-        self.removed += names
-        self.forced += len(names) * force
-        return [Status.OK] * len(names)
-
-
 @scenario
 async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.proxy.app.LOOK_S", 3600.0)
-    client = Removing(found=256)
+    client = Renewing(found=256)
     text = FILE.replace(", max_requests: 1", "")
     async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
-        async with c.post(body(), headers=bearer(OF_B)) as response:
-            assert response.status == 200
+        await c.ask(body(), headers=bearer(OF_B))
         names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(4)]  # type: ignore[union-attr]
-        c.decode[0].default = hangs
-        loading = asyncio.ensure_future(c.post(body(prompt=[0, *IDS[1:]]), headers=bearer(OF_A)).__aenter__())
-        await until(lambda: len(c.decode[0].bodies) == 2, "a decode node is about to load it")
-        c.decode[0].default = decodes
-        for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
-            async with c.post(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A)) as response:
-                assert response.status == 200
-        await c.proxy._tenants.remove(lambda tenant: names[2] if tenant == "a" else ())
-        assert client.removed == [*reversed(names[1])], "neither what is to be loaded nor what is pinned"
+        async with c.stuck_at(c.decode[0], body(prompt=[0, *IDS[1:]]), headers=bearer(OF_A)):
+            for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
+                await c.ask(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A))
+            await c.proxy._tenants.remove(lambda tenant: names[2] if tenant == "a" else ())
+        assert [*chain(*client.removed)] == names[1][::-1], "neither what is to be loaded nor what is pinned"
         assert client.forced == 3, "it is leased by its request"
-        loading.cancel()
         await until(lambda: not c.proxy.requests.running, "the client has gone")
         c.proxy._tenants._clock = lambda: time.monotonic() + 20
         await c.proxy._tenants.remove()
-        assert client.removed[3:] == [*reversed(names[0][1:])]
+        assert [*chain(*client.removed)][3:] == names[0][:0:-1]
         assert client.forced == 3, "the leases of its own requests are over: another proxy's requests hold these"
         c.proxy._tenants._clock = lambda: time.monotonic() + 90
         await c.proxy._tenants.remove()
-        assert client.removed[5:] == client.removed[:5], "a late store may have brought them back"
+        removed = [*chain(*client.removed)]
+        assert removed[5:] == removed[:5], "a late store may have brought them back"
         c.proxy._tenants.show()
         assert c.metric("tenant_evicted_chunks_total", tenant="a") == 10
         assert c.metric("tenant_bytes", tenant="a") == c.metric("tenant_quota_bytes", tenant="a") == 4 * CHUNK
@@ -209,22 +189,20 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(
         assert c.metric("tenant_requests_total", tenant="b", counted="yes") == 1
         assert c.proxy._ui.state(None)["tenants"][0]["bytes"] == 4 * CHUNK
         assert c.proxy._ui.state("ann")["tenants"] == []
-        async with c.post(body(prompt="x" * 9000), headers=bearer(OF_A)) as response:  # no node tokenizes
-            assert response.status == 200
+        await c.ask(body(prompt="x" * 9000), headers=bearer(OF_A))  # no node tokenizes
         assert c.metric("tenant_requests_total", tenant="a", counted="no") == 1
 
 
 @scenario
 async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Path) -> None:
-    client = Removing()
+    client = Renewing(found=0)
     client.gate.clear()
     text = "tenants: {a: {quota: 1GiB}}"
     async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
         asked = [body(prompt=[first, *IDS[1:]]) for first in range(MAX_WAITING + 8)]
         asking = [asyncio.ensure_future(c.post(one, headers=bearer(OF_A)).__aenter__()) for one in asked]
         await until(lambda: c.proxy.requests._judging == len(asked), "all are looked up")
-        async with c.post(body(), headers=bearer(PLAIN)) as response:
-            assert response.status == 200, "without a lookup"
+        await c.ask(body(), headers=bearer(PLAIN))  # without a lookup
         client.gate.set()
         for one in asking:
             (await one).close()
@@ -251,14 +229,9 @@ async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Pat
 async def test_nodes_get_a_salt_that_is_the_tenants(
     tmp_path: Path, headers: dict[str, str], sent: dict[str, Any], got: str | None
 ) -> None:
-    async with proxied(direct=rule(Removing()), **files(tmp_path)) as c:
-        for chat in (False, True):
-            asked = (
-                body(**sent) if not chat else {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **sent}
-            )
-            path = "/v1/chat/completions" if chat else "/v1/completions"
-            async with c.session.post(c.url + path, json=asked, headers=headers) as response:
-                assert response.status == 200, await response.text()
+    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
+        for asked in (body(), {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}):
+            await c.ask(asked | sent, headers=headers)
         seen = [*c.prefill[0].bodies, *c.decode[0].bodies]
         assert {one.get("cache_salt") for one in seen} == {got}
         assert all("X-Tenant" not in one for one in c.decode[0].headers)
@@ -282,8 +255,8 @@ async def test_nodes_get_a_salt_that_is_the_tenants(
 async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(
     tmp_path: Path, headers: Any, raw: bytes, status: int, code: str
 ) -> None:
-    async with proxied(direct=rule(Removing()), **files(tmp_path)) as c:
-        async with c.session.post(c.url + "/v1/completions", data=raw, headers=headers) as response:
+    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
+        async with c.post(data=raw, headers=headers) as response:
             assert (response.status, (await error_of(response))["code"]) == (status, code)
         assert not c.prefill[0].bodies
         assert not c.decode[0].bodies
@@ -291,7 +264,7 @@ async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(
 
 @scenario
 async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path: Path) -> None:
-    client = Removing(found=0)
+    client = Renewing(found=0)
     async with proxied(direct=rule(client), **files(tmp_path)) as c:
         asked = {"token_ids": IDS, "cache_salt": "pd-cache-tenant/a/"}
 
@@ -309,19 +282,14 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
 
 @scenario
 async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_be_guessed(tmp_path: Path) -> None:
-    async with proxied(direct=rule(Removing(found=256)), **files(tmp_path)) as c:
-        data = message("kv.retain", {"block_hashes": ["00" * 32], "ttl_s": 60})
+    async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
         for key in (OF_A, PLAIN):
-            async with c.session.post(c.url + "/hints", data=data, headers=bearer(key)) as response:
-                (told,) = (await response.json())["actions"]
+            told = await c.hint("kv.retain", {"block_hashes": ["00" * 32], "ttl_s": 60}, headers=bearer(key))
             assert (told["status"], told["reason"][:28]) == ("refused", "block_hashes name prompts of")
-        stored = c.post(body(), headers={**bearer(OF_A), "X-Request-Id": "r1"})
-        async with stored as response:
-            assert response.status == 200
-        by_id = message("kv.retain", {"request_id": "r1", "ttl_s": 60})
-        for headers, status in ((bearer(GATE, X_Tenant="b"), "refused"), (bearer(OF_B), "refused")):
-            async with c.session.post(c.url + "/hints", data=by_id, headers=headers) as response:
-                assert (await response.json())["actions"][0]["status"] == status
+        await c.ask(body(), headers=bearer(OF_A, X_Request_Id="r1"))
+        for headers in (bearer(GATE, X_Tenant="b"), bearer(OF_B)):
+            told = await c.hint("kv.retain", {"request_id": "r1", "ttl_s": 60}, headers=headers)
+            assert told["status"] == "refused"
 
 
 # --- bounds ------------------------------------------------------------------------------------------------------------
@@ -329,14 +297,11 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
 
 @scenario
 async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Path) -> None:
-    async with proxied(direct=rule(Removing(found=0)), **files(tmp_path)) as c:
+    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
         c.proxy._hints._pool_bytes = lambda view: 1000 * CHUNK
 
         async def pin(headers: dict[str, str], action_id: str, first: int) -> dict[str, Any]:
-            data = message("kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id)
-            async with c.session.post(c.url + "/hints", data=data, headers=headers) as response:
-                (told,) = (await response.json())["actions"]
-                return dict(told)
+            return await c.hint("kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id, headers=headers)
 
         told = await pin(bearer(OF_A), "one", 1)
         assert (told["status"], told["tokens"]) == ("clipped", 512)
@@ -357,14 +322,9 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
         (tmp_path / "tenants.yaml").write_text(FILE)
         c.proxy._files.look()
 
-        c.prefill[0].default = hangs
-        first = asyncio.create_task(c.session.post(c.url + "/v1/completions", json=body(), headers=bearer(OF_A)))
-        await until(lambda: bool(c.prefill[0].bodies), "the first request is in flight")
-        async with c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
+        busy = c.stuck_at(c.prefill[0], body(), headers=bearer(OF_A))
+        async with busy, c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
             error = await error_of(response)
             assert (response.status, error["message"][:27]) == (429, "1 requests of this tenant a")
-        first.cancel()
-        c.prefill[0].default = prefills
         await until(lambda: not c.proxy.requests.running, "the client has gone")
-        async with c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
-            assert response.status == 200
+        await c.ask(body(), headers=bearer(GATE, X_Tenant="a"))

@@ -40,50 +40,47 @@ def counting_evil() -> Behaviour:
     return behaviour
 
 
-def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_text_for_html(tmp_path: Path) -> None:
-    @scenario
-    async def run() -> None:
-        files = keys(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
-        async with (
-            cluster(prefill=0, decode=2, name=EVIL, health_interval_s=0.2, **files) as c,
-            chromium(tmp_path) as browser,
-        ):
-            for node in c.decode:
-                node.default = counting_evil()
-            names = zip((EVIL, "decode-1"), c.decode, strict=True)
-            records = [NodeRecord(name=name, role="decode", address=node.url) for name, node in names]
-            gone = NodeRecord(name="gone", role="prefill", address="http://127.0.0.1:1")
-            mine = NodeRecord(name="this-proxy", role="proxy", address=c.url)
-            c.proxy.update(View((*records, gone, mine, NodeRecord(name="odd", role=EVIL, address="127.0.0.1:1"))))
-            await browser.open(c.url + "/ui")
-            await until(lambda: bool(browser.said("Network.responseReceived")), "an answer")
-            assert [one["response"]["status"] for one in browser.said("Network.responseReceived")] == [401]
-            await browser.type_password(WATCHING)
-            await browser.open(c.url + "/ui")
-            await browser.until(f"{STATE} === 'ill'")
-            await browser.until(f"{text_of('state')} === 'serving, but 1 of 5 nodes are silent or ill'")
-            await browser.until("document.querySelectorAll('#picture path.edge.load').length === 2")
-            await browser.until(f"{text_of('nodes')}.includes({EVIL[:40]!r})")
-            assert "this-proxy" not in await browser.evaluate(text_of("nodes")), (
-                "it would say only that it is not asked"
-            )
-            assert "first token: needs streamed answers" in await browser.evaluate(text_of("figures"))
-            titles = "[...document.querySelectorAll('#picture title')].map((one) => one.textContent)"
-            assert await browser.evaluate(f"{titles}.some((text) => text.startsWith('<img src=x onerror'))")
-            assert await browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-            assert await browser.evaluate("document.title") == f"{EVIL} · pd-cache"
-            c.proxy._ui._closing = True  # as for a proxy that is being restarted: streams end, and new ones are refused
-            await browser.until(f"{STATE} === 'lost'")
-            assert await browser.evaluate("document.body.classList.contains('stale')")
-            c.proxy._ui._closing = False
-            await browser.until(f"{STATE} === 'ill'")
-            for node in c.decode:
-                await node.stop()
-            await browser.until(f"{STATE} === 'down'")
-            asked = [one["request"]["url"] for one in browser.said("Network.requestWillBeSent")]
-            assert [url for url in asked if not url.startswith((c.url + "/ui", "data:,"))] == [], "of no other host"
-            assert [one for one in browser.said("Audits.issueAdded") if "Policy" in one["issue"]["code"]] == []
-            assert browser.said("Runtime.exceptionThrown") == []
-            await browser.open("about:blank")
-
-    run()
+@scenario
+async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_text_for_html(
+    tmp_path: Path,
+) -> None:
+    files = keys(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
+    async with (
+        cluster(prefill=0, decode=2, name=EVIL, health_interval_s=0.2, **files) as c,
+        chromium(tmp_path) as browser,
+    ):
+        for node in c.decode:
+            node.default = counting_evil()
+        names = zip((EVIL, "decode-1"), c.decode, strict=True)
+        records = [NodeRecord(name=name, role="decode", address=node.url) for name, node in names]
+        gone = NodeRecord(name="gone", role="prefill", address="http://127.0.0.1:1")
+        mine = NodeRecord(name="this-proxy", role="proxy", address=c.url)
+        c.proxy.update(View((*records, gone, mine, NodeRecord(name="odd", role=EVIL, address="127.0.0.1:1"))))
+        await browser.open(c.url + "/ui")
+        await until(lambda: bool(browser.said("Network.responseReceived")), "an answer")
+        assert [one["response"]["status"] for one in browser.said("Network.responseReceived")] == [401]
+        await browser.type_password(WATCHING)
+        await browser.open(c.url + "/ui")
+        await browser.until(f"{STATE} === 'ill'")
+        await browser.until(f"{text_of('state')} === 'serving, but 1 of 5 nodes are silent or ill'")
+        await browser.until("document.querySelectorAll('#picture path.edge.load').length === 2")
+        await browser.until(f"{text_of('nodes')}.includes({EVIL[:40]!r})")
+        assert "this-proxy" not in await browser.evaluate(text_of("nodes")), "it would say only that it is not asked"
+        assert "first token: needs streamed answers" in await browser.evaluate(text_of("figures"))
+        titles = "[...document.querySelectorAll('#picture title')].map((one) => one.textContent)"
+        assert await browser.evaluate(f"{titles}.some((text) => text.startsWith('<img src=x onerror'))")
+        assert await browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
+        assert await browser.evaluate("document.title") == f"{EVIL} · pd-cache"
+        c.proxy._ui._closing = True  # as for a proxy that is being restarted: streams end, and new ones are refused
+        await browser.until(f"{STATE} === 'lost'")
+        assert await browser.evaluate("document.body.classList.contains('stale')")
+        c.proxy._ui._closing = False
+        await browser.until(f"{STATE} === 'ill'")
+        for node in c.decode:
+            await node.stop()
+        await browser.until(f"{STATE} === 'down'")
+        asked = [one["request"]["url"] for one in browser.said("Network.requestWillBeSent")]
+        assert [url for url in asked if not url.startswith((c.url + "/ui", "data:,"))] == [], "of no other host"
+        assert [one for one in browser.said("Audits.issueAdded") if "Policy" in one["issue"]["code"]] == []
+        assert browser.said("Runtime.exceptionThrown") == []
+        await browser.open("about:blank")

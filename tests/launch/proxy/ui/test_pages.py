@@ -110,8 +110,7 @@ async def test_a_proxy_whose_decode_nodes_are_gone_does_not_serve_and_counts_wha
             assert (await follower.event())["serves"]
             await c.decode[0].stop()
             await follower.until(lambda event: not event["serves"])
-            async with c.post() as refused:
-                assert refused.status == 503
+            await c.ask(status=503)
             event = await follower.until(lambda event: event["failed"])
         assert event["failed"] == {"503": 1}
         assert sum(minute["errors"] for minute in event["minutes"] if minute) == 1
@@ -174,7 +173,8 @@ async def test_followers_are_limited_and_a_place_comes_free(monkeypatch) -> None
             assert response.status == 200
 
 
-def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario
+async def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_WRITE_S", 0.3)
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.001)
     written = []
@@ -183,19 +183,15 @@ def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         written.append(1 << 16)
         return b"data: " + b"x" * (1 << 16) + b"\n\n"
 
-    @scenario
-    async def run() -> None:
-        async with cluster(prefill=0) as c:
-            monkeypatch.setattr(c.proxy._ui, "_event", event)
-            host, _, port = c.url.removeprefix("http://").partition(":")
-            with socket.create_connection((host, int(port))) as mute:
-                mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                mute.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
-                await until(lambda: c.proxy._ui.followers == 1, "it follows")
-                await until(lambda: c.proxy._ui.followers == 0, "it is cut off")
-            assert sum(written) < 1 << 25
-
-    run()
+    async with cluster(prefill=0) as c:
+        monkeypatch.setattr(c.proxy._ui, "_event", event)
+        host, _, port = c.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as mute:
+            mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            mute.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: c.proxy._ui.followers == 1, "it follows")
+            await until(lambda: c.proxy._ui.followers == 0, "it is cut off")
+        assert sum(written) < 1 << 25
 
 
 @scenario
@@ -239,11 +235,11 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
         for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events", "/ui/requests/mine"):
             for wrong in ("", "Bearer nothing", f"Bearer {KEY}", basic(KEY), "Basic !", "Basic", basic("") + "=="):
                 headers = {"Authorization": wrong} if wrong else {}
-                async with c.session.get(c.url + path, headers=headers) as response:
+                async with c.get(path, headers=headers) as response:
                     assert response.status == 401
                     assert response.headers["WWW-Authenticate"].startswith("Basic ")
             for right in (f"Bearer {WATCHING}", basic(WATCHING)):
-                async with c.session.get(c.url + path, headers={"Authorization": right}) as response:
+                async with c.get(path, headers={"Authorization": right}) as response:
                     assert response.status == (404 if "requests" in path else 200)
 
 
@@ -251,13 +247,10 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
 async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with cluster(**keys(tmp_path_factory.mktemp("k"), api_keys=f"alice {KEY}\nbob {OTHER}\n")) as c:
         for number, key in enumerate((KEY, OTHER)):
-            async with c.post(headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"r{number}"}) as response:
-                await response.read()
+            await c.ask(headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"r{number}"})
         async with follow(c, Authorization=basic(OTHER)) as response:
             event = await Follower(response).event()
         assert [one["id"] for one in event["slow"]] == ["r1"]
         for number, status in enumerate((404, 200)):
-            async with c.session.get(
-                c.url + f"/ui/requests/r{number}", headers={"Authorization": basic(OTHER)}
-            ) as response:
+            async with c.get(f"/ui/requests/r{number}", headers={"Authorization": basic(OTHER)}) as response:
                 assert response.status == status
