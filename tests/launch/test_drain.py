@@ -61,6 +61,23 @@ def put(pool: Pool, store: int, count: int, size: int) -> None:
         assert [client.put(f"{store}/{number}", bytes(size), config) for number in range(count)] == [0] * count
 
 
+def half_full(make_pool: Callable[..., Pool], objects: int = 100, **options: Any) -> Pool:
+    """A pool of two stores, of which the first holds so many objects."""
+    pool = make_pool(**options).start("master", "store-0", "store-1")
+    put(pool, 0, objects, 4096)
+    return pool
+
+
+def drained(
+    pool: Pool,
+    told: Callable[[Drain], None] = lambda _: None,
+    *,
+    stop: StopFlag | None = None,
+    timeout_s: float = 600.0,
+) -> Drain:
+    return drain(load_config(pool.file), "store-0", timeout_s=timeout_s, told=told, stop=stop or StopFlag())
+
+
 def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_the_node_may_go_and_come_back(
     make_pool: Callable[..., Pool],
 ) -> None:
@@ -95,9 +112,8 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
         assert len(hits) > 8
         assert all(hits)
         assert segment(pool, 0).status == "DRAINED"
-        assert {row.name: row.memory for row in cluster_status(load_config(pool.file)).nodes if row.memory} == {
-            "store-0": "drained"
-        }
+        states = {row.name: row.memory for row in cluster_status(load_config(pool.file)).nodes if row.memory}
+        assert states == {"store-0": "drained"}
         for command, shown in (["status"], "not asked, drained"), (["top", "--once"], "drain"):
             page = cli(*command, "-c", pool.file, code=None, env={"COLUMNS": "200"}).stdout
             assert shown in next(line for line in page.splitlines() if line.startswith("store-0"))
@@ -111,23 +127,16 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
 
 @pytest.mark.parametrize("how", ["a signal", "the deadline"])
 def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(how, make_pool):
-    pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
-    put(pool, 0, 200, 4096)
-    states: list[Drain] = []
+    pool = half_full(make_pool, 200, lease_ttl_ms=5_000)
     stop = StopFlag()
 
     def told(state: Drain) -> None:
-        states.append(state)
         if how == "a signal" and state.moved:
             stop.set()
 
-    config = load_config(pool.file)
-    timeout_s = 3600.0 if how == "a signal" else 1.5
-    found = drain(config, "store-0", timeout_s=timeout_s, told=told, stop=stop)
-    assert found.outcome == "canceled"
-    assert found.moved + found.left == 200
-    assert found.moved > 0
-    assert found.left > 0
+    found = drained(pool, told, stop=stop, timeout_s=3600.0 if how == "a signal" else 1.5)
+    assert (found.outcome, found.moved + found.left) == ("canceled", 200)
+    assert 0 < found.moved < 200
     assert segment(pool, 0).status == "OK"
     with pool.bare_client() as client:
         assert all(client.get(f"0/{number}") == bytes(4096) for number in range(200))
@@ -189,22 +198,17 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
 
 
 def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(lease_ttl_ms=5_000).start("master", "store-0", "store-1")
-    put(pool, 0, 40, 4096)
+    pool = half_full(make_pool, 40, lease_ttl_ms=5_000)
     assert begin_drain(pool.metrics, [pool.segment(0)], 4) is not None
-
     stop = StopFlag()
     stop.set()
-    found = drain(load_config(pool.file), "store-0", timeout_s=60, told=lambda _: None, stop=stop)
-    assert found.outcome == "goes on"
+    assert drained(pool, stop=stop).outcome == "goes on"
     wait_for(lambda: segment(pool, 0).status == "DRAINED", what="the first drain's end")
 
 
-def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_them(
-    make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_them(make_pool, monkeypatch):
     """A list of a million keys takes longer than their moves."""
-    pool = make_pool(lease_ttl_ms=60_000).start("master", "store-0", "store-1")
+    pool = half_full(make_pool, 70, lease_ttl_ms=60_000)
     lists = []
 
     def listed(*arguments: Any) -> tuple[list[str], list[str]]:
@@ -212,7 +216,6 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
         return lists[-1]
 
     monkeypatch.setattr(drained_by, "keys_in", listed)
-    put(pool, 0, 70, 4096)
     odd = ["a,b", "x" * 5000, "long," * 20_000, "1,1"]
     with pool.bare_client() as client:
         config = load_mooncake().ReplicateConfig()
@@ -221,53 +224,35 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
             assert client.put(key, b"odd", config) == 0
         leased = [*odd, *(f"0/{number}" for number in range(70))]
         assert client.batch_is_exist(leased) == [1] * len(leased)
-        found = drain(load_config(pool.file), "store-0", timeout_s=120, told=lambda _: None, stop=StopFlag())
+        found = drained(pool)
         assert (found.outcome, found.moved) == ("drained", 73)
         assert len(lists) == 1
         pool.stop("store-0")
         assert [client.get(key) for key in odd] == [b"odd"] * 4
 
 
-def test_a_drain_whose_last_target_goes_ends_at_once_and_the_node_takes_objects_again(
-    make_pool: Callable[..., Pool],
-) -> None:
-    pool = make_pool(client_ttl_s=2).start("master", "store-0", "store-1")
-    put(pool, 0, 100, 4096)
+@pytest.mark.parametrize(
+    ("goes", "said"),
+    [
+        ("store-0", "store-0 has stopped, or was started anew: what it had not moved yet is"),
+        ("store-1", r"no other node takes objects any more: \d+ objects are still on store-0"),
+        ("master", "the master no longer knows the job, because it was started anew; what was moved"),
+    ],
+    ids=["the node", "its last target", "the master, for a moment"],
+)
+def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_objects_again(goes, said, make_pool):
+    pool = half_full(make_pool, client_ttl_s=60 if goes == "master" else 2)
 
     def told(state: Drain) -> None:
-        if state.moved and "store-1" in pool.nodes:
-            pool.stop("store-1")
+        if state.moved and goes in pool.nodes:
+            (pool.kill if goes == "store-0" else pool.stop)(goes)
+            if goes == "master":
+                pool.start("master")
 
-    with pytest.raises(PdCacheError, match=r"no other node takes objects any more: \d+ objects are still on store-0"):
-        drain(load_config(pool.file), "store-0", timeout_s=600, told=told, stop=StopFlag())
-    assert segment(pool, 0).status == "OK"
-
-
-def test_a_master_that_goes_away_ends_the_command_and_not_the_objects(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
-    put(pool, 0, 100, 4096)
-
-    def told(state: Drain) -> None:
-        if state.moved and "master" in pool.nodes:
-            pool.stop("master")
-            pool.start("master")
-
-    with pytest.raises(
-        Exception, match=r"the master no longer knows the job, because it was started anew; what was moved"
-    ):
-        drain(load_config(Path(pool.file)), "store-0", timeout_s=60, told=told, stop=StopFlag())
-
-
-def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool().start("master", "store-0", "store-1")
-    put(pool, 0, 100, 4096)
-
-    def told(state: Drain) -> None:
-        if state.moved and "store-0" in pool.nodes:
-            pool.kill("store-0")
-
-    with pytest.raises(PdCacheError, match=r"store-0 has stopped, or was started anew: what it had not moved yet is"):
-        drain(load_config(pool.file), "store-0", timeout_s=600, told=told, stop=StopFlag())
+    with pytest.raises(PdCacheError, match=said):
+        drained(pool, told)
+    if goes == "store-1":
+        assert segment(pool, 0).status == "OK"
 
 
 @pytest.mark.parametrize(
@@ -278,8 +263,7 @@ def test_a_node_that_stops_while_it_is_drained_ends_the_command(make_pool: Calla
     ],
 )
 def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(signaled, said, make_pool, monkeypatch):
-    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
-    put(pool, 0, 100, 4096)
+    pool = half_full(make_pool, client_ttl_s=60)
     for limit in ("_CALL_S", "_CANCEL_S"):
         monkeypatch.setattr(drained_by, limit, 1.0)
     stop = StopFlag()
@@ -293,15 +277,14 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
     begin = time.monotonic()
     try:
         with pytest.raises(PdCacheError, match=f"{said}.*; what was moved stays so"):
-            drain(load_config(pool.file), "store-0", timeout_s=60, told=told, stop=stop)
+            drained(pool, told, stop=stop)
     finally:
         master.resume()
     assert time.monotonic() - begin < 60, "another list of its keys has minutes"
 
 
 def test_before_a_machine_stops_what_it_holds_moves_to_others_if_there_are_any(make_pool, monkeypatch, caplog):
-    pool = make_pool(client_ttl_s=60).start("master", "store-0", "store-1")
-    put(pool, 0, 20, 4096)
+    pool = half_full(make_pool, 20, client_ttl_s=60)
     config, hurried = load_config(pool.file), StopFlag()
     drain_local(pool.file, config, 60.0, hurried)
     assert caplog.messages == ["nothing is moved: no node of another machine gives memory to the pool"]
