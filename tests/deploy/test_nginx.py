@@ -13,11 +13,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from tests.support.etcd import make_certificates
 from tests.support.pool import ROOT, free_port
-from tests.support.proxy import EVENTS, Cluster, begin, cluster, scenario
+from tests.support.proxy import Cluster, OneByOne, answers, cluster, scenario, waits_for
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 
@@ -44,9 +43,8 @@ async def front(folder: Path, **changes: str) -> AsyncIterator[Front]:
         }.items():  # fmt: skip
             block, count = re.subn(rf"(?<![\w$])({name}) [^;{{]+;", rf"\1 {value};", block)
             assert count == 1, name
-        paths = "".join(
-            f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        paths = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
         (folder / "nginx.conf").write_text(
             f"user root; daemon off; pid {folder}/pid; error_log stderr; events {{}} http {{ access_log off; {paths}\n{block}}}\n"
         )
@@ -72,47 +70,28 @@ async def front(folder: Path, **changes: str) -> AsyncIterator[Front]:
 
 @scenario
 async def test_answers_and_streams_pass_and_pages_of_the_cluster_do_not(tmp_path: Path) -> None:
-    seen = [asyncio.Event() for _ in EVENTS]
-
-    async def one_by_one(request: web.Request) -> web.StreamResponse:
-        response = await begin(request)
-        for event, was_seen in zip(EVENTS, seen, strict=True):
-            await response.write(event)
-            await was_seen.wait()  # the next is written when the client has this one
-        return response
-
     async with front(tmp_path) as f:
         async with f.post({"prompt": "x"}, headers={"X-Request-Id": "mine"}) as response:
             assert (response.status, response.headers["X-Request-Id"]) == (200, "mine")
-        f.cluster.decode[0].script = [one_by_one]
+        f.cluster.decode[0].default = stream = OneByOne()
         async with f.post({"prompt": "x", "stream": True}) as response:
-            for event, was_seen in zip(EVENTS, seen, strict=True):
-                assert await response.content.readexactly(len(event)) == event
-                was_seen.set()
+            await stream.read(response)
         for page in ("/metrics", "/health", "/ui"):
             async with f.session.get(f.url + page) as response:
                 assert response.status == 404
 
 
 @scenario
-async def test_a_body_that_is_too_large_a_head_that_is_too_slow_and_too_many_requests_end_at_nginx(
-    tmp_path: Path,
-) -> None:
+async def test_a_body_that_is_too_large_a_head_that_is_too_slow_and_too_many_requests_end_at_nginx(tmp_path):
     async with front(tmp_path, client_header_timeout="1s", limit_conn="connections 3") as f:
-        async with f.session.post(
-            f.url + "/v1/completions", data=b"", headers={"Content-Length": str(17 << 20)}
-        ) as response:
+        large = {"Content-Length": str(17 << 20)}
+        async with f.session.post(f.url + "/v1/completions", data=b"", headers=large) as response:
             assert response.status == 413
         silent, writer = await asyncio.open_connection("127.0.0.1", f.port)
         assert await asyncio.wait_for(silent.read(), 60) == b""
         writer.close()
         go = asyncio.Event()
-
-        async def waits(request: web.Request) -> web.StreamResponse:
-            await go.wait()
-            return web.json_response({})
-
-        f.cluster.decode[0].default = waits
+        f.cluster.decode[0].default = waits_for(go, answers(200, {}))
 
         async def status() -> int:
             async with f.post({"prompt": "x"}) as response:

@@ -29,6 +29,7 @@ from tests.support.proxy import (
     disconnects,
     hangs,
     jump,
+    message,
     says,
     scenario,
     streams_then,
@@ -162,13 +163,7 @@ async def _record_refusals(found: list[str]) -> None:
         await to.ask("method that is not allowed", "GET", "/v1/completions")
         await to.ask("query without a namespace", "POST", "/query", {"token_ids": [1]})
         await to.ask("query: no query", "POST", "/query", {"token_ids": "x"})
-        retain = {
-            "action_id": "a",
-            "action_type": "kv.retain",
-            "action_version": "1.0",
-            "payload": {"tokens": [1], "ttl_s": 9},
-        }
-        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [retain]}
+        hints = json.loads(message("kv.retain", {"tokens": [1], "ttl_s": 9}))
         await to.ask("hints without a namespace", "POST", "/hints", hints)
         await to.ask("hints: no hints", "POST", "/hints", {"actions": []})
         await to.ask("completion with hints", "POST", "/v1/completions", {**PROMPT, "kv_hints": hints})

@@ -47,9 +47,7 @@ def history(*readings: tuple[float, str]) -> NodeHistory:
 
 
 def rates(*readings: tuple[float, str]) -> Rates:
-    found = history(*readings).rates(readings[-1][0])
-    assert found is not None
-    return found
+    return history(*readings).rates(readings[-1][0])
 
 
 def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took() -> None:
@@ -58,7 +56,6 @@ def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took
     for at in (5.0, 7.0):
         found.add(read_node(read_samples(text(loaded=30, computed=70, lookups=9, quick=9, started=begun)), at))
     rates = found.rates(7.0)
-    assert rates is not None
     assert (rates.hit, rates.load, rates.lookups) == (0.3, 0.0, 0.0)
     assert rates.quantiles["lookup"][1] <= 0.001
     assert [reason for reason, _, _ in rates.missed] == ["never_stored"]
@@ -67,8 +64,6 @@ def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took
 def test_rates_are_increments_a_second() -> None:
     nodes = history((5.0, text(load=100, lookups=1)), (7.0, text(load=300, store=50, lookups=9, evicted=4)))
     found, last = nodes.rates(7.0), nodes.last
-    assert found is not None
-    assert last is not None
     assert (found.load, found.store, found.lookups, found.evictions) == (100.0, 25.0, 4.0, {"memory": 2.0})
     assert (last.staging, last.staging_used, last.pool_up, last.queued) == (1000, 250, True, None)
 
@@ -109,10 +104,7 @@ def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier(
 
 def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read() -> None:
     engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
-    found = engine.rates(2.0)
-    assert found is not None
-    assert found.sources is not None
-    assert found.sources["loaded"] == 0.6, "the engine alone does not know"
+    assert engine.rates(2.0).sources["loaded"] == 0.6, "the engine alone does not know"
     server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
     assert merged_sources([engine], [server], 2.0) == pytest.approx(
         {"engine": 0.0, "memory": 0.4, "disk": 0.0, "pool": 0.2, "loaded": 0.0, "computed": 0.4}
@@ -167,13 +159,9 @@ vllm:pd_cache_missed_tokens_total{engine="0",model_name="m",reason="evicted"} %(
 
 
 def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
-    before, after = dict.fromkeys(("first", "lookups", "load", "at_hand", "loaded"), 0), {
-        "first": 10, "lookups": 8, "load": 400, "at_hand": 30, "loaded": 10
-    }  # fmt: skip
-    nodes = history((0.0, VLLM % before), (2.0, VLLM % after))
+    after = {"first": 10, "lookups": 8, "load": 400, "at_hand": 30, "loaded": 10}
+    nodes = history((0.0, VLLM % dict.fromkeys(after, 0)), (2.0, VLLM % after))
     found = nodes.rates(2.0)
-    assert found is not None
-    assert nodes.last is not None
     assert (nodes.last.queued, nodes.last.running) == (2, 3)
     assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
     assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))

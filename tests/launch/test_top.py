@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
 from launch.figures import NodeReading
@@ -24,6 +23,7 @@ from launch.supervise import end, spawn_child
 from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache.cluster import NodeRecord
 from tests.support.cli import cli, program, run_program
+from tests.support.cluster import cluster_file
 from tests.support.pool import ROOT, free_port
 from tests.support.waiting import PATIENCE_S
 
@@ -186,10 +186,7 @@ def file(tmp_path: Path, well: int, mute: int) -> Path:
         {"name": "decode-0", "role": "decode", "host": "127.0.0.1", "port": mute},
         {"name": "decode-1", "role": "decode", "host": "127.0.0.1", "port": free_port()},
     ]
-    engine = {"kind": "reference", "model": {"name": "tiny", "random": {"seed": 1}}}
-    path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump({"name": "watched", "engine": engine, "nodes": nodes}))
-    return path
+    return cluster_file(tmp_path, nodes=nodes)
 
 
 def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:

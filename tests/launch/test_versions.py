@@ -61,8 +61,8 @@ class Wire(Channel):
         self.authority = authority
         self.question = self.answer = True
         """Whether the next questions and answers arrive."""
-        self.meanwhile: Callable[[], object] | None = None
-        """What happens while an answer is on its way."""
+        self.meanwhile: list[Callable[[], object]] = []
+        """What happens while the next answers are on their way."""
         self.plan: list[str] = []
         """What is lost of the next calls: the `question`, the `answer`, or nothing."""
         self.sent: list[Question] = []
@@ -74,8 +74,8 @@ class Wire(Channel):
         if not self.question or lost == "question":
             raise UnavailableError("lost")
         reply = self.authority.answer(question)
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
         if not self.answer or lost == "answer":
             raise UnavailableError("lost on the way back")
         return reply
@@ -118,6 +118,11 @@ class World:
 
     def current(self) -> Version:
         return self.authority.answer(Question(model=MODEL)).current
+
+    def begin(self, wire: Wire, label: str) -> tuple[Version, float]:
+        """A command over a wire, until it is done."""
+        question, clock = Question(model=MODEL), self.clock
+        return begin_version(wire, question, label, 30.0, for_all=True, clock=clock, sleep=clock.sleep)
 
     def command(self, label: str, known: Version | None = None) -> Version:
         """A command begins; by default it has seen what is current."""
@@ -254,12 +259,11 @@ def test_a_command_says_nothing_of_an_engine_that_starts_before_it_has_arrived()
     a, wire, late = world.engine(), Wire(world.authority), []
 
     def restart() -> None:
-        wire.meanwhile = None
         world.clock.now += 1
         late.append(world.engine())
 
-    wire.meanwhile = restart
-    begin_version(wire, Question(model=MODEL), "new", 10.0, for_all=True, clock=world.clock, sleep=world.clock.sleep)
+    wire.meanwhile = [restart]
+    world.begin(wire, "new")
     assert polled(a, *late) == ["new", None]
     world.command("new")
     assert polled(a, *late) == ["new", "new"]
@@ -284,30 +288,25 @@ def test_a_command_in_the_middle_of_an_engines_change_counts_once_that_has_ended
     """After one question, the engine has only looked which version is current; after two, it has begun one of its own."""
     world = World()
     e = world.engine()
-    left = [questions]
 
-    def meanwhile() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            e.wire.answer = answered
-            world.command("all")
-        assert e.uses() is None, "its own call has not ended"
+    def its_own_call_has_not_ended() -> None:
+        assert e.uses() is None
 
-    e.wire.meanwhile = meanwhile
+    def command() -> None:
+        e.wire.answer = answered
+        world.command("all")
+        its_own_call_has_not_ended()
+
+    e.wire.meanwhile = [*[its_own_call_has_not_ended] * (questions - 1), command]
     assert (e.version.reset() is not None) is answered
-    e.wire.answer, e.wire.meanwhile = True, None
+    e.wire.answer = True
     assert polled(e) == ["all" if answered else None]
 
 
 def test_a_command_in_the_middle_of_a_change_to_a_label_leaves_it_unknown_which_of_the_two_an_engine_has() -> None:
     world = World()
     e = world.engine()
-
-    def meanwhile() -> None:
-        e.wire.meanwhile = None
-        world.command("all")
-
-    e.wire.meanwhile = meanwhile
+    e.wire.meanwhile = [lambda: world.command("all")]
     assert e.version.reset("w1") is None
     assert polled(e) == [None]
     assert world.current().label == "all"
@@ -385,15 +384,9 @@ def test_a_command_is_done_when_an_authority_that_was_started_meanwhile_knows_of
     world = World()
     wire = Wire(world.authority)
     anew = Authority(FileValues(), clock=world.clock, wall=world.clock)
-
-    def restart() -> None:
-        if wire.authority.answer(Question(model=MODEL)).current.label == "new":
-            wire.authority, wire.meanwhile = anew, None
-
-    wire.meanwhile = restart
-    command = functools.partial(begin_version, for_all=True, clock=world.clock, sleep=world.clock.sleep)
-    made, _ = command(wire, Question(model=MODEL), "new", 30.0)
-    assert wire.authority is anew
+    wire.meanwhile = [lambda: None, lambda: setattr(wire, "authority", anew)]
+    made, _ = world.begin(wire, "new")
+    assert world.current().label == "new", "the other one has heard of it"
     assert made == anew.answer(Question(model=MODEL)).current
     assert world.engine(anew).uses() is None
 
@@ -414,7 +407,7 @@ def test_no_answer_for_a_lease_means_that_nothing_is_known() -> None:
 def test_an_answer_counts_from_when_it_was_asked_for() -> None:
     world = World()
     engine = world.engine(asks=False)
-    engine.wire.meanwhile = lambda: world.clock.sleep(LEASE_S)
+    engine.wire.meanwhile = [lambda: world.clock.sleep(LEASE_S)]
     assert polled(engine) == [None]
 
 
@@ -588,10 +581,16 @@ def judge() -> Authority:
     return authority
 
 
+@contextlib.contextmanager
+def served(respond: Callable[[str, bytes | None], Response]) -> Iterator[str]:
+    with serving("127.0.0.1", 0, respond, 64) as (host, port):
+        yield f"http://{host}:{port}"
+
+
 @pytest.fixture
 def service(judge: Authority) -> Iterator[str]:
-    with serving("127.0.0.1", 0, answering(judge), 64) as (host, port):
-        yield f"http://{host}:{port}"
+    with served(answering(judge)) as url:
+        yield url
 
 
 def _learned(judge: Authority) -> bool:
@@ -624,10 +623,11 @@ def test_over_http_all_engines_follow(service: str, opened: Callable[..., Weight
     assert len(set(labels)) == 1
     assert labels[0]
     wait_for(lambda: {a.current(), b.current()} == set(labels), what="both engines with the new version")
-    wait_for(
-        lambda: [own for _, own in known_versions([service, "http://127.0.0.1:1"])[MODEL].processes.values()] == labels,
-        what="an authority that has heard of it",
-    )
+
+    def heard() -> bool:
+        return [own for _, own in known_versions([service, "http://127.0.0.1:1"])[MODEL].processes.values()] == labels
+
+    wait_for(heard, what="an authority that has heard of it")
 
 
 def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(service, opened):
@@ -642,10 +642,8 @@ def test_over_http_a_command_reaches_all_and_names_those_that_it_does_not_reach(
     assert done.untold == ["gone", "the processes that ask http://127.0.0.1:1"]
     assert [engine.current() for engine in engines] == ["v2"] * 3
     assert gone.current() is None
-    with (
-        contextlib.closing(Channel(["http://127.0.0.1:1"])) as channel,
-        pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"),
-    ):
+    nobody = contextlib.closing(Channel(["http://127.0.0.1:1"]))
+    with nobody as channel, pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         begin_version(channel, Question(model=odd), "v3", 0.5, for_all=True)
 
 
@@ -653,11 +651,8 @@ def test_over_http_a_command_names_a_node_of_which_the_authority_has_never_heard
     """It serves the model, but could not ask since the authority was started."""
     space = CacheMetadata.of(MODEL, KVLayout.from_tensors(make_cache())).namespace(CacheConfig(chunk_size=8))
     engine = functools.partial(NodeRecord, role="decode", address="http://h:1", **space.described())
-    records = [engine(name=name) for name in ("near", "far")]
-    records += [
-        NodeRecord(name="m", role="master", address="h:2", versions=service),
-        engine(name="other", namespace=None),
-    ]
+    records = [engine(name="near"), engine(name="far"), engine(name="other", namespace=None)]
+    records.append(NodeRecord(name="m", role="master", address="h:2", versions=service))
     status = ClusterStatus("file", True, [NodeStatus(record=record) for record in records])
     monkeypatch.setattr("launch.operate.reset.cluster_status", lambda _: status)
     near = opened(service, name="near")
@@ -684,10 +679,8 @@ def test_over_http_a_version_outlives_its_master() -> None:
 
 def test_over_http_the_list_of_masters_is_followed(judge: Authority) -> None:
     others = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    with serving("127.0.0.1", 0, answering(judge, others), 64) as (host, port):
-        urls = [f"http://{host}:{port}"]
-        with contextlib.closing(Channel(urls)) as channel:
-            channel.ask(Question(model=MODEL), 10)
+    with served(answering(judge, others)) as url, contextlib.closing(Channel(urls := [url])) as channel:
+        channel.ask(Question(model=MODEL), 10)
         assert urls == others
 
 
@@ -698,10 +691,7 @@ def test_over_http_an_answer_that_comes_again_is_not_the_next_one(judge: Authori
         answers.append(answering(judge)(path, body))
         return answers[max(0, len(answers) - 2)]
 
-    with (
-        serving("127.0.0.1", 0, late, 64) as (host, port),
-        contextlib.closing(Channel([f"http://{host}:{port}"])) as channel,
-    ):
+    with served(late) as url, contextlib.closing(Channel([url])) as channel:
         channel.ask(Question(model=MODEL), 10)
         with pytest.raises(UnavailableError, match="another question"):
             channel.ask(Question(model=MODEL), 10)
@@ -712,11 +702,11 @@ def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Auth
     with pytest.raises(UnavailableError):  # others may know of a newer one still
         judge.answer(Question(model=MODEL, process="1", name="moved", known=newer, own="v7", since=7))
     behind = Authority(FileValues())
-    with serving("127.0.0.1", 0, answering(behind), 64) as (host, port):
+    with served(answering(behind)) as url:
         for process, name in (("1", "moved"), ("2", "stuck")):
             with contextlib.suppress(UnavailableError):
                 behind.answer(Question(model=MODEL, process=process, name=name, own=FIRST))
-        found = known_versions([service, f"http://{host}:{port}"])[MODEL]
+        found = known_versions([service, url])[MODEL]
     assert (found.current, found.following(), found.lagging()) == (newer, ["moved"], ["stuck"])
 
 
@@ -734,11 +724,8 @@ def test_a_node_is_ready_when_it_knows_which_weights_are_current(judge: Authorit
     with serving("127.0.0.1", 0, late, 64) as (_, port):
         master = {"name": "master", "role": "master", "port": free_port(), "versions_port": port}
         file = cluster_file(tmp_path, nodes=[master, {"name": "decode-0", "role": "decode", "port": free_port()}])
-        node = Node("decode", "decode-0", file)
-        try:
+        with Node("decode", "decode-0", file):
             assert len(asked) >= 6
-        finally:
-            node.stop()
 
 
 class Versions(RuleBasedStateMachine):
@@ -781,9 +768,8 @@ class Versions(RuleBasedStateMachine):
 
     @rule(engine=engines, seconds=st.sampled_from([0.1, 1.0, LEASE_S]))
     def poll_late(self, engine: Engine, seconds: float) -> None:
-        engine.wire.meanwhile = lambda: self.world.clock.sleep(seconds)
+        engine.wire.meanwhile = [lambda: self.world.clock.sleep(seconds)]
         engine.poll()
-        engine.wire.meanwhile = None
 
     @rule(seconds=st.sampled_from([0.1, 0.5, LEASE_S, CHANGE_S, KNOWN_S + 1]))
     def wait(self, seconds: float) -> None:
@@ -850,7 +836,6 @@ class Versions(RuleBasedStateMachine):
     @precondition(lambda self: self.command is not None and self.world.clock.now >= self.command[1])
     @rule()
     def end_command(self) -> None:
-        assert self.command is not None
         self.floor = max(self.floor, self.command[0].number)
         self.command = None
 

@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import aiohttp
-import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -25,6 +24,7 @@ from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
+from tests.support.cluster import cluster_file
 from tests.support.pool import Node as ProcessNode
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
@@ -180,6 +180,14 @@ async def hangs(request: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
+def waits_for(event: asyncio.Event, behaviour: Behaviour) -> Behaviour:
+    async def waiting(request: web.Request) -> web.StreamResponse:
+        await event.wait()
+        return await behaviour(request)
+
+    return waiting
+
+
 async def dies_after_headers(request: web.Request) -> web.StreamResponse:
     response = await begin(request)
     abort(request)
@@ -195,6 +203,25 @@ def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
         return response
 
     return behaviour
+
+
+class OneByOne:
+    """A stream of which each event is written when the client has read the one before."""
+
+    def __init__(self) -> None:
+        self._read = [asyncio.Event() for _ in EVENTS]
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        for event, was_read in zip(EVENTS, self._read, strict=True):
+            await response.write(event)
+            await was_read.wait()
+        return response
+
+    async def read(self, response: aiohttp.ClientResponse) -> None:
+        for event, was_read in zip(EVENTS, self._read, strict=True):
+            assert await response.content.readexactly(len(event)) == event
+            was_read.set()
 
 
 class InOrder(Random):
@@ -317,14 +344,8 @@ def proxy_process(
     """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section `proxy`."""
     written = [{"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()}, *nodes]
     written.append({"name": "proxy", "role": "proxy", "port": port})
-    engine = {"kind": "reference", "model": {"name": "tiny", "random": {}}}
-    file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump({"engine": engine, "proxy": proxy, "nodes": written}))
-    node = ProcessNode("proxy", "proxy", file)
-    try:
+    with ProcessNode("proxy", "proxy", cluster_file(folder, proxy=proxy, nodes=written)) as node:
         yield node.address, node.process
-    finally:
-        node.stop()
 
 
 def decode_at(url: str) -> dict[str, object]:

@@ -139,9 +139,7 @@ class Kept:
 
     async def named(self, tokens: Sequence[int], salt: str | None = None) -> NamedPrompt:
         """A prompt with its names, looked up as that of a request is."""
-        named = await self.direct.look_up(tokens, salt, "r")
-        assert named is not None
-        return named
+        return await self.direct.look_up(tokens, salt, "r")
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
@@ -385,9 +383,7 @@ async def pinning(decode: int = 1, pool: Pool = POOL, **config: Any) -> AsyncIte
     [({"prompt": IDS}, 768), ({"prompt": TEXT}, 768), ({"messages": CHAT}, 768), ({"prompt": [3] * 255}, None)],
 )
 @scenario
-async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_them(
-    body: dict[str, Any], tokens: int | None
-) -> None:
+async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_them(body, tokens):
     async with pinning() as c:
         hints = json.loads(message("kv.retain", {"ttl_s": 60}))
         async with c.post({**body, "kv_hints": hints}) as response:
@@ -452,9 +448,7 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> N
 
 
 @scenario
-async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there(monkeypatch):
     async with pinning(2) as c:
         node = c.decode[0]
         c.proxy.update(

@@ -88,9 +88,7 @@ async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fai
 
 @pytest.mark.parametrize("check", [answers(503), hangs], ids=["fails", "hangs"])
 @scenario
-async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(
-    check: Behaviour, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check, monkeypatch):
     monkeypatch.setattr(nodes, "HEALTH_TIMEOUT_S", 0.1)
     async with cluster(2, 1, health_interval_s=0.02) as c:
         (sick, well), (only,) = c.prefill, c.decode

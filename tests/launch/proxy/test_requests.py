@@ -28,6 +28,7 @@ from pd_cache.reasons import RequestReport
 from tests.support.proxy import (
     EVENTS,
     PARAMS,
+    OneByOne,
     abort,
     answers,
     begin,
@@ -62,22 +63,11 @@ TRAP = json.dumps({"text": '"report": {"asked": 1}'})
 
 @scenario
 async def test_a_stream_is_passed_on_chunk_by_chunk() -> None:
-    seen = [asyncio.Event() for _ in EVENTS]
-
-    async def one_by_one(request: web.Request) -> web.StreamResponse:
-        response = await begin(request)
-        for event, was_seen in zip(EVENTS, seen, strict=True):
-            await response.write(event)
-            await was_seen.wait()  # the next is written when the client has this one
-        return response
-
     async with cluster() as c:
-        c.decode[0].script = [one_by_one]
+        c.decode[0].default = stream = OneByOne()
         async with c.post({"prompt": "x", "stream": True}) as response:
             assert response.content_type == "text/event-stream"
-            for event, was_seen in zip(EVENTS, seen, strict=True):
-                assert await response.content.readexactly(len(event)) == event
-                was_seen.set()
+            await stream.read(response)
             assert await response.content.read() == b""
 
 
@@ -188,7 +178,6 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
         before = b"".join(sent) + b"\n\n"
         assert body.startswith(before)
         match = re.fullmatch(rb"data: (\{.*\})\n\n", body[len(before) :])
-        assert match is not None
         assert json.loads(match[1])["error"]["code"] == "node_failed"
         assert c.decode[1].bodies == []
         assert c.metric("answers_cut_total", code="node_failed") == 1

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from launch.proxy.direct import DirectRule
 from tests.support.proxy import (
@@ -27,19 +26,12 @@ from tests.support.proxy import (
     scenario,
     until,
     view,
+    waits_for,
 )
 
 PROMPT = list(range(100))
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "stream": True}
 STREAM = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True}}
-
-
-def waits_for(event: asyncio.Event, behaviour: Behaviour) -> Behaviour:
-    async def waiting(request: web.Request) -> web.StreamResponse:
-        await event.wait()
-        return await behaviour(request)
-
-    return waiting
 
 
 @asynccontextmanager

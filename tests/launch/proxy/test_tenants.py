@@ -157,9 +157,7 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
 
 
 @scenario
-async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("launch.proxy.app.LOOK_S", 3600.0)
     client = Renewing(found=256)
     text = FILE.replace(", max_requests: 1", "")
@@ -226,9 +224,7 @@ async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Pat
     ],
 )
 @scenario
-async def test_nodes_get_a_salt_that_is_the_tenants(
-    tmp_path: Path, headers: dict[str, str], sent: dict[str, Any], got: str | None
-) -> None:
+async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got):
     async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
         for asked in (body(), {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}):
             await c.ask(asked | sent, headers=headers)
@@ -252,9 +248,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(
     ],
 )  # fmt: skip
 @scenario
-async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(
-    tmp_path: Path, headers: Any, raw: bytes, status: int, code: str
-) -> None:
+async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(tmp_path, headers, raw, status, code):
     async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
         async with c.post(data=raw, headers=headers) as response:
             assert (response.status, (await error_of(response))["code"]) == (status, code)

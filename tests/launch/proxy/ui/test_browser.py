@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +40,7 @@ def counting_evil() -> Behaviour:
 
 
 @scenario
-async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_text_for_html(
-    tmp_path: Path,
-) -> None:
+async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_text_for_html(tmp_path):
     files = keys(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
     async with (
         cluster(prefill=0, decode=2, name=EVIL, health_interval_s=0.2, **files) as c,

@@ -227,9 +227,7 @@ def keys(tmp_path: Path, **files: str) -> dict[str, str]:
 
 
 @scenario
-async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one(tmp_path_factory):
     files = keys(tmp_path_factory.mktemp("k"), api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
     async with cluster(**files) as c:
         for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events", "/ui/requests/mine"):

@@ -35,9 +35,7 @@ def trip(prefill: RequestReport | None, decode: RequestReport | None = None, cli
         (None, (1, 0, 0, 0, 0, 0)),
     ],
 )  # fmt: skip
-def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(
-    recent: RecentRequests, found: RequestReport | None, expected: tuple[int, ...]
-) -> None:
+def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(recent, found, expected):
     recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(found, report(loaded=449, pool=512, computed=1))))
     (minute,) = [one for one in recent.minutes() if one is not None]
     assert (minute.untold, *minute.sources.values()) == expected
@@ -54,9 +52,7 @@ def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent:
     assert not any(recent.minutes())
 
 
-def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(
-    recent: RecentRequests, clock: Clock
-) -> None:
+def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(recent, clock):
     recent.note(EndedRequest("long ago", 100.0, 100.0, 200, trip(None, client="alice")))
     clock.now += 3500
     for number in range(500):
