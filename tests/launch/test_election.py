@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -17,11 +18,8 @@ KEY, OURS = "mooncake-store/elected/master_view", "10.0.0.1:50051"
 
 def name(etcd: Etcd, leader: str | None) -> None:
     """What an election leaves in etcd."""
-    client = etcd.client()
-    try:
+    with closing(etcd.client()) as client:
         client.delete(KEY) if leader is None else client.put(KEY, leader)
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize(

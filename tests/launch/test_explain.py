@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 
 from launch.cli import example_file
 from launch.discovery import View
@@ -19,7 +18,7 @@ from pd_cache.cluster import NodeRecord, load_config
 from pd_cache.reasons import RequestReport
 from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import free_node
+from tests.support.cluster import cluster_file, free_node
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
 from tests.support.pool import Pool
@@ -47,20 +46,10 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
             {"hop": "decode", "node": "http://127.0.0.1:1", "report": reports["damaged"]},
         ]
         proxy = stack.enter_context(telling({"/requests/abc": {"client": "", "hops": hops}}))
-        master, engines = (
-            free_node("master", port=2),
-            [
-                free_node("prefill-0", port=ports[0]),
-                free_node("decode-0", port=ports[1]),
-                free_node("decode-1", port=1),
-            ],
-        )
-        nodes = [master, *engines, free_node("proxy", port=proxy)]
-        tree = {"name": "test", "engine": {"kind": "vllm", "model": "m"}, "nodes": nodes}
-        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
-        explained, of_answer = (
-            cli_json("explain", name, "-c", tmp_path / "cluster.yaml") for name in ("abc", "chatcmpl-abc")
-        )
+        places = {"master": 2, "prefill-0": ports[0], "decode-0": ports[1], "decode-1": 1, "proxy": proxy}
+        nodes = [free_node(name, port=port) for name, port in places.items()]
+        file = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m"}, nodes=nodes)
+        explained, of_answer = (cli_json("explain", name, "-c", file) for name in ("abc", "chatcmpl-abc"))
     assert of_answer == {**explained, "request_id": "chatcmpl-abc"}, "the id of the answer leads to the same request"
     assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
         ("prefill-0", "evicted"),
@@ -77,18 +66,14 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
         storer.compute(tokens, tokens)
         assert storer.store(tokens, tokens) == 3 * SMALL
         namespaces = [storer.engine.database.namespace, stranger.engine.database.namespace, None]
-        ports = [
-            stack.enter_context(
-                telling({"/health": {} if one is None else one.described(), "/tokenize": {"tokens": tokens}})
-            )
-            for one in namespaces
-        ]
-        nodes = [free_node(f"decode-{place}", port=port) for place, port in enumerate(ports)]
+        nodes = [pool.master]
+        for place, one in enumerate(namespaces):
+            pages = {"/health": {} if one is None else one.described(), "/tokenize": {"tokens": tokens}}
+            nodes.append(free_node(f"decode-{place}", port=stack.enter_context(telling(pages))))
         engine = {"kind": "vllm", "model": "m"}
-        tree = {"name": "test", "cache": {"chunk_size": SMALL}, "engine": engine, "nodes": [pool.master, *nodes]}
-        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(tree))
+        file = cluster_file(tmp_path, cache={"chunk_size": SMALL}, engine=engine, nodes=nodes)
         (tmp_path / "prompt.txt").write_text("whatever")
-        asked = ("explain", "--prompt", tmp_path / "prompt.txt", "-c", tmp_path / "cluster.yaml")
+        asked = ("explain", "--prompt", tmp_path / "prompt.txt", "-c", file)
         found, other, unknown = cli_json(*asked)["nodes"]
         assert (found["found"], found["reason"]) == (24, "none")
         assert (other["found"], other["reason"]) == (0, "other_namespace")

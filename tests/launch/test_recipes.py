@@ -40,9 +40,10 @@ def recipe(name: str) -> dict[str, Any]:
     return tree
 
 
-def test_a_recipe_of_one_gpu_a_machine_is_a_file(tmp_path: Path) -> None:
+def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike_and_a_recipe_of_one_gpu_a_machine_not_at_all(tmp_path):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(recipe("one-gpu")))
     assert load_config(tmp_path / "cluster.yaml").shards == 1
+    assert load_config(example_file("cluster")).shards == 8
 
 
 @pytest.mark.parametrize("name", ["cluster", "rdma", "one-gpu"])
@@ -61,7 +62,3 @@ def test_an_engine_of_ones_own_finds_in_the_pool_what_it_has_stored(tmp_path: Pa
     with running(*read_config(tmp_path / "pool.yaml")) as cluster:
         command = [sys.executable, str(ROOT / "examples" / "embed_engine.py"), cluster.config.master_address]
         assert "found: 768 tokens" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike() -> None:
-    assert load_config(example_file("cluster")).shards == 8

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import time
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment
 from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
 from pd_cache.cluster import Capacity, NodeRecord
+from tests.support.cli import drawn
 
 GIB = 1 << 30
 
@@ -78,10 +77,10 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
         nodes = [master("a", "leader"), master("b", "standby")]
         for row, version in zip(nodes, versions, strict=True):
             row.record = msgspec.structs.replace(row.record, mooncake=version)
-        status, text = ClusterStatus("static", True, nodes), io.StringIO()
-        Console(file=text, width=80).print(status_table(status))
-        assert line in " ".join(text.getvalue().split())
-        assert ("Mooncake" in text.getvalue(), status.well) == (bool(line), well)
+        status = ClusterStatus("static", True, nodes)
+        shown = " ".join(drawn(status_table(status)).split())
+        assert line in shown
+        assert ("Mooncake" in shown, status.well) == (bool(line), well)
 
 
 def engine() -> NodeStatus:
@@ -94,19 +93,17 @@ def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated() -> N
 
 
 def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> None:
-    text = io.StringIO()
-    Console(file=text, width=200).print(status_table(ClusterStatus("etcd", True, [engine()])))
-    assert "disk" in text.getvalue()
-    assert "title" in text.getvalue()
-    assert all(letter == "\n" or letter.isprintable() for letter in text.getvalue())
+    text = drawn(status_table(ClusterStatus("etcd", True, [engine()])), 200)
+    assert "disk" in text
+    assert "title" in text
+    assert all(letter == "\n" or letter.isprintable() for letter in text)
 
 
 def test_eighty_columns_show_every_word() -> None:
-    row, text = engine(), io.StringIO()
+    row = engine()
     row.reading = msgspec.structs.replace(row.reading, started=0.0, running=3.0)
     status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "no answer: timed out")])
-    Console(file=text, width=80).print(status_table(status))
-    shown = " ".join(text.getvalue().split())
+    shown = " ".join(drawn(status_table(status)).split())
     assert "…" not in shown
     for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: no answer: timed out"):
         assert part in shown
@@ -117,10 +114,10 @@ def test_eighty_columns_have_a_line_for_each_node() -> None:
     tokens = {("tokens", "loaded"): 98.5, ("tokens", "computed"): 1.5}
     started = time.time() - 200_000
     reading = NodeReading(at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8)
-    row, text = NodeStatus(record=record, reading=reading, memory="draining"), io.StringIO()
-    Console(file=text, width=80).print(status_table(ClusterStatus("etcd", True, [row] * 3)))
+    row = NodeStatus(record=record, reading=reading, memory="draining")
+    text = drawn(status_table(ClusterStatus("etcd", True, [row] * 3)))
     cells = ["prefill-10", "cache-server", "up,", "draining", "56", "h", "98.5%", "pool", "84.0", "GiB", "12"]
-    assert [line.split() for line in text.getvalue().splitlines()[2:]] == [cells] * 3
+    assert [line.split() for line in text.splitlines()[2:]] == [cells] * 3
 
 
 def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from launch.cli import main
 from tests.support.pool import ROOT
@@ -26,6 +28,13 @@ def cli(*arguments: object, code: int | None = 0, **options: Any) -> Result:
 def cli_json(*arguments: object, code: int | None = 0, **options: Any) -> Any:
     """The same, and decodes what it prints."""
     return json.loads(cli(*arguments, "--json", code=code, **options).stdout)
+
+
+def drawn(table: Any, width: int = 80) -> str:
+    """What a table looks like in a terminal of so many columns."""
+    text = io.StringIO()
+    Console(file=text, width=width).print(table)
+    return text.getvalue()
 
 
 def program(*arguments: object) -> list[str]:
