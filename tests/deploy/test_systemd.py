@@ -10,11 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from launch.cli import main
 from pd_cache.cluster.schema import ROLES
-from tests.support.needs import needs_tool, tool
+from tests.support.cli import cli
+from tests.support.needs import needed, tool
 from tests.test_architecture import ROOT
 
 FOLDER = ROOT / "deploy" / "systemd"
@@ -25,7 +24,6 @@ def entries(unit: str) -> dict[str, str]:
     return dict(re.findall(r"^(\w+)=(.*)$", (FOLDER / unit).read_text(), re.MULTILINE))
 
 
-@needs_tool("systemd-analyze")
 @pytest.mark.parametrize("name", ["pd-cache.service", "pd-cache@cache-server.service"])
 def test_systemd_accepts_the_units(tmp_path: Path, name: str) -> None:
     program = tool("pd-cache") or shutil.which("true") or ""
@@ -33,7 +31,7 @@ def test_systemd_accepts_the_units(tmp_path: Path, name: str) -> None:
     assert INSTALLED in text
     unit = tmp_path / name
     unit.write_text(text.replace(INSTALLED, program))
-    done = subprocess.run([tool("systemd-analyze") or "", "verify", unit], capture_output=True, text=True, check=False)
+    done = subprocess.run([needed("systemd-analyze"), "verify", unit], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -44,8 +42,7 @@ def test_pd_cache_has_the_commands_of_the_units(tmp_path: Path, unit: str) -> No
         program, *arguments = shlex.split(entries(unit)[key].replace("%i", role))
         assert program == INSTALLED
         missing = str(tmp_path / "missing.yaml")
-        done = CliRunner().invoke(main, [missing if "/etc/" in argument else argument for argument in arguments])
-        assert done.exit_code == 2
+        done = cli(*(missing if "/etc/" in argument else argument for argument in arguments), code=2)
         assert "missing.yaml: cannot be read: No such file" in done.output
 
 

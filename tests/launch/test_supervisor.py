@@ -31,12 +31,13 @@ def no_file_left_open() -> Iterator[None]:
 # --- replayed histories ----------------------------------------------------------------------------------------------
 
 
+Event = tuple[float, str | int]
+
+
 class FakeProcess:
     """`events` are (seconds after the start, what happens): a line of output, or an exit status."""
 
-    def __init__(
-        self, world: World, pid: int, name: str, on_line: OnLine, events: list[tuple[float, str | int]]
-    ) -> None:
+    def __init__(self, world: World, pid: int, name: str, on_line: OnLine, events: list[Event]) -> None:
         self.world, self.pid, self.name, self.on_line = world, pid, name, on_line
         self.events = [(world.now + delay, what) for delay, what in events]
         self.status: int | None = None
@@ -66,14 +67,13 @@ class FakeProcess:
 class World:
     """Time, and the processes that live in it."""
 
-    def __init__(self, **histories: list[list[tuple[float, str | int]]]) -> None:
+    def __init__(self, **histories: list[list[Event]]) -> None:
         self.now = 100.0
         self.histories = histories
         self.log: list[str] = []
         self.starts: list[tuple[str, float]] = []
         self.processes: dict[str, FakeProcess] = {}
         self.stubborn: set[str] = set()
-        self.printed: list[str] = []
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -92,9 +92,8 @@ class World:
 
     def supervisor(self, ready_timeout_s: float = 10.0, stop_grace_s: float = 3.0) -> Supervisor:
         settings = SupervisorConfig(ready_timeout_s=ready_timeout_s, stop_grace_s=stop_grace_s)
-        return Supervisor(
-            settings, sink=self.printed.append, clock=lambda: self.now, sleep=self.sleep, spawn=self.spawn
-        )
+        clock = {"clock": lambda: self.now, "sleep": self.sleep}
+        return Supervisor(settings, sink=lambda line: None, spawn=self.spawn, **clock)
 
     def stop_after(self, seconds: float) -> FakeStop:
         return FakeStop(self, self.now + seconds)
@@ -108,7 +107,6 @@ class FakeStop(StopFlag):
         return self.world.now >= self.at
 
     def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
         self.world.sleep(timeout)
         return self.is_set()
 
@@ -141,7 +139,7 @@ def test_stop_runs_through_the_groups_in_reverse_once_and_kills_who_ignores_it_a
     assert supervisor.pids == {}
 
 
-LINES: list[tuple[float, str | int]] = [(1, f"line {n}") for n in range(30)]
+LINES: list[Event] = [(1, f"line {n}") for n in range(30)]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_start_gives_up_when_told_to_stop() -> None:
 
 
 def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute() -> None:
-    crash: list[tuple[float, str | int]] = [(0, "ready a"), (0.1, 1)]
+    crash: list[Event] = [(0, "ready a"), (0.1, 1)]
     world = World(a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a http://a:2")]], b=[[(0, "ready b")]])
     with world.supervisor() as supervisor:
         supervisor.start([[fake("a"), fake("b")]])
@@ -235,13 +233,7 @@ def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_ar
         "E1 x.cpp:2] real",
     )
     with supervising(said.append) as supervisor:
-        supervisor.start(
-            [
-                program(
-                    "a", f"print({chr(10).join(lines)!r}); print('ready a', flush=True); import signal; signal.pause()"
-                )
-            ]
-        )
+        supervisor.start([program("a", f"print({chr(10).join(lines)!r})\n{NORMAL}")])
     assert said == ["a | E1 x.cpp:2] real"]
 
 
@@ -255,16 +247,16 @@ def test_a_sink_that_fails_does_not_block_the_program() -> None:
     def sink(line: str) -> None:
         raise BrokenPipeError
 
-    code = "import signal\nfor n in range(20000): print('a long line of output', n)\nprint('ready a', flush=True)\nsignal.pause()"
+    code = f"for n in range(20000): print('a long line of output', n)\n{NORMAL}"
     with supervising(sink) as supervisor:
         assert supervisor.start([program("a", code)])
 
 
 def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_group_is_killed() -> None:
     lines: list[str] = []
-    code = "import subprocess, time\nprint('pid', subprocess.Popen(['sleep', '600']).pid)\n"
+    code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600']).pid)\n"
     with supervising(lines.append) as supervisor:
-        supervisor.start([program("a", code + "print('ready a', flush=True)\ntime.sleep(600)")])
+        supervisor.start([program("a", code + NORMAL)])
         first, grandchild = supervisor.pids["a"], int(lines[0].split()[-1])
         os.kill(first, signal.SIGKILL)
         stop = StopFlag()
@@ -281,9 +273,9 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
 
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
     lines: list[str] = []
-    code = "import subprocess, signal\np = subprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('pid', p.pid)\n"
+    code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\n"
     with supervising(lines.append) as supervisor:
-        supervisor.start([program("a", code + "print('ready a', flush=True); signal.pause()")])
+        supervisor.start([program("a", code + NORMAL)])
     escaped = psutil.Process(int(lines[0].split()[-1]))
     escaped.kill()
     wait_for(lambda: not alive(escaped.pid), what="escaped process gone")
@@ -325,10 +317,8 @@ class Up(Process):
         super().__init__("up", [sys.executable, "-c", UP, *argv])
 
     def __enter__(self) -> Up:
-        wait_for(
-            lambda: any(line.startswith("up ") for line in self.lines) or self.process.poll() is not None, what="up"
-        )
-        assert self.process.poll() is None, self.errors
+        self.said.wait(PATIENCE_S)
+        assert self.lines[0].startswith("up "), self.errors
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -343,14 +333,10 @@ class Up(Process):
         return [int(pid) for pid in [*told, *(pid for pids in up for pid in pids)]]
 
 
-def descendants(process: int) -> list[psutil.Process]:
-    return psutil.Process(process).children(recursive=True)
-
-
 @pytest.mark.parametrize("end", ["SIGHUP", "Ctrl-C at the terminal", "SIGKILL"])
 def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left(end: str) -> None:
     with Up({"a": ORDERLY, "b": ORDERLY}) as up:
-        everyone = descendants(up.process.pid)
+        everyone = psutil.Process(up.process.pid).children(recursive=True)
         assert len(everyone) == 4  # two programs and their children
         if end.startswith("Ctrl"):
             os.killpg(up.process.pid, signal.SIGINT)  # it reaches the supervisor alone

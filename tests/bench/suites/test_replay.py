@@ -7,25 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from bench.lib.pool import local_pool, raw_client
-from bench.suites.replay import ShrunkenCache, allotted_bytes, main
+from bench.suites.replay import ShrunkenCache, allotted_bytes
+from tests.support.cli import cli
 from tests.support.traces import conversations, write_trace
 
 CHUNK_BYTES = 65536
 """So large that Mooncake's least segment has room for some hundred chunks only."""
 
 
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def rows_of(trace: Path, *arguments: object) -> list[dict[str, Any]]:
     """The rows of a report, all of whose targets are met."""
-    result = bench("--trace", trace, "--chunk-bytes", CHUNK_BYTES, "--json", "--check", *arguments)
-    assert result.exit_code == 0, result.output
-    return list(json.loads(result.stdout.splitlines()[-1])["results"])
+    asked = ("--trace", trace, "--chunk-bytes", CHUNK_BYTES, "--json", "--check", *arguments)
+    return list(json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"])
 
 
 # --- shrunken chunks -------------------------------------------------------------------------------------------------
@@ -68,9 +63,8 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, arguments, told):
-    result = bench("--trace", write_trace(tmp_path / "trace.jsonl", conversations(1, 1)), *arguments)
-    assert result.exit_code == 2
-    assert told in " ".join(result.output.split())
+    trace = write_trace(tmp_path / "trace.jsonl", conversations(1, 1))
+    assert told in " ".join(cli("bench", "replay", "--trace", trace, *arguments, code=2).output.split())
 
 
 # --- on real pools ---------------------------------------------------------------------------------------------------
@@ -81,9 +75,8 @@ def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: 
     # no transfer may outlive its lease: a long one for the pool that must lose nothing, and a short one where eviction waits for it
     (unbounded,) = rows_of(trace, "--capacity", "unbounded", "--lease-ms", 60_000)
     (bounded,) = rows_of(trace, "--capacity", 256)
-    assert (
-        unbounded["hit_rate"] == unbounded["ideal"] == pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
-    )
+    ideal = pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
+    assert unbounded["hit_rate"] == unbounded["ideal"] == ideal
     assert (unbounded["stored"], unbounded["lost"], unbounded["refused"]) == (540, 0, 0)
     assert bounded["hit_rate"] < bounded["ideal"]
     # more than there is room for; on a busy machine some stores come too late

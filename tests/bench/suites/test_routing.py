@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from bench.lib.trace import BLOCK_TOKENS, Request
 from bench.suites.routing import (
@@ -16,9 +14,9 @@ from bench.suites.routing import (
     compare_policies,
     compare_pooled,
     customer_trace,
-    main,
     simulate,
 )
+from tests.support.cli import cli, cli_json
 from tests.support.traces import conversations, write_trace
 
 
@@ -39,9 +37,7 @@ def test_prefix_aware_keeps_conversations_where_they_are() -> None:
 
 def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
     file = write_trace(tmp_path / "trace.jsonl.gz", conversations(8, 4))
-    result = CliRunner().invoke(main, ["--trace", str(file), "--agents", "0", "--cache", "50000", "--json"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = cli_json("bench", "routing", "--trace", file, "--agents", 0, "--cache", 50000)
     assert [row["policy"] for row in report["results"]] == [
         "round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle",
     ]  # fmt: skip
@@ -58,11 +54,9 @@ def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
 
 
 def test_hints_are_reported_as_json() -> None:
-    result = CliRunner().invoke(main, ["--hints", "--agents", "5", "--json"])
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["results"]) == 9
-    for wrong in (("--hints", "--agents", "0"), ("--hints", "--trace", __file__)):
-        assert CliRunner().invoke(main, wrong).exit_code == 2
+    assert len(cli_json("bench", "routing", "--hints", "--agents", 5)["results"]) == 9
+    for wrong in (("--agents", 0), ("--trace", __file__)):
+        cli("bench", "routing", "--hints", *wrong, code=2)
 
 
 def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
@@ -94,12 +88,10 @@ def test_customers_ask_the_same_again_and_events_find_it() -> None:
 
 
 def test_pools_are_reported_as_json() -> None:
-    pooled = ["--pooled", "--agents", "2", "--cache", "20000", "--policy", "round_robin", "--json"]
-    result = CliRunner().invoke(main, [*pooled, "--nodes", "1", "--nodes", "2"])
-    assert result.exit_code == 0, result.output
-    assert [row["nodes"] for row in json.loads(result.stdout)["results"]] == [1, 2]
-    assert CliRunner().invoke(main, [*pooled, "--customers", "1"]).exit_code == 2
-    assert CliRunner().invoke(main, ["--nodes", "1", "--nodes", "2"]).exit_code == 2
+    pooled = ("bench", "routing", "--pooled", "--agents", 2, "--cache", 20000, "--policy", "round_robin")
+    assert [row["nodes"] for row in cli_json(*pooled, "--nodes", 1, "--nodes", 2)["results"]] == [1, 2]
+    cli(*pooled, "--customers", 1, code=2)
+    cli("bench", "routing", "--nodes", 1, "--nodes", 2, code=2)
 
 
 def test_what_is_computed_is_in_the_pool_when_it_has_been_computed() -> None:

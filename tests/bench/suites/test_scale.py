@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
 
 from bench.lib.arrivals import Arrival, Part
 from bench.lib.simulation.clock import Happening, SimulatedTime, Station
@@ -24,9 +21,10 @@ from bench.lib.simulation.costs import (  # fmt: skip
 )
 from bench.lib.simulation.workload import SimulatedRequest, of_arrival
 from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.scale import capacity, full_at, main, within
+from bench.suites.scale import capacity, full_at, within
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
+from tests.support.cli import cli_json
 from tests.support.traces import conversations, write_trace
 
 _FREE, _NO_POOL = ServiceCosts(), PoolCosts()
@@ -41,10 +39,6 @@ _COSTS = UnitCosts(
 
 def _request(due: float, seed: int, tokens: int = 1000, output: int = 1) -> SimulatedRequest:
     return of_arrival(Arrival(due, (Part(seed, tokens),), output), _COSTS.engine.chunk_tokens)
-
-
-def _bench(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers() -> None:
@@ -88,13 +82,11 @@ def test_a_prefill_node_computes_and_a_decode_node_loads() -> None:
 
 
 def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is() -> None:
-    costs = msgspec.structs.replace(
-        _COSTS, engine=msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
-    )
+    engine = msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
+    costs = msgspec.structs.replace(_COSTS, engine=engine)
     cluster = SimulatedCluster(ClusterPlan(0, 2, proxy=ProxyConfig(direct_tokens=0)), costs)
-    outcomes, _ = cluster.run(
-        [_request(0.0, 1), _request(0.6, 1)]
-    )  # to the other node, while the first half is computed
+    # to the other node, while the first half is computed
+    outcomes, _ = cluster.run([_request(0.0, 1), _request(0.6, 1)])
     assert [one.cached for one in outcomes] == [0, 500]
 
 
@@ -108,14 +100,11 @@ def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(4, 4))
     costs = tmp_path / "costs.yaml"
     costs.write_text("prefill: {token_s: 1e-4}\n")
-    runs: list[dict[str, Any]] = []
-    for _ in range(2):
-        result = _bench("--trace", trace, "--costs", costs, "--nodes", 1, "--nodes", 3, "--json")
-        assert result.exit_code == 0, f"{result.output} {result.exception}"
-        runs.append({name: figure for name, figure in json.loads(result.stdout).items() if name != "about"})
-    assert runs[0] == runs[1]
-    assert runs[0]["costs"]["prefill"] == {"step_s": 0.003, "token_s": 1e-4, "context_s": 0.0}
-    assert [step["nodes"] for step in runs[0]["results"]] == [1, 3]
+    asked = ("bench", "scale", "--trace", trace, "--costs", costs, "--nodes", 1, "--nodes", 3)
+    run, again = (cli_json(*asked) for _ in range(2))
+    assert run | {"about": ""} == again | {"about": ""}
+    assert run["costs"]["prefill"] == {"step_s": 0.003, "token_s": 1e-4, "context_s": 0.0}
+    assert [step["nodes"] for step in run["results"]] == [1, 3]
 
 
 @pytest.mark.parametrize("text", ["prefil: {token_s: 1}", "prefill: {token_s: -1}", "- 1", "a: ["])
@@ -140,9 +129,9 @@ def test_limits_are_met_at_higher_rates_with_hits_than_without() -> None:
 
 def test_limits_are_reported(tmp_path: Path) -> None:
     file = write_trace(tmp_path / "trace.jsonl", conversations(8, 4))
-    result = _bench("--trace", file, "--within", 5, 0.1, "--nodes", 2, "--json")
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["results"]
+    row, never = (
+        cli_json("bench", "scale", "--trace", file, "--within", seconds, 0.1, "--nodes", 2)["results"][0]
+        for seconds in (5, 1e-6)
+    )
     assert row["rate"] >= row["rate_without"] > 0
-    never = _bench("--trace", file, "--within", 1e-6, 0.1, "--nodes", 2, "--json")
-    assert json.loads(never.stdout)["results"][0]["gain"] is None
+    assert never["gain"] is None

@@ -6,23 +6,17 @@ import json
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from bench.suites.serve import main, own_cluster
-from launch.cli import main as pd_cache
+from bench.suites.serve import own_cluster
+from tests.support.cli import cli
 
 pytestmark = pytest.mark.slow
 
 
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def report(*arguments: object) -> dict[str, dict[str, Any]]:
     """The figures of each pass."""
-    result = bench("--json", *arguments)
-    assert result.exit_code == 0, result.output
-    return {row["pass"]: row for row in json.loads(result.stdout.splitlines()[-1])["results"]}
+    shown = cli("bench", "serve", "--json", *arguments).stdout.splitlines()[-1]
+    return {row["pass"]: row for row in json.loads(shown)["results"]}
 
 
 def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated() -> None:
@@ -50,6 +44,6 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], told: str) -> None:
-    result = CliRunner().invoke(pd_cache, ["bench", "serve", *arguments])
+    result = cli("bench", "serve", *arguments, code=None)
     assert result.exit_code in (1, 2), result.output
     assert told in " ".join(result.output.split())
