@@ -25,8 +25,7 @@ import yaml
 
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.cluster import ENGINE, complete
-from tests.support.etcd import Etcd
-from tests.support.needs import needs_etcd, needs_tool, tool
+from tests.support.needs import needed, needs_etcd
 from tests.support.waiting import PATIENCE_S, wait_for
 from tests.test_architecture import ROOT
 
@@ -59,7 +58,7 @@ OPERATORS = ("ServiceMonitor", "PrometheusRule")
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([tool("helm") or "", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run([needed("helm"), *arguments], capture_output=True, text=True, check=False)
 
 
 def rendered(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,13 +73,19 @@ def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]
     return [document for document in documents if document["kind"] in kinds]
 
 
+def policy_of(documents: list[dict[str, Any]], name: str = "try-pd-cache") -> dict[str, Any]:
+    """The only rule for what may come in, of a NetworkPolicy."""
+    (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == name]
+    (rule,) = policy["spec"]["ingress"]
+    return dict(rule)
+
+
 def files(documents: list[dict[str, Any]]) -> dict[str, str]:
     """The file of each role."""
     (config,) = of_kind(documents, "ConfigMap")
     return {name.removesuffix(".yaml"): text for name, text in config["data"].items()}
 
 
-@needs_tool("helm")
 @pytest.mark.parametrize(
     ("variant", "version"),
     [
@@ -91,9 +96,7 @@ def files(documents: list[dict[str, Any]]) -> dict[str, str]:
     ],
 )
 def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: str) -> None:
-    kubernetes_validate = pytest.importorskip(
-        "kubernetes_validate", reason="`make install` installs kubernetes-validate"
-    )
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make install` installs it")
     documents = rendered(tmp_path, VARIANTS[variant])
     assert len({(document["kind"], document["metadata"]["name"]) for document in documents}) == len(documents) > 10
     for document in documents:
@@ -101,7 +104,6 @@ def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: 
             kubernetes_validate.validate(document, version, strict=True)
 
 
-@needs_tool("helm")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: Path, variant: str) -> None:
     documents = rendered(tmp_path, VARIANTS[variant])
@@ -135,7 +137,6 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: P
         assert (config.transfer.protocol == "rdma") == moves == ("rdma/hca" in container["resources"]["limits"])
 
 
-@needs_tool("helm")
 def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shards(tmp_path: Path) -> None:
     texts = files(rendered(tmp_path, VARIANTS["gpu"]))
     for role, size in (("prefill", 4), ("decode", 8)):
@@ -144,19 +145,14 @@ def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shard
         assert config["cache"]["shards"] == 8
 
 
-@needs_tool("helm")
 def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may_connect_to_it(tmp_path: Path) -> None:
     documents = rendered(tmp_path, VARIANTS["gpu"])
-    ports = {
-        role: yaml.safe_load(files(documents)[role])["nodes"][0].get("events_port") for role in ("prefill", "decode")
-    }
-    assert ports == {"prefill": 5570, "decode": None}
-    (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == "try-pd-cache"]
-    assert {5570, 5571} <= {one["port"] for one in policy["spec"]["ingress"][0]["ports"]}
+    nodes = {role: yaml.safe_load(text)["nodes"][0] for role, text in files(documents).items()}
+    assert (nodes["prefill"]["events_port"], nodes["decode"].get("events_port")) == (5570, None)
+    assert {5570, 5571} <= {one["port"] for one in policy_of(documents)["ports"]}
     assert "5571" not in yaml.safe_dump(rendered(tmp_path, {})), "by default there are none"
 
 
-@needs_tool("helm")
 def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
     devices = [{"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]}, {"nodes": "gpu-b-1", "devices": ["mlx5_2"]}]
     documents = rendered(tmp_path, {"rdma": {"enabled": True, "devices": devices}})
@@ -180,7 +176,6 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
             assert list(read_config(tmp_path / "cluster.yaml")[0].transfer.devices) == nics
 
 
-@needs_tool("helm")
 @pytest.mark.parametrize(
     ("values", "restarted"),
     [
@@ -193,9 +188,7 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
         ({"networkPolicy": {"clients": [{"podSelector": {}}]}}, ""),
     ],
 )
-def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(
-    tmp_path: Path, values: dict[str, Any], restarted: str
-) -> None:
+def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, values, restarted):
     """Above all no store, which forgets what it held."""
     fixed = {"cacheServer": {"enabled": True}, "master": {"imageTag": "0.2.0"}, "store": {"imageTag": "0.2.0"}}
     before, after = (
@@ -210,7 +203,6 @@ def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(
     assert not labels & {"app.kubernetes.io/version", "helm.sh/chart"}, "these change with each version of the chart"
 
 
-@needs_tool("helm")
 def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -> None:
     documents = rendered(tmp_path, VARIANTS["everything"])
     services = of_kind(documents, "Service")
@@ -233,7 +225,6 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
     assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
 
 
-@needs_tool("helm")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -263,10 +254,7 @@ def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict
     assert message in done.stderr
 
 
-@needs_tool("helm")
-def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(
-    tmp_path: Path,
-) -> None:
+def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(tmp_path):
     """helm reads numbers as floats, and by itself writes an hour in milliseconds as 3.6e+06."""
     clients, monitoring = {"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"a": "b"}}}
     values = {
@@ -278,22 +266,14 @@ def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_th
     texts = files(documents)
     assert "lease_ttl_ms: 3600000\n" in texts["master"]
     assert yaml.safe_load(texts["prefill"])["nodes"][0]["segment_size"] == 1 << 30
-    (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"].endswith("-proxy")]
-    (ingress,) = policy["spec"]["ingress"]
-    assert ingress["from"] == [clients, monitoring]
+    assert policy_of(documents, "try-pd-cache-proxy")["from"] == [clients, monitoring]
 
 
-@needs_tool("helm")
 def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path: Path) -> None:
     own = {"podSelector": {"matchLabels": {"app": "vllm"}}}
     values = {"networkPolicy": {"engines": [own]}, **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")}}
-    (rule,) = next(
-        one["spec"]["ingress"]
-        for one in of_kind(rendered(tmp_path, values), "NetworkPolicy")
-        if one["metadata"]["name"] == "try-pd-cache"
-    )
     release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
-    assert rule["from"] == [{"podSelector": {"matchLabels": release}}, own]
+    assert policy_of(rendered(tmp_path, values))["from"] == [{"podSelector": {"matchLabels": release}}, own]
 
 
 def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:
@@ -302,16 +282,14 @@ def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write(
     assert set(schema["properties"]["config"]["properties"]) == sections
 
 
-@needs_tool("helm")
 def test_helm_lint_finds_nothing() -> None:
     done = helm("lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout
 
 
-@needs_tool("helm")
 def test_the_plain_manifests_are_current(tmp_path: Path) -> None:
     """`make manifests` makes them from the chart."""
-    path = f"{Path(tool('helm') or '').parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{Path(needed('helm')).parent}{os.pathsep}{os.environ['PATH']}"
     script = ROOT / "tools" / "render-manifests.sh"
     subprocess.run(["bash", script, tmp_path], env={**os.environ, "PATH": path}, check=True)
     there, made = ROOT / "deploy" / "kubernetes", sorted(file.name for file in tmp_path.iterdir())
@@ -369,17 +347,10 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
                 own = folder / name
                 own.mkdir()
                 fields = {"metadata.name": name, "status.podIP": address}
-                variables = {
-                    entry["name"]: fields[entry["valueFrom"]["fieldRef"]["fieldPath"]] for entry in container["env"]
-                }
+                env = dict(os.environ, PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+                env |= {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
                 command = [*container["command"], *(moved(text, own) for text in container["args"])]
-                path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **variables, "PATH": path},
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
                 running.append(Pod(container["name"], address, container, process))
         yield running
     finally:
@@ -394,10 +365,7 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
 
 
 @needs_etcd
-@needs_tool("helm")
-def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(
-    tmp_path: Path, etcd: Etcd
-) -> None:
+def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(tmp_path, etcd):
     """Every pod is started at once, as Kubernetes does; they find one another in etcd."""
     values = {
         "clusterName": "rendered",
@@ -428,12 +396,8 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
             return answer.status == 200 and min(answer.cached) >= 256
 
         wait_for(hit, what="a hit on both hops")
-        (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == "try-pd-cache"]
-        allowed = {
-            port
-            for one in policy["spec"]["ingress"][0]["ports"]
-            for port in range(one["port"], one.get("endPort", one["port"]) + 1)
-        }
+        ports = policy_of(documents)["ports"]
+        allowed = {port for one in ports for port in range(one["port"], one.get("endPort", one["port"]) + 1)}
         for pod in running:
             own = psutil.Process(pod.process.pid)
             sockets = [one for each in (own, *own.children(recursive=True)) for one in each.net_connections("tcp")]

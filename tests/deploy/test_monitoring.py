@@ -14,7 +14,7 @@ import yaml
 
 from launch.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
-from tests.support.needs import needs_tool, tool
+from tests.support.needs import needed
 from tests.support.prometheus import FOLDER, Prometheus, configuration
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -51,6 +51,7 @@ class Watched(NamedTuple):
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """A cluster with every role and every kind of tier that has computed, stored and loaded, and that then lost its master and its decode
     node."""
+    needed("prometheus")
     folder = tmp_path_factory.mktemp("watched")
     tiers = [
         {"kind": "local", "capacity": "1MiB"},
@@ -58,9 +59,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         {"kind": "mooncake"},
     ]
     (folder / "disk").mkdir()
-    with started(
-        folder, nodes=nodes_of_every_role(), cache={"chunk_size": CHUNK, "tiers": tiers}, **OUTAGES
-    ) as cluster:
+    cache = {"chunk_size": CHUNK, "tiers": tiers}
+    with started(folder, nodes=nodes_of_every_role(), cache=cache, **OUTAGES) as cluster:
         prometheus = Prometheus(folder, configuration(cluster.config))
         try:
             prometheus.start()
@@ -103,33 +103,27 @@ def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
     wait_for(failed, what="a request without a decode node")
 
 
-@needs_tool("prometheus")
 @pytest.mark.parametrize(("title", "query"), list(panel_queries()))
 def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched: Watched, title: str, query: str) -> None:
     wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), what=f"{title}: {query}")
 
 
-@needs_tool("prometheus")
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
 def test_every_recording_rule_records_a_live_cluster(watched: Watched, rule: dict[str, Any]) -> None:
     wait_for(lambda: watched.prometheus.has_shown(rule["record"]), what=rule["record"])
 
 
-@needs_tool("prometheus")
 def test_variables_of_the_dashboard_find_the_cluster(watched: Watched) -> None:
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
             assert match
-            found = watched.prometheus.get(
-                f"label/{match[2]}/values", **{"match[]": match[1].replace("$job", "pd-cache")}
-            )
-            assert (
-                found == ["pd-cache"] if variable["name"] == "job" else len(found) == len(watched.cluster.config.nodes)
-            )
+            chosen = {"match[]": match[1].replace("$job", "pd-cache")}
+            found = watched.prometheus.get(f"label/{match[2]}/values", **chosen)
+            nodes = len(watched.cluster.config.nodes)
+            assert found == ["pd-cache"] if variable["name"] == "job" else len(found) == nodes
 
 
-@needs_tool("prometheus")
 def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None:
     def noticed() -> set[str]:
         return {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
@@ -140,13 +134,11 @@ def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
 
 
-@needs_tool("promtool")
 @pytest.mark.parametrize("command", ["test rules rules_test.yml", "check config prometheus.yml"])
 def test_promtool_finds_nothing_wrong(command: str) -> None:
     """`rules_test.yml` has a scenario for each alert, and a healthy cluster in which none fires."""
-    done = subprocess.run(
-        [tool("promtool") or "", *command.split()], cwd=FOLDER, capture_output=True, text=True, check=False
-    )
+    promtool = [needed("promtool"), *command.split()]
+    done = subprocess.run(promtool, cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

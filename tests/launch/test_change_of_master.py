@@ -30,10 +30,7 @@ def serving(folder: Path, pool: Pool, second: Pool | None = None) -> Iterator[st
     nodes = [pool.master, *(free_node(role, port=free_port()) for role in ROLES)]
     file = cluster_file(folder, cache={"chunk_size": CHUNK, "tiers": tiers}, nodes=nodes)
     with contextlib.ExitStack() as stack:
-        running = {}
-        for role in ROLES:
-            running[role] = Node(role, role, file)
-            stack.callback(running[role].stop)
+        running = {role: stack.enter_context(Node(role, role, file)) for role in ROLES}
         wait_for(lambda: _with_weights(pool) >= {"prefill", "decode"}, what="both know which weights are current")
         for role in ("prefill", "decode"):
             wait_for(lambda at=running[role].address: second is None or _reaches_second(at), what="both pools reached")

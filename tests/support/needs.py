@@ -28,6 +28,6 @@ def tool(name: str) -> str | None:
     return shutil.which(name, path=_TOOLS)
 
 
-def needs_tool(name: str) -> pytest.MarkDecorator:
-    """Skips tests of deploy/ where a program is missing."""
-    return pytest.mark.skipif(tool(name) is None, reason=f"no {name}; `make test` installs it by tools/deploy-tools.sh")
+def needed(name: str) -> str:
+    """The same, and skips the test where there is none."""
+    return tool(name) or pytest.skip(f"no {name}; `make test` installs it by tools/deploy-tools.sh")

@@ -162,6 +162,9 @@ class Node(Process):
             raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
         self.address = [*line.split(), ""][2]
 
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
 
 class Pool:
     """A master and its store nodes, on ports of their own."""

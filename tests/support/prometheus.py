@@ -16,7 +16,7 @@ import yaml
 
 from launch.supervise import spawn_child
 from pd_cache.cluster import ClusterConfig
-from tests.support.needs import tool
+from tests.support.needs import needed
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -56,7 +56,7 @@ class Prometheus:
 
     def start(self) -> Prometheus:
         command = [
-            tool("prometheus"),
+            needed("prometheus"),
             f"--config.file={self._file}",
             f"--storage.tsdb.path={self._folder / 'tsdb'}",
             f"--web.listen-address=127.0.0.1:{self._port}",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +85,16 @@ def test_a_cluster_of_two_hosts_is_put_under_load(hosts: dict[str, Host], tmp_pa
     }
     tree = [{"name": role, "role": role, "host": hosts[host].address, **more[role]} for role, host in ROLES]
     file = cluster_file(tmp_path, nodes=tree)
-    nodes: list[Node] = []
-    try:
-        for role, host in ROLES:
-            nodes.append(Node(role, role, file, wait=role == "master", host=hosts[host]))
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(Node(role, role, file, wait=role == "master", host=hosts[host])) for role, host in ROLES
+        ]
         for node in nodes[1:]:
             node.wait_ready()
         load = ("--rate", "10", "--requests", "24", "--prompt-tokens", "640", "--output-tokens", "4")
         _, row = report(hosts["a"], "serve", *load, "-c", str(file))["results"]
         assert (row["answered"], row["errors"]) == (24, {})
         assert 0 < row["hit_rate"] <= row["ideal_hit_rate"]
-    finally:
-        for node in reversed(nodes):
-            node.stop()
 
 
 def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts: dict[str, Host]) -> None:
