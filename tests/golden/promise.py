@@ -21,11 +21,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def yaml_keys() -> str:
-    """Returns each key of the cluster's file with its default."""
+def yaml_keys() -> Iterator[str]:
+    """Yields each key of the cluster's file with its default."""
     from pd_cache.cluster import ClusterConfig
 
-    return _lines(_keys(ClusterConfig, ""))
+    return _keys(ClusterConfig, "")
 
 
 def _keys(kind: object, path: str) -> Iterator[str]:
@@ -57,11 +57,11 @@ def _parts(kind: object) -> Iterator[object]:
         yield kind
 
 
-def command_line() -> str:
-    """Returns each command of the CLI with its options and arguments."""
+def command_line() -> Iterator[str]:
+    """Yields each command of the CLI with its options and arguments."""
     from launch.cli import main
 
-    return _lines(_commands(main, "pd-cache"))
+    return _commands(main, "pd-cache")
 
 
 def _commands(command: click.Command, path: str) -> Iterator[str]:
@@ -79,12 +79,8 @@ def _commands(command: click.Command, path: str) -> Iterator[str]:
 _FAMILIES = ("Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily")
 
 
-def metric_names() -> str:
-    """Returns the metrics of all our processes with their labels."""
-    return _lines(_metrics())
-
-
-def _metrics() -> Iterator[str]:
+def metric_names() -> Iterator[str]:
+    """Yields the metrics of all our processes with their labels."""
     from pd_cache.metrics import COUNTERS
 
     yield from (f"pd_cache_{family}{{{','.join(labels)}}}" for family, (labels, _) in COUNTERS.items())
@@ -108,16 +104,12 @@ def _metrics() -> Iterator[str]:
                 yield spelled + (f"{{{','.join(labels[0])}}}" if labels else "")
 
 
-def public_api() -> str:
-    """Returns the names that `pd_cache` and `transfer` export, with the signatures of their methods."""
+def public_api() -> Iterator[str]:
+    """Yields the names that `pd_cache` and `transfer` export, with the signatures of their methods."""
     import pd_cache
     import transfer
 
-    return _lines(line for module in (pd_cache, transfer) for line in _exports(module))
-
-
-def _exports(module: types.ModuleType) -> Iterator[str]:
-    for name in module.__all__:
+    for module, name in ((one, name) for one in (pd_cache, transfer) for name in one.__all__):
         value = getattr(module, name)
         yield f"{module.__name__}.{name}"
         if not inspect.isclass(value):
@@ -146,28 +138,20 @@ def _signature(value: Callable[..., object]) -> str:
     return f"({', '.join(shown)})"
 
 
-def names_and_objects() -> str:
-    """Returns names, keys, namespaces and objects of some prompts, as JSON."""
+def names_and_objects() -> Iterator[str]:
+    """Yields the names, keys, namespaces and objects of some prompts, as JSON."""
     from pd_cache import CacheConfig, CacheMetadata
     from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, LayerGroup, describe_hashes, fold_names, salt_keys
     from pd_cache.tiers.memory import seal
 
-    plain = CacheMetadata(
-        model="model@1f",
-        kv_dtype="float16",
-        page_format="heads4.block16.bytes64x1",
-        layers=6,
-        block_size=16,
-        page_bytes=1024,
-    )
+    half = {"kv_dtype": "float16", "page_format": "heads4.block16.bytes64x1", "block_size": 16, "page_bytes": 1024}
+    plain = CacheMetadata(model="model@1f", layers=6, **half)
     ranks = CacheMetadata(
         model="model@1f", kv_dtype="bfloat16", page_format="heads8.block16.bytes256x2", layers=32, block_size=16,
         page_bytes=65536, world_size=4, rank=1, shards_per_rank=2,
     )  # fmt: skip
-    window = CacheMetadata(
-        model="model@1f", kv_dtype="float16", page_format="heads4.block16.bytes64x1", layers=3, block_size=16,
-        page_bytes=1024, group=LayerGroup(layers="0-2", keeps="the last 256 tokens", tail=1, ahead=1),
-    )  # fmt: skip
+    group = LayerGroup(layers="0-2", keeps="the last 256 tokens", tail=1, ahead=1)
+    window = CacheMetadata(model="model@1f", layers=3, group=group, **half)
     tokens = [(7 * index) % 32000 for index in range(1000)]
     found: dict[str, object] = {}
     for label, metadata in (("plain", plain), ("ranks", ranks), ("window", window)):
@@ -180,29 +164,22 @@ def names_and_objects() -> str:
                 "keys of another version": database.all_shard_keys(names[:1], "0a1b2c3d-7"),
             }
         found[f"{label} namespace"] = [database.manifest_key, database.namespace.manifest().decode()]
-    blocks = ChunkedTokenDatabase(
-        plain.namespace(CacheConfig(chunk_size=64, hash_mode="blocks", hash_seed="sha256_cbor:0"))
-    )
+    by_blocks = CacheConfig(chunk_size=64, hash_mode="blocks", hash_seed="sha256_cbor:0")
+    blocks = ChunkedTokenDatabase(plain.namespace(by_blocks))
     hashes = [hashlib.sha256(bytes([index])).digest() for index in range(9)]
     found["blocks"] = [name.hex() for name in blocks.name_chunks(None, hashes)]
     described = describe_hashes("sha256", "vllm-none-hash", "")
-    found["block hashes of vLLM"] = [
-        described,
-        *(one.hex() for one in BlockHasher(16, described).hashes(tokens[:64], "tenant")),
-    ]
+    vllm = BlockHasher(16, described).hashes(tokens[:64], "tenant")
+    found["block hashes of vLLM"] = [described, *(one.hex() for one in vllm)]
     found["folded"] = [name.hex() for name in fold_names(blocks.name_chunks(None, hashes), b"adapter")]
     payload = bytes(range(256)) * 4
     buffer = memoryview(bytearray(payload) + bytearray(64))
     size = seal("pdc1/0123456789abcdef/0/00112233445566778899aabbccddeeff", buffer, len(payload))
     found["object"] = bytes(buffer[len(payload) : size]).hex()
-    return json.dumps(found, indent=1) + "\n"
+    yield json.dumps(found, indent=1)
 
 
-def _lines(lines: Iterator[str]) -> str:
-    return "".join(f"{line}\n" for line in sorted(set(lines)))
-
-
-PROMISE: dict[str, Callable[[], str]] = {
+PROMISE: dict[str, Callable[[], Iterator[str]]] = {
     "yaml_keys.txt": yaml_keys,
     "command_line.txt": command_line,
     "metric_names.txt": metric_names,
@@ -210,6 +187,11 @@ PROMISE: dict[str, Callable[[], str]] = {
     "names_and_objects.json": names_and_objects,
 }
 
+
+def promised(file: str) -> str:
+    return "".join(f"{line}\n" for line in sorted(set(PROMISE[file]())))
+
+
 if __name__ == "__main__":
-    for file, promised in PROMISE.items():
-        (HERE / file).write_text(promised())
+    for file in PROMISE:
+        (HERE / file).write_text(promised(file))

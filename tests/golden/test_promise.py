@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden.promise import HERE, PROMISE
+from tests.golden.promise import HERE, PROMISE, promised
 
 
 @pytest.mark.parametrize("file", PROMISE)
 def test_what_users_rely_on_is_as_it_was(file: str) -> None:
-    assert PROMISE[file]() == (HERE / file).read_text(), "see the docstring of tests/golden/promise.py"
+    assert promised(file) == (HERE / file).read_text(), "see the docstring of tests/golden/promise.py"

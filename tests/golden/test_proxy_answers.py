@@ -25,8 +25,10 @@ from tests.support.proxy import (
     EVENTS,
     Cluster,
     answers,
+    bearer,
     cluster,
     disconnects,
+    files_of,
     hangs,
     jump,
     message,
@@ -103,7 +105,7 @@ class Recorder:
 
 
 def key(value: str) -> dict[str, dict[str, str]]:
-    return {"headers": {"Authorization": f"Bearer {value}"}}
+    return {"headers": bearer(value)}
 
 
 async def record() -> str:
@@ -174,9 +176,8 @@ async def _record_refusals(found: list[str]) -> None:
         await Recorder(c, found).ask("body: too slow", "POST", "/v1/completions", data=slow())
     async with cluster(request_timeout_s=60) as c:
         c.decode[0].default = hangs
-        asking = asyncio.ensure_future(
-            Recorder(c, found).ask("decode node too slow", "POST", "/v1/completions", PROMPT)
-        )
+        to = Recorder(c, found)
+        asking = asyncio.ensure_future(to.ask("decode node too slow", "POST", "/v1/completions", PROMPT))
         await until(lambda: len(c.decode[0].bodies) == 1, "the node has it")
         jump(60)
         await asking
@@ -209,16 +210,12 @@ async def _record_failures(found: list[str]) -> None:
 
 
 async def _record_keys(found: list[str], folder: Path) -> None:
-    (folder / "keys").write_text(f"alice {KEY}\nbob {OTHER_KEY}\n")
-    (folder / "monitors").write_text(f"prometheus {MONITOR}\n")
-    (folder / "node").write_text("the-nodes-own-key\n")
-    files = {f"{name}_file": str(folder / file) for name, file in (("api_keys", "keys"), ("node_key", "node"))}
+    files = files_of(folder, api_keys=f"alice {KEY}\nbob {OTHER_KEY}\n", node_key="the-nodes-own-key\n")
     async with cluster(**files, max_requests_per_key=1) as c:
         to = Recorder(c, found)
         await to.ask("no key", "POST", "/v1/completions", PROMPT)
         await to.ask("wrong key", "POST", "/v1/completions", PROMPT, **key("sk-wrong-0123456789abcdef"))
-        alice = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "of-alice"}
-        await to.ask("right key", "POST", "/v1/completions", PROMPT, headers=alice)
+        await to.ask("right key", "POST", "/v1/completions", PROMPT, headers=bearer(KEY, X_Request_Id="of-alice"))
         await to.ask("her request", "GET", "/requests/of-alice", **key(KEY))
         await to.ask("her request for another", "GET", "/requests/of-alice", **key(OTHER_KEY))
         await to.ask("her request without a key", "GET", "/requests/of-alice")
@@ -229,7 +226,7 @@ async def _record_keys(found: list[str], folder: Path) -> None:
         await to.ask("models without a key", "GET", "/v1/models")
         async with c.stuck_at(c.decode[0], **key(KEY)):
             await to.ask("too many requests of a key", "POST", "/v1/completions", PROMPT, **key(KEY))
-    async with cluster(**files, monitor_keys_file=str(folder / "monitors")) as c:
+    async with cluster(**files, **files_of(folder, monitor_keys=f"prometheus {MONITOR}\n")) as c:
         to = Recorder(c, found)
         await to.ask("metrics for a client, with monitors", "GET", "/metrics", **key(KEY))
         await to.ask("metrics for a monitor", "GET", "/metrics", **key(MONITOR))

@@ -20,7 +20,7 @@ from launch.status import NodeStatus, cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
-from tests.support.proxy import proxy_process
+from tests.support.proxy import files_of, proxy_process
 
 NO_DECODE_NODE = ("up", "degraded: /health answers 503")
 """Before and after the proxy found out that the only one of its file does not run."""
@@ -37,9 +37,7 @@ class Guarded(NamedTuple):
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     cert, key = make_certificates(folder)["server"]
-    (folder / "keys").write_text(f"# clients\nalice {KEY}\n")
-    (folder / "monitors").write_text(f"prometheus {WATCHING}\n")
-    files = {"api_keys_file": str(folder / "keys"), "monitor_keys_file": str(folder / "monitors")}
+    files = files_of(folder, api_keys=f"# clients\nalice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
     decode = {"name": "decode", "role": "decode", "port": free_port()}
     tls = {"cert_file": cert, "key_file": key}
     with proxy_process(folder, decode, port=free_port(), direct_tokens=0, tls=tls, **files) as (url, _):
@@ -61,7 +59,7 @@ def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guard
 
 
 def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:
-    file = guarded.folder / "monitors"
+    file = guarded.folder / "monitor_keys"
     hidden = file.rename(f"{file}.hidden")
     try:
         assert proxy_access(guarded.config).key == ""
@@ -83,9 +81,7 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert client_key(guarded.config) == KEY
     arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
     load = asyncio.run(generate(server, [arrival], time.monotonic()))
-    assert [outcome.error for outcome in load.outcomes] == ["http 503"], (
-        "it got through to the proxy, which has no node"
-    )
+    assert [outcome.error for outcome in load.outcomes] == ["http 503"], "the proxy has no node"
 
 
 @pytest.mark.parametrize(("served", "accepted"), [("server", True), ("client", False)])

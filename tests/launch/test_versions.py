@@ -20,7 +20,7 @@ from launch.operate.reset import reset_models
 from launch.status import ClusterStatus, NodeStatus
 from launch.versions import KNOWN_S, Authority, FileValues, Told, answering, known_versions, serving_versions, tell_all
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode, NodeRecord
+from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.versions import (
@@ -144,7 +144,7 @@ def world(request: pytest.FixtureRequest, etcd: Etcd) -> Iterator[World]:
     if request.param == "memory":
         yield World()
         return
-    with contextlib.closing(EtcdValues(EtcdDiscovery(endpoints=(etcd.endpoint,)))) as values:
+    with contextlib.closing(EtcdValues(etcd.settings())) as values:
         yield World(values, prefix_of(f"versions-{time.monotonic_ns()}", "versions"))
 
 
@@ -174,16 +174,17 @@ def test_a_change_is_done_when_no_older_answer_is_relied_on(world: World) -> Non
     assert world.clock.now == begun, "who joins waits for nothing again"
 
 
-@pytest.mark.parametrize("why", ["a change behind", "late", "started after"])
+@pytest.mark.parametrize("why", ["a change behind", "late", "started after", "the change has a label"])
 def test_an_engine_of_which_nobody_knows_the_weights_is_refused_until_it_gives_a_label(why, caplog):
+    """A labelled change may be one that was given up and comes late: it says nothing of which change the next call means."""
     world = World()
     a, b = world.engine(), world.engine()
-    label = a.version.reset()
+    label = a.version.reset("w1" if why == "the change has a label" else None)
     if why == "a change behind":
         label = a.version.reset()
     elif why == "late":
         world.clock.now += CHANGE_S + 1
-    else:
+    elif why == "started after":
         b = world.engine()
     with caplog.at_level("WARNING"):
         assert b.version.reset() is None
@@ -217,14 +218,6 @@ def test_a_change_whose_first_answer_is_lost_is_the_same_change_when_it_is_asked
     assert label
     assert b.version.reset() == label
     assert polled(a, b) == [label, label]
-
-
-def test_an_engine_without_a_label_does_not_join_those_with_one() -> None:
-    """A labelled change may be one that was given up and comes late: it says nothing of which change the next call means."""
-    world = World()
-    a, b = world.engine(), world.engine()
-    assert a.version.reset("w1")
-    assert b.version.reset() is None
 
 
 @pytest.mark.parametrize("label", ["", "a b", "a/b", "x" * 65, "ä", "a\n"])
@@ -321,7 +314,8 @@ def test_a_command_that_comes_late_does_not_undo_a_newer_change() -> None:
     assert polled(e) == ["w2"]
 
 
-def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_came_between() -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_came_between(goes_on: bool) -> None:
     """A command has said of it that it has other weights. So it has not those of the label, although that is its own."""
     world = World()
     a, far = world.engine(), world.engine()
@@ -330,27 +324,13 @@ def test_a_label_that_is_used_again_says_nothing_of_an_engine_that_missed_what_c
     far.wire.question = False
     world.command("w2")
     assert a.version.reset("w1") == "w1"
+    label = a.version.reset() if goes_on else "w1"
     far.wire.question = True
-    assert polled(a, far) == ["w1", None]
+    assert polled(a, far) == [label, None]
     assert far.version.why_not("w1") == "reset", "nor does a load count that began before"
-    assert far.version.reset("w1") == "w1"
-    assert polled(a, far) == ["w1", "w1"]
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_no_change_leads_from_a_label_that_is_used_again(goes_on: bool) -> None:
-    world = World()
-    a, far = world.engine(), world.engine()
-    world.command("w1")
-    polled(a, far)
-    far.wire.question = False
-    world.command("w2")
-    assert a.version.reset("w1") == "w1"
-    if goes_on:
-        assert a.version.reset()
-    far.wire.question = True
-    polled(far)
-    assert far.version.reset() is None, "its weights were those of w2 before"
+    assert far.version.reset() is None, "its weights were those of w2 before, from which no change leads"
+    assert far.version.reset(label) == label
+    assert polled(a, far) == [label, label]
 
 
 def test_an_engine_with_a_label_from_before_is_not_told_by_the_command_that_uses_it_again() -> None:
@@ -496,7 +476,7 @@ def test_a_file_of_versions_that_is_damaged_counts_as_lost(tmp_path, damaged, ca
 
 def test_elected_masters_make_one_version_and_put_back_what_etcd_has_lost(make_etcd: Callable[..., Etcd]) -> None:
     etcd = make_etcd().start()
-    with contextlib.closing(EtcdValues(EtcdDiscovery(endpoints=(etcd.endpoint,)))) as values:
+    with contextlib.closing(EtcdValues(etcd.settings())) as values:
         world = World(values, prefix_of("wiped", "versions"))
         other = world.another()
         a, b = world.engine(), world.engine(other)
@@ -535,20 +515,12 @@ def test_a_master_that_has_missed_a_version_answers_nothing_when_the_stored_one_
 
 @pytest.mark.parametrize("damaged", [b"junk", b"[]", b'[1,"w1",null,false,"of a later version"]'])
 def test_a_value_in_etcd_that_is_damaged_or_spelled_otherwise_stops_no_change(etcd: Etcd, damaged: bytes) -> None:
-    with contextlib.closing(EtcdValues(EtcdDiscovery(endpoints=(etcd.endpoint,)))) as values:
-        keys: list[str] = []
-
-        class Noted:
-            def get(self, key: str) -> bytes | None:
-                keys.append(key)
-                return values.get(key)
-
-            replace = staticmethod(values.replace)
-
-        world = World(Noted(), prefix_of(f"damaged-{time.monotonic_ns()}", "versions"))
+    with contextlib.closing(EtcdValues(etcd.settings())) as values, contextlib.closing(etcd.client()) as client:
+        world = World(values, prefix_of(f"damaged-{time.monotonic_ns()}", "versions"))
         a = world.engine()
         assert a.version.reset("w1") == "w1"
-        assert values.replace(keys[-1], values.get(keys[-1]), damaged)
+        ((_, stored),) = client.get_prefix(world.prefix)
+        client.put(stored.key, damaged)
         a.wire.authority = Authority(values, world.prefix, clock=world.clock, wall=world.clock)
         polled(a)
         world.clock.now += OVER_S
@@ -603,15 +575,12 @@ def _learned(judge: Authority) -> bool:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., WeightsVersion]]:
-    made: list[WeightsVersion] = []
+    with contextlib.ExitStack() as stack:
 
-    def open_version(url: str, model: str = MODEL, name: str = "here") -> WeightsVersion:
-        made.append(WeightsVersion(url, model, name=name))
-        return made[-1]
+        def opens(url: str, model: str = MODEL, name: str = "here") -> WeightsVersion:
+            return stack.enter_context(contextlib.closing(WeightsVersion(url, model, name=name)))
 
-    yield open_version
-    for one in made:
-        one.close()
+        yield opens
 
 
 def test_over_http_all_engines_follow(service: str, opened: Callable[..., WeightsVersion]) -> None:
@@ -714,7 +683,6 @@ def test_over_http_the_newest_of_what_several_masters_say_is_current(judge: Auth
 
 
 def test_a_node_is_ready_when_it_knows_which_weights_are_current(judge: Authority, tmp_path: Path) -> None:
-    wait_for(lambda: _learned(judge), what="an authority that has learned")
     asked, respond = [], answering(judge)
 
     def late(path: str, body: bytes | None) -> Response:

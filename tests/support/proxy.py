@@ -285,13 +285,23 @@ def message(kind: str, payload: object, action_id: str = "a", version: str = "1.
     return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
 
 
-def view(
-    prefill: Iterable[str] = (), decode: Iterable[str] = (), more: Mapping[str, Mapping[str, Any]] | None = None
-) -> View:
-    """What discovery says of nodes at these URLs; `more`: further fields of records, by URL."""
+def files_of(folder: Path, **texts: str) -> dict[str, str]:
+    """Writes files of a proxy, such as `api_keys`; the options that name them."""
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return {f"{name}_file": str(folder / name) for name in texts}
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    """The header with a key, and others."""
+    return {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in more.items()}}
+
+
+def view(prefill: Iterable[str] = (), decode: Iterable[str] = (), *, streams: bool = False) -> View:
+    """What discovery says of nodes at these URLs, of which all or none take streams."""
     return View(
         tuple(
-            NodeRecord(name=f"{role}-{index}", role=role, address=url, **(more or {}).get(url, {}))
+            NodeRecord(name=f"{role}-{index}", role=role, address=url, streams=streams)
             for role, urls in (("prefill", prefill), ("decode", decode))
             for index, url in enumerate(urls)
         )
@@ -307,6 +317,7 @@ async def cluster(
     failures: int = 5,
     health_interval_s: float = 3600,
     long_skips: bool = False,
+    streams: bool = False,
     direct: DirectRule | None = None,
     name: str = "",
     **config: Any,
@@ -327,7 +338,7 @@ async def cluster(
                 urls[hop].append(given or started[hop][-1].url)
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
         proxy = Proxy(settings, direct, cluster=name)
-        proxy.update(view(**urls))
+        proxy.update(view(**urls, streams=streams))
         server = TestServer(proxy.app())
         await server.start_server()
         stack.push_async_callback(server.close)

@@ -31,14 +31,15 @@ from tests.support.proxy import (
     NAMESPACE,
     Cluster,
     answers,
+    bearer,
     cluster,
     decodes,
     error_of,
+    files_of,
     hangs,
     message,
     scenario,
     until,
-    view,
 )
 from transfer.errors import Status
 
@@ -233,9 +234,7 @@ async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves
         waits = ExitStack()
         named = await k.named([*root, *b])
         k.hints.note(Client("ann"), "r", named, waits)
-        assert (await evict("ann", root, b))["evicting"] == CHUNK, (
-            "such as by a hint that comes with the request itself"
-        )
+        assert (await evict("ann", root, b))["evicting"] == CHUNK, "by a hint that comes with the request itself"
         await k.hints.evict()
         assert k.client.removed == [], "its decode node may be about to load it"
         waits.close()
@@ -392,9 +391,7 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
         assert action.get("tokens") == tokens, action
         for node in (*c.prefill, *c.decode):
             assert all("kv_hints" not in sent for sent in node.bodies)
-        target = {
-            ("tokens" if key == "prompt" and isinstance(value, list) else key): value for key, value in body.items()
-        }
+        target = {"tokens": body["prompt"]} if isinstance(body.get("prompt"), list) else body
         released = (await c.hint("kv.release", target)).get("released")
         assert released == (tokens and 1), "the same prompt from outside"
         async with c.post(body | {"prompt": IDS}) as response:
@@ -404,12 +401,8 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
 @scenario
 async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> None:
     sent = {"tokens": IDS, "ttl_s": 60}
-    keys = tmp_path / "keys"
-    keys.write_text("alice alice-has-a-long-key\n")
-    async with (
-        pinning(api_keys_file=str(keys)) as c,
-        c.session.post(c.url + "/hints", data=message("kv.retain", sent)) as response,
-    ):
+    keys, posted = files_of(tmp_path, api_keys="alice alice-has-a-long-key\n"), message("kv.retain", sent)
+    async with pinning(**keys) as c, c.session.post(c.url + "/hints", data=posted) as response:
         assert response.status == 401
     async with cluster(direct=rule(Renewing(), 0)) as c:
         assert "direct_tokens is 0" in (await c.hint("kv.retain", sent))["reason"]
@@ -449,11 +442,8 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> N
 
 @scenario
 async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there(monkeypatch):
-    async with pinning(2) as c:
+    async with pinning(2, streams=True) as c:
         node = c.decode[0]
-        c.proxy.update(
-            view([c.prefill[0].url], urls := [one.url for one in c.decode], {u: {"streams": True} for u in urls})
-        )
         node.script = [hangs]
         told = await c.hint("kv.prefetch", {"tokens": IDS, "model": "tiny", "cache_salt": "s"})
         assert (told["status"], told["node"], told["ttl_s"]) == ("accepted", node.url, 60)
@@ -521,15 +511,12 @@ async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
 @scenario
 async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MOST_PREFETCHED", 4)
-    keys = tmp_path / "keys"
-    keys.write_text("".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve")))
-    async with pinning(api_keys_file=str(keys)) as c:
-        url = c.decode[0].url
-        c.proxy.update(view([c.prefill[0].url], [url], {url: {"streams": True}}))
+    keys = "".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve"))
+    async with pinning(streams=True, **files_of(tmp_path, api_keys=keys)) as c:
         c.decode[0].default = hangs
 
         async def prefetch(name: str, token: int) -> str:
-            headers = {"Authorization": f"Bearer key-of-{name}-0123456789"}
+            headers = bearer(f"key-of-{name}-0123456789")
             return str((await c.hint("kv.prefetch", {"tokens": [token] * 256}, headers=headers))["status"])
 
         assert [await prefetch("ann", n) for n in range(3)] == ["accepted", "accepted", "refused"]
@@ -542,5 +529,5 @@ async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest
             return await tokenizes(request)
 
         c.decode[0].tokenize, c.decode[0].default = tokenizes_and_says_so, decodes
-        await c.ask({"prompt": "short"}, headers={"Authorization": "Bearer key-of-eve-0123456789"})
+        await c.ask({"prompt": "short"}, headers=bearer("key-of-eve-0123456789"))
         assert not asked, "a short prompt of another client is not named"

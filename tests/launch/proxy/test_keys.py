@@ -20,7 +20,7 @@ from launch.proxy.app import Proxy
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
-from tests.support.proxy import Node, cluster, decode_at, decodes, proxy_process, scenario, view
+from tests.support.proxy import Node, bearer, cluster, decode_at, decodes, files_of, proxy_process, scenario, view
 from tests.support.waiting import PATIENCE_S, wait_for
 
 KEY = "sk-0123456789abcdef"
@@ -141,14 +141,10 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
 
 @scenario
 async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(f"alice {KEY}")
-    (tmp_path / "node-key").write_text("first\n")
-    files = {f"{name}_file": str(tmp_path / file) for name, file in (("api_keys", "keys"), ("node_key", "node-key"))}
-    async with cluster(0, 1, **files) as c:
-        headers = {"Authorization": f"Bearer {KEY}-2"}
+    async with cluster(0, 1, **files_of(tmp_path, api_keys=f"alice {KEY}", node_key="first\n")) as c:
+        headers = bearer(f"{KEY}-2")
         await c.ask(headers=headers, status=401)
-        (tmp_path / "keys").write_text(f"alice {KEY}-2")
-        (tmp_path / "node-key").write_text("of-the-second\n")
+        files_of(tmp_path, api_keys=f"alice {KEY}-2", node_key="of-the-second\n")
         status, sent = 401, ""
         while (status, sent) != (200, "Bearer of-the-second"):
             async with c.post(headers=headers) as response:

@@ -31,11 +31,13 @@ from tests.support.proxy import (
     OneByOne,
     abort,
     answers,
+    bearer,
     begin,
     cluster,
     decodes,
     disconnects,
     error_of,
+    files_of,
     hangs,
     jump,
     says,
@@ -286,12 +288,10 @@ async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: 
 
 @scenario
 async def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(caplog, tmp_path):
-    (tmp_path / "keys").write_text("alice sk-0123456789abcdef\n")
     caplog.set_level("INFO", logger="launch.proxy")
-    async with cluster(1, 2, api_keys_file=str(tmp_path / "keys")) as c:
+    async with cluster(1, 2, **files_of(tmp_path, api_keys="alice sk-0123456789abcdef\n")) as c:
         c.prefill[0].default = disconnects
-        key = {"Authorization": "Bearer sk-0123456789abcdef"}
-        await c.ask(headers={"X-Request-Id": "it-is-me", **key})
+        await c.ask(headers=bearer("sk-0123456789abcdef", X_Request_Id="it-is-me"))
         await c.ask(headers={"X-Request-Id": "nobody"}, status=401)
         url = c.prefill[0].url
     (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
@@ -375,18 +375,14 @@ async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports
 
 @pytest.mark.parametrize("monitors", [False, True])
 @scenario
-async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(
-    monitors: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("keys")
-    keys, watchers = folder / "keys", folder / "monitors"
-    keys.write_text("alice key-of-alice-0123456789\nbob key-of-bob-0123456789\ncarol key-of-carol-0123456789\n")
-    watchers.write_text("watch key-of-watch-0123456789\n")
-    files = {"api_keys_file": str(keys), **({"monitor_keys_file": str(watchers)} if monitors else {})}
-    async with cluster(prefill=0, **files) as c:
+async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(monitors, tmp_path):
+    texts = {"api_keys": "".join(f"{name} key-of-{name}-0123456789\n" for name in ("alice", "bob", "carol"))}
+    if monitors:
+        texts["monitor_keys"] = "watch key-of-watch-0123456789\n"
+    async with cluster(prefill=0, **files_of(tmp_path, **texts)) as c:
 
         def by(name: str) -> dict[str, str]:
-            return {"X-Request-Id": "same", **({"Authorization": f"Bearer key-of-{name}-0123456789"} if name else {})}
+            return bearer(f"key-of-{name}-0123456789", X_Request_Id="same") if name else {"X-Request-Id": "same"}
 
         for name in ("alice", "bob"):
             await c.ask(headers=by(name))

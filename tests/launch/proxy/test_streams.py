@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from tests.support.proxy import (
     prefills,
     scenario,
     until,
-    view,
     waits_for,
 )
 
@@ -34,13 +33,8 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "stream": True}
 STREAM = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True}}
 
 
-@asynccontextmanager
-async def streaming(decode: int = 1, tokens: int | None = 50, streams: bool = True) -> AsyncIterator[Cluster]:
-    async with cluster(1, decode, direct=DirectRule(0, stream_tokens=tokens)) as running:
-        urls = [node.url for node in running.decode]
-        said = {url: {"streams": streams} for url in urls}
-        running.proxy.update(view([running.prefill[0].url], urls, said))
-        yield running
+def streaming(decode: int = 1, tokens: int | None = 50, streams: bool = True) -> AbstractAsyncContextManager[Cluster]:
+    return cluster(1, decode, streams=streams, direct=DirectRule(0, stream_tokens=tokens))
 
 
 def params_of(node: Node) -> list[Any]:

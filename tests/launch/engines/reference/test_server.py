@@ -79,12 +79,8 @@ async def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token
     (choice,) = answer["choices"]
     assert choice["token_ids"] == expected(request_of(20))
     assert choice["finish_reason"] == "length"
-    assert answer["usage"] == {
-        "prompt_tokens": 20,
-        "completion_tokens": 6,
-        "total_tokens": 26,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    tokens = {"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}
+    assert answer["usage"] == {**tokens, "prompt_tokens_details": {"cached_tokens": 0}}
     own = answer["pd_cache"]["self"]
     assert (own["cached_tokens"], own["computed_tokens"]) == (0, 20)
     assert own["ttft_ms"] > 0
@@ -139,9 +135,8 @@ async def test_a_node_reports_what_became_of_its_last_requests(make_engine, capl
     computed, loaded = (one["pd_cache"]["report"] for one in (first, again))
     assert computed == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
     assert loaded == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
-    assert any(
-        line.startswith("request mine: 200 in ") and "computed=4 reason=none" in line for line in caplog.messages
-    )
+    (line,) = [line for line in caplog.messages if line.startswith("request mine: 200 in ")]
+    assert "computed=4 reason=none" in line
     counted = cache.metrics.totals()
     assert counted["requests", "never_stored"] == counted["requests", "none"] == 1
     assert counted["missed_tokens", "never_stored"] == 20

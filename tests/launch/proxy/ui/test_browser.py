@@ -9,9 +9,9 @@ import pytest
 from launch.discovery import View
 from launch.proxy.ui import pages
 from pd_cache.cluster import NodeRecord
-from tests.launch.proxy.ui.test_pages import METRICS, WATCHING, keys
+from tests.launch.proxy.ui.test_pages import METRICS, WATCHING
 from tests.support.browser import chromium, needs_chromium
-from tests.support.proxy import Behaviour, cluster, says, scenario, until
+from tests.support.proxy import Behaviour, cluster, files_of, says, scenario, until
 
 pytestmark = needs_chromium
 
@@ -41,7 +41,7 @@ def counting_evil() -> Behaviour:
 
 @scenario
 async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_no_text_for_html(tmp_path):
-    files = keys(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
+    files = files_of(tmp_path, monitor_keys=f"prometheus {WATCHING}\n")
     async with (
         cluster(prefill=0, decode=2, name=EVIL, health_interval_s=0.2, **files) as c,
         chromium(tmp_path) as browser,

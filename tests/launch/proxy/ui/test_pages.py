@@ -17,7 +17,19 @@ from launch.discovery import View
 from launch.proxy.ui import pages
 from pd_cache.cluster import NodeRecord
 from pd_cache.reasons import RequestReport
-from tests.support.proxy import PARAMS, Behaviour, Cluster, answers, cluster, error_of, says, scenario, until
+from tests.support.proxy import (
+    PARAMS,
+    Behaviour,
+    Cluster,
+    answers,
+    bearer,
+    cluster,
+    error_of,
+    files_of,
+    says,
+    scenario,
+    until,
+)
 
 METRICS = b"""
 pd_cache_bytes_total{op="retrieve"} %d
@@ -220,15 +232,9 @@ def basic(key: str) -> str:
     return "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()
 
 
-def keys(tmp_path: Path, **files: str) -> dict[str, str]:
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    return {f"{name}_file": str(tmp_path / name) for name in files}
-
-
 @scenario
-async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one(tmp_path_factory):
-    files = keys(tmp_path_factory.mktemp("k"), api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
+async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one(tmp_path):
+    files = files_of(tmp_path, api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
     async with cluster(**files) as c:
         for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events", "/ui/requests/mine"):
             for wrong in ("", "Bearer nothing", f"Bearer {KEY}", basic(KEY), "Basic !", "Basic", basic("") + "=="):
@@ -242,10 +248,10 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
 
 
 @scenario
-async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path_factory: pytest.TempPathFactory) -> None:
-    async with cluster(**keys(tmp_path_factory.mktemp("k"), api_keys=f"alice {KEY}\nbob {OTHER}\n")) as c:
+async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path: Path) -> None:
+    async with cluster(**files_of(tmp_path, api_keys=f"alice {KEY}\nbob {OTHER}\n")) as c:
         for number, key in enumerate((KEY, OTHER)):
-            await c.ask(headers={"Authorization": f"Bearer {key}", "X-Request-Id": f"r{number}"})
+            await c.ask(headers=bearer(key, X_Request_Id=f"r{number}"))
         async with follow(c, Authorization=basic(OTHER)) as response:
             event = await Follower(response).event()
         assert [one["id"] for one in event["slow"]] == ["r1"]
