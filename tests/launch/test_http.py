@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from launch.http import Access, BadStatus, fetch, fetch_lines
+from tests.support.waiting import beside
 
 Serve = Callable[[socket.socket, threading.Event], None]
 
@@ -20,29 +22,19 @@ def answering(serve: Serve) -> Iterator[tuple[str, list[bytes]]]:
     """A server on loopback; its URL, and the heads of the requests that came."""
     heads: list[bytes] = []
     over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def run() -> None:
-            while not over.is_set():
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    try:
-                        heads.append(connection.recv(65536))
-                        serve(connection, over)
-                    except OSError:
-                        pass
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                heads.append(self.request.recv(65536))
+                serve(self.request, over)
 
-        thread = threading.Thread(target=run)
-        thread.start()
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server, beside(server.serve_forever):
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
+            yield f"http://127.0.0.1:{server.server_address[1]}", heads
         finally:
             over.set()
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+            server.shutdown()
 
 
 def drop_by_drop(data: bytes) -> Serve:
@@ -109,9 +101,7 @@ def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list() -> No
     with answering(whole(head + b"a\nbc\n\nd\r\n")) as (url, _):
         assert list(fetch_lines(url, 60)) == [b"a", b"bc", b"", b"d\r"]
     with answering(whole(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 17) + b"\na")) as (url, _):
-        assert [len(line) for line in fetch_lines(url, 60)] == [1 << 17, 1], (
-            "another program's key may be of any length"
-        )
+        assert [len(line) for line in fetch_lines(url, 60)] == [1 << 17, 1], "another program's key"
     with answering(whole(head + b"a\nbc\n")) as (url, _):
         lines = fetch_lines(url, 60)
         assert [next(lines), next(lines)] == [b"a", b"bc"]

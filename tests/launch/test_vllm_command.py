@@ -58,12 +58,8 @@ def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tm
     argv = program(VllmEngineConfig(model="m", executable=executable), node, tmp_path).argv
     given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
     extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a", "namespace_file": str(tmp_path / "n")}
-    assert (given["kv_connector"], given["kv_role"], given["kv_connector_extra_config"]) == (
-        "PdCacheConnector",
-        role,
-        extra,
-    )
-    assert given["kv_load_failure_policy"] == "recompute"
+    expected = {"kv_connector": "PdCacheConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}
+    assert given == given | expected | {"kv_connector_extra_config": extra}
     assert "--middleware=pd_cache.vllm.files.TellCache" in argv
 
 
@@ -127,12 +123,8 @@ def test_with_a_collector_vllm_sends_its_spans_there_unless_the_file_says_otherw
     collector, node = "http://10.0.0.9:4318/v1/traces", DecodeNode(name="a")
     tracing = TracingConfig(endpoint=collector)
     plain = VllmEngineConfig(model="m", executable=executable)
-    own = VllmEngineConfig(
-        model="m",
-        executable=executable,
-        args={"otlp_traces_endpoint": "http://c:4317"},
-        env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
-    )
+    args, env = {"otlp_traces_endpoint": "http://c:4317"}, {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
+    own = VllmEngineConfig(model="m", executable=executable, args=args, env=env)
     for engine, endpoint, protocol in ((plain, collector, "http/protobuf"), (own, "http://c:4317", "grpc")):
         vllm = program(engine, node, tmp_path, tracing=tracing)
         assert [one for one in vllm.argv if "otlp" in one] == [f"--otlp-traces-endpoint={endpoint}"]
