@@ -49,10 +49,6 @@ def prompt() -> Callable[..., Tokens]:
     return make
 
 
-def url_of(cluster: LocalCluster) -> str:
-    return cluster.urls["proxy"]
-
-
 def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(cluster, alone, prompt):
     prefix = prompt(4 * CHUNK)
     first, second = prefix + prompt(90), prefix + prompt(90)
@@ -65,7 +61,7 @@ def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
         (first, "two", (0, 5 * CHUNK)),
         (first, "one", (5 * CHUNK, 5 * CHUNK)),
     ):
-        answer = complete(url_of(cluster), tokens, **({"cache_salt": salt} if salt else {}))
+        answer = complete(cluster.urls["proxy"], tokens, **({"cache_salt": salt} if salt else {}))
         assert (answer.status, answer.tokens, answer.cached) == (200, alone(tokens), cached)
         assert answer.body["usage"]["prompt_tokens"] == len(tokens)
 
@@ -77,7 +73,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
 
     def streamed() -> bool:
         tokens = prompt(960)
-        answer = complete(url_of(cluster), tokens)
+        answer = complete(cluster.urls["proxy"], tokens)
         assert answer.tokens == alone(tokens)
         assert answer.cached == (0, 15 * CHUNK - 1)
         answers.append(answer)
@@ -90,7 +86,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
 
 def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
     tokens = prompt(2 * CHUNK + 3)
-    text = complete(url_of(cluster), tokens, stream=True).body
+    text = complete(cluster.urls["proxy"], tokens, stream=True).body
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     events = [json.loads(line) for line in lines[:-1]]
@@ -100,7 +96,7 @@ def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, pro
 
 @pytest.mark.usefixtures("patient")
 def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: Path) -> None:
-    complete(url_of(cluster), prompt(2 * CHUNK))
+    complete(cluster.urls["proxy"], prompt(2 * CHUNK))
     rows = {row["name"]: row for row in cli_json("status", "-c", file)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
     assert {row["state"] for row in rows.values()} == {"up"}
@@ -126,7 +122,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
         told = all(nodes[name]["hit"] is not None for name in ("prefill-0", "decode-0"))
         return told and bool(event["segments"]) and all(segment["size"] for segment in event["segments"])
 
-    with urllib.request.urlopen(url_of(cluster) + "/ui/events", timeout=PATIENCE_S) as events:
+    with urllib.request.urlopen(cluster.urls["proxy"] + "/ui/events", timeout=PATIENCE_S) as events:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             line = events.readline()
@@ -134,7 +130,7 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
                 if well(event := json.loads(line[6:])):
                     break
                 assert time.monotonic() < deadline, event
-                complete(url_of(cluster), tokens)  # something to be counted between any two answers of the nodes
+                complete(cluster.urls["proxy"], tokens)  # something to be counted between any two answers of the nodes
     assert event["slow"][0]["hops"][0]["asked"]
 
     lines = cli("top", "-c", file, "--interval", "0.5").stdout.splitlines()
@@ -145,22 +141,22 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
 @pytest.mark.usefixtures("patient")
 def test_after_a_reset_a_prompt_is_computed_and_stored_again(cluster, alone, prompt, file):
     tokens = prompt(3 * CHUNK + 2)
-    complete(url_of(cluster), tokens)
-    assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK)
+    complete(cluster.urls["proxy"], tokens)
+    assert complete(cluster.urls["proxy"], tokens).cached == (3 * CHUNK, 3 * CHUNK)
     done = cli("reset", "-c", file, "--model", "tiny").stdout
     assert "tiny: version " in done
     assert "decode-0" in done
     unknown = cli("reset", "-c", file, "--model", "none", code=1)
     assert unknown.stdout == ""
     assert "no node serves none: they serve tiny" in unknown.stderr
-    answers = [complete(url_of(cluster), tokens) for _ in range(2)]
+    answers = [complete(cluster.urls["proxy"], tokens) for _ in range(2)]
     assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
     assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
     listed = cli_json("pool", "ls", "-c", file)["namespaces"]
     assert {(one["model"], one["current"]) for one in listed} == {("tiny", True), ("tiny", False)}
     assert all("decode-0" in one["nodes"] for one in listed)
     assert int(cli("pool", "rm", "-c", file, "tiny", "--old", "--yes").stdout.split()[0]) >= 3
-    assert complete(url_of(cluster), tokens).cached == (3 * CHUNK, 3 * CHUNK), "what is current stays"
+    assert complete(cluster.urls["proxy"], tokens).cached == (3 * CHUNK, 3 * CHUNK), "what is current stays"
     (left,) = cli_json("pool", "ls", "-c", file)["namespaces"]
     assert left["current"] is True
 
@@ -169,7 +165,7 @@ def test_after_a_reset_a_prompt_is_computed_and_stored_again(cluster, alone, pro
 
 
 def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: Path, prompt: Any) -> None:
-    answer = complete(url_of(cluster), prompt(3 * CHUNK + 8))
+    answer = complete(cluster.urls["proxy"], prompt(3 * CHUNK + 8))
     request = answer.headers["X-Request-Id"]
     prefill, decode = cli_json("explain", request, "-c", file)["hops"]
     assert (prefill["hop"], prefill["node"]) == ("prefill", "prefill-0")
@@ -198,7 +194,7 @@ def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, promp
     tokens = prompt(3 * CHUNK + 8)
     (tmp_path / "prompt").write_text(json.dumps(tokens))
     assert found() == {(200, 0, "missing")}
-    complete(url_of(cluster), tokens)
+    complete(cluster.urls["proxy"], tokens)
     assert found() == {(200, 192, "none")}
     assert found("--cache-salt", "other") == {(200, 0, "missing")}
     (tmp_path / "prompt").write_text("short, ünd with letters of two bytes")
@@ -219,14 +215,14 @@ class Mended:
     def wait(self, timeout: float | None = None) -> bool:
         assert time.monotonic() < self._end, "the cluster does not come back"
         time.sleep(timeout or 0)
-        answer = complete(url_of(self._cluster), self._tokens)
+        answer = complete(self._cluster.urls["proxy"], self._tokens)
         return answer.status == 200 and min(answer.cached) >= len(self._tokens) - 1
 
 
 def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(tmp_path, alone, prompt):
     """One cluster loses one node after the other. Each stays dead until all requests are answered, and is back before the next dies."""
     with started(tmp_path, nodes=nodes_of_every_role(), **OUTAGES) as cluster:
-        url = url_of(cluster)
+        url = cluster.urls["proxy"]
         for victim in ("store-0", "master", "prefill-0", "cache-0"):
             cluster.supervisor.wait(Mended(cluster, prompt(3 * CHUNK)))
             shared = prompt(6 * CHUNK)

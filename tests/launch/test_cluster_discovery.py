@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,10 @@ def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@contextmanager
-def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Iterator[Node]:
+def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Node:
     """One more prefill node, of a file that knows nobody else."""
     options = {"discovery": discovery(etcd), "nodes": [free_node(name)], **changes}
-    node = Node("prefill", name, cluster_file(folder, **options))
-    try:
-        yield node
-    finally:
-        node.stop()
+    return Node("prefill", name, cluster_file(folder, **options))
 
 
 def health(cluster: LocalCluster) -> dict[str, Any]:
@@ -76,13 +71,6 @@ def elsewhere(etcd: Etcd, folder: Path) -> Path:
     (folder / "elsewhere").mkdir(exist_ok=True)
     nodes = [{"name": "here", "role": "store", "segment_size": "16MiB"}]
     return cluster_file(folder / "elsewhere", discovery=discovery(etcd), nodes=nodes)
-
-
-def diagnosed(etcd: Etcd, folder: Path) -> tuple[DoctorReport, list[tuple[str, str, str]]]:
-    """What `pd-cache doctor` says there, and what of it is broken."""
-    report = msgspec.convert(cli_json("doctor", "-c", elsewhere(etcd, folder), code=1), DoctorReport)
-    broken = [finding for finding in report.findings if finding.verdict is Verdict.BROKEN]
-    return report, [(one.check, one.about, one.found) for one in broken]
 
 
 def handoffs(cluster: LocalCluster, result: str) -> float:
@@ -116,9 +104,7 @@ def test_chunks_are_removed_on_a_machine_whose_file_names_no_master(cluster, own
 
 
 @pytest.mark.usefixtures("patient")
-def test_unreadable_records_stop_neither_routing_nor_joining(
-    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
+def test_unreadable_records_stop_neither_routing_nor_joining(cluster, own_etcd, tmp_path):
     prefix = prefix_of("test")
     planted = {
         "text": b'{"name": "text", "role": "decode", "address": "http://10.0.0.1:1", "model": "\xff"}',
@@ -152,8 +138,9 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, 5, "the difference is reported")
         told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]
         assert {one["name"]: one["difference"] for one in told if one["difference"]} == {"prefill-2": expected}
-        report, broken = diagnosed(own_etcd, tmp_path)
-        assert broken == [("cluster.fingerprint", "prefill-2", expected)]
+        report = msgspec.convert(cli_json("doctor", "-c", elsewhere(own_etcd, tmp_path), code=1), DoctorReport)
+        found = [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN]
+        assert found == [("cluster.fingerprint", "prefill-2", expected)]
         transfer = next(one for one in report.findings if one.check == "transfer.segment")
         assert transfer.verdict is Verdict.OK, "the master was found in etcd"
         node.kill()
@@ -164,30 +151,21 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 
 
 VLLM = """#!{python}
-import http.server, json, pathlib, signal, sys, time
+import json, pathlib, signal, sys, time
+from launch.health_server import Response, serving
+from launch.supervise import stop_on_signals
 from pd_cache.chunks import Namespace
 from pd_cache.vllm.files import write_about
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-
-def stop(*_):
-    while not pathlib.Path(__file__).with_name("done").exists():
-        time.sleep(0.02)  # what it has begun
-    sys.exit(0)
-
-signal.signal(signal.SIGTERM, stop)
 flags = dict(flag.split("=", 1) for flag in sys.argv[3:])
 extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
 write_about(pathlib.Path(extra["namespace_file"]), [Namespace(
     model="some", kv_dtype="float32", layout="l", layers=1, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
 )], 4096)
-port = flags["--port"]
-http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+with stop_on_signals() as stop, serving("127.0.0.1", int(flags["--port"]), lambda *_: Response(200, b""), 64):
+    stop.wait()
+    while not pathlib.Path(__file__).with_name("done").exists():
+        time.sleep(0.02)  # what it has begun
 """
 
 
@@ -201,10 +179,8 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), 1, "the node is routed to")
-        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)[
-            "nodes"
-        ]  # it shares no hit with the others
-        found = next(one for one in told if one["name"] == "prefill-3")
+        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)  # it shares no hit with the others
+        found = next(one for one in told["nodes"] if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
         assert found["mooncake"] == mooncake_version(), "what the connector has written"
         assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
@@ -254,11 +230,7 @@ def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluste
     before = handoffs(cluster, "in_pool")
     again: list[Answer] = []
     # the proxy's own client may have to find the pool first
-    wait_for(
-        lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before,
-        20,
-        "a prompt served directly",
-    )
+    wait_for(lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before, 20, "a hit")
     assert again[-1].tokens == first.tokens
     assert again[-1].cached == (0, 3 * CHUNK), "the decode node took it from the pool by itself"
     assert ask(cluster, length=CHUNK - 1).status == 200
@@ -310,7 +282,6 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
 
 
 def _registered(etcd: Etcd) -> list[str]:
+    prefix = prefix_of("test")
     with closing(etcd.client()) as client:
-        return sorted(
-            kv.key.decode().removeprefix(prefix_of("test")) for kv in client.get_prefix_response(prefix_of("test")).kvs
-        )
+        return sorted(kv.key.decode().removeprefix(prefix) for kv in client.get_prefix_response(prefix).kvs)

@@ -12,16 +12,14 @@ import pytest
 
 from launch.discovery import View
 from launch.discovery.directory import file_records
-from launch.masters import keys_at
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
-from launch.status import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, NodeRecord, load_config
 from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
-from tests.support.cluster import cluster_file, complete, metric_at, nodes_of_every_role, started
+from tests.support.cluster import chunks_held, cluster_file, complete, metric_at, nodes_of_every_role, started
 from tests.support.proxy import NAMESPACE, cluster, scenario
 from tests.support.waiting import wait_for
 
@@ -126,19 +124,13 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -
 
         branch = [*prompt[: 2 * SMALL], *[7] * 2 * SMALL]
         assert complete(running.urls["proxy"], branch).status == 200
-        rows = {row.name: row.record for row in cluster_status(running.config).nodes}
-        (space,) = rows["prefill-0"].cache_namespaces
-        database = ChunkedTokenDatabase(space)
-
-        def held() -> tuple[int, ...]:
-            there = {key.decode() for key in keys_at(rows["master"].metrics or "", 60.0)}
-            names = (database.name_chunks(one) for one in (prompt, branch))
-            return tuple(len(there.intersection(database.all_shard_keys(some))) for some in names)
-
-        wait_for(lambda: held() == (5, 4), what="the last chunk is stored after the answer")
+        wait_for(
+            lambda: chunks_held(running, prompt, branch) == [5, 4], what="the last chunk is stored after the answer"
+        )
         shown = cli("release", *tokens, "--evict").stdout
         assert shown == f"0 released; the pool loses {3 * SMALL} tokens\n"
-        wait_for(lambda: held() == (2, 4), what="what no other prompt has is gone, once its lease has ended")
+        what = "what no other prompt has is gone, once its lease has ended"
+        wait_for(lambda: chunks_held(running, prompt, branch) == [2, 4], what=what)
         assert metric_at(running.urls["proxy"], "pd_cache_proxy_evicted_chunks_total") == 3
 
 

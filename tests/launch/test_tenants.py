@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.http import client_key
-from launch.masters import keys_at
-from launch.status import cluster_status
-from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
-from tests.launch.proxy.test_tenants import OF_A, OF_B, PLAIN, bearer, files
+from tests.launch.proxy.test_tenants import OF_A, OF_B, PLAIN, files
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import CHUNK, Answer, complete, started
+from tests.support.cluster import CHUNK, Answer, chunks_held, complete, started
+from tests.support.proxy import bearer
 from tests.support.waiting import wait_for
 
 CHUNK_BYTES = CHUNK * 2 * 2 * 2 * 16 * 4
@@ -32,16 +30,9 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
     proxy = {**files(tmp_path, limits.format(20 * CHUNK_BYTES)), "direct_tokens": 1}
     with started(tmp_path, proxy=proxy) as running:
         url, file = running.urls["proxy"], tmp_path / "cluster.yaml"
-        rows = {row.name: row.record for row in cluster_status(running.config).nodes}
-        (space,) = rows["prefill-0"].cache_namespaces
-        database = ChunkedTokenDatabase(space)
 
         def held(tenant: str, numbers: range) -> list[int]:
-            """How many chunks of each prompt the pool has."""
-            there = {key.decode() for key in keys_at(rows["master"].metrics or "", 60.0)}
-            salt = salt_keys(f"pd-cache-tenant/{tenant}/")
-            names = (database.name_chunks(prompt(number), None, salt) for number in numbers)
-            return [len(there.intersection(database.all_shard_keys(some))) for some in names]
+            return chunks_held(running, *map(prompt, numbers), salt=f"pd-cache-tenant/{tenant}/")
 
         def counted() -> dict[str, Any]:
             return dict(cli_json("pool", "du", "-c", file)["tenants"])
@@ -71,7 +62,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
         assert sum(held("a", range(10))) > 0
         for number in range(10):
             assert ask(url, OF_A, prompt(number)).status == 200, "leased by this use"
-        (tmp_path / "tenants.yaml").write_text(limits.format(0))
+        (tmp_path / "tenants").write_text(limits.format(0))
         wait_for(lambda: not any(held("a", range(10))), what="nothing is left of a")
         assert held("b", range(3)) == [5, 5, 5]
         refused = ask(url, PLAIN, prompt(1), cache_salt="pd-cache-tenant/b/")
