@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tests.golden.promise import HERE
@@ -13,10 +15,11 @@ PAYLOAD = 5000
 VALUES = {f"pdc1/0123456789abcdef/0/{n:032x}": bytes((n + i) % 251 for i in range(PAYLOAD)) for n in range(3)}
 
 
-def opened(path: Path) -> Subject:
-    disk = make_disk(make_memory(PAYLOAD, 8), path, 8, threads=1)
-    disk.wait_available(10)
-    return Subject(disk, {"disk": disk}, None)  # type: ignore[arg-type]
+@contextmanager
+def opened(path: Path) -> Iterator[Subject]:
+    with closing(make_disk(make_memory(PAYLOAD, 8), path, 8, threads=1)) as disk:
+        disk.wait_available(10)
+        yield Subject(disk, {"disk": disk}, None)  # type: ignore[arg-type]
 
 
 def objects(path: Path) -> dict[str, bytes]:
@@ -26,24 +29,18 @@ def objects(path: Path) -> dict[str, bytes]:
 
 def test_a_folder_of_an_earlier_version_is_opened_and_read(tmp_path: Path) -> None:
     shutil.copytree(HERE / "disk", tmp_path / "disk")
-    subject = opened(tmp_path / "disk")
-    try:
+    with opened(tmp_path / "disk") as subject:
         assert subject.get([*VALUES, "none"]) == [*VALUES.values(), "missing"]
         assert subject.put({"new": bytes(PAYLOAD)}) == [Status.OK]
-    finally:
-        subject.backend.close()
     assert objects(HERE / "disk").items() <= objects(tmp_path / "disk").items()
     assert len(objects(tmp_path / "disk")) == 4
 
 
 def test_what_is_written_is_the_same_as_ever(tmp_path: Path) -> None:
-    subject = opened(tmp_path)
-    try:
+    with opened(tmp_path) as subject:
         for key, value in VALUES.items():
             assert subject.put({key: value}) == [Status.OK]
         assert subject.backend.annotate("note", b"for people") is Status.OK
-    finally:
-        subject.backend.close()
     assert objects(tmp_path) == objects(HERE / "disk")
     notes = [{file.name: file.read_text() for file in path.glob("*/0/note-*")} for path in (tmp_path, HERE / "disk")]
     assert notes[0] == notes[1]

@@ -84,13 +84,9 @@ def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Pa
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
     file = cluster_file(tmp_path, nodes=nodes)
-    process = subprocess.Popen(program("launch", "store", "-c", file), stderr=subprocess.PIPE, text=True)
-    with process.stderr:
-        while "trying again" not in process.stderr.readline():
-            assert process.poll() is None
-        process.terminate()
-        process.stderr.read()
-    assert process.wait(60) == 0
+    with Process("store", program("launch", "store", "-c", file)) as store:
+        wait_for(lambda: "trying again" in "".join(store.errors), what="it waits")
+        assert store.stop() == 0
 
 
 def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives_it_and_its_note_is_not_believed(
@@ -98,8 +94,7 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
 ) -> None:
     nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
-    up = Process("up", program("up", "-c", file))
-    try:
+    with Process("up", program("up", "-c", file)) as up:
         wait_for(lambda: len(up.lines) >= len(nodes), 180, "all nodes ready")
         urls = dict(line.split()[1:3] for line in up.lines[: len(nodes)])
         assert set(urls) == {"master", "decode-0", "proxy"}
@@ -111,8 +106,6 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
         family += psutil.Process(up.process.pid).children(recursive=True)
         assert refused("up", "-c", file).startswith(f"pd-cache: {file}: it runs here already, pid {up.process.pid}; ")
         assert f"http://127.0.0.1:{running_config(file).by_role('proxy')[0].port}" == urls["proxy"]
-    finally:
-        up.kill()
     assert running_config(file) is None
     shown = cli_json("status", "-c", file, code=1)
     said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
@@ -122,12 +115,9 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
 
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
     nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
-    command = program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))
-    up = Process("up", command)
-    try:
+    with Process("up", program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))) as up:
         wait_for(lambda: len(up.lines) >= len(nodes), 180, "all nodes ready")
         assert [line.split()[1] for line in up.lines[:2]] == ["master", "store-0"]
-    finally:
         assert up.stop() == 0
     assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)
 

@@ -47,15 +47,11 @@ def test_silent_connections_take_all_places_but_no_thread_more() -> None:
     """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them goes."""
     with server(*[True] * 500) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        silent = [socket.create_connection(address, PATIENCE_S) for _ in range(16)]
-        try:
-            with socket.create_connection(address, PATIENCE_S) as one_more:
-                one_more.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                with contextlib.suppress(ConnectionResetError):
-                    assert one_more.recv(1) == b""
-        finally:
-            for connection in silent:
-                connection.close()
+        with contextlib.ExitStack() as stack:
+            *_, one_more = (stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(17))
+            one_more.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert one_more.recv(1) == b""
 
         def let_in() -> bool:
             try:

@@ -50,9 +50,8 @@ def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> Non
     lines = up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")).splitlines()
     assert lines[0] == "all 3 nodes of this machine are ready"
     assert lines[1] == "watch http://h:2/ui in a browser, or: pd-cache top -c c.yaml"
-    body = subprocess.run(
-        ["bash", "-c", lines[-1].replace("curl -s", "printf '%s\n'")], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[-1]
+    command = ["bash", "-c", lines[-1].replace("curl -s", "printf '%s\n'")]
+    body = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     assert json.loads(body) == {"model": "m", "max_tokens": 4, "prompt": list(range(1, 1001))}
     supervisor.ready_urls = {"d": "http://h:1"}
     assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"
@@ -64,17 +63,14 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
     )
     assert up.pick_node(config, "decode", None).name == "a"
     assert up.pick_node(config, "decode", "b").name == "b"
-    with pytest.raises(
-        ConfigError, match="expected one decode node of that name, got 0; the file has: a, b; say which"
-    ):
-        up.pick_node(config, "decode", "s")
-    with pytest.raises(ConfigError, match="expected one prefill node, but the file has none"):
-        up.pick_node(config, "prefill", None)
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
-    with pytest.raises(
-        ConfigError, match="expected one decode node on this machine, got 2; the file has: a, b; say which with --node"
+    for file, role, name, told in (
+        (config, "decode", "s", "expected one decode node of that name, got 0; the file has: a, b; say which"),
+        (config, "prefill", None, "expected one prefill node, but the file has none"),
+        (twice, "decode", None, "one decode node on this machine, got 2; the file has: a, b; say which with --node"),
     ):
-        up.pick_node(twice, "decode", None)
+        with pytest.raises(ConfigError, match=told):
+            up.pick_node(file, role, name)
 
 
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +106,18 @@ class Etcd:
 
         (self._folder / "password").write_text(PASSWORD + "\n")
         prefix = prefix_of(cluster).removesuffix("nodes/").encode()  # its nodes, and the versions of its weights
-        client = self.client()
-        try:
+        with closing(self.client()) as client:
             auth = etcdrpc.AuthStub(client.channel)
             from etcd3.etcdrpc import auth_pb2
 
-            allowed = auth_pb2.Permission(
-                permType=auth_pb2.Permission.READWRITE, key=prefix, range_end=utils.increment_last_byte(prefix)
-            )
+            everything = {"key": prefix, "range_end": utils.increment_last_byte(prefix)}
+            allowed = auth_pb2.Permission(permType=auth_pb2.Permission.READWRITE, **everything)
             auth.RoleAdd(etcdrpc.AuthRoleAddRequest(name="nodes"))
             auth.RoleGrantPermission(etcdrpc.AuthRoleGrantPermissionRequest(name="nodes", perm=allowed))
             for user, role in (("root", "root"), (USER, "nodes")):
                 auth.UserAdd(etcdrpc.AuthUserAddRequest(name=user, password=PASSWORD))
                 auth.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user=user, role=role))
             auth.AuthEnable(etcdrpc.AuthEnableRequest())
-        finally:
-            client.close()
         self.user = USER
 
     def _answers(self) -> bool:
@@ -128,15 +125,13 @@ class Etcd:
         etcd3 = load_etcd3()
         import grpc
 
-        client = self.client()
-        try:
-            client.get("/")
-        except etcd3.Etcd3Exception:
-            return False
-        except grpc.RpcError:
-            return True  # it wants to know who asks
-        finally:
-            client.close()
+        with closing(self.client()) as client:
+            try:
+                client.get("/")
+            except etcd3.Etcd3Exception:
+                return False
+            except grpc.RpcError:
+                return True  # it wants to know who asks
         return True
 
 

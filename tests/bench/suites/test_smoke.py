@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.suites.bandwidth import checks_of
-from tests.support.pool import ROOT
+from tests.support.cli import run_program
 
 SMALL = ("--tokens", "512", "--layers", "2")
 RUNS = {
@@ -36,18 +34,12 @@ RUNS = {
 }  # fmt: skip
 
 
-def run(bench: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch", "bench", bench, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
-
-
 @pytest.mark.slow(seconds=90)
 @pytest.mark.parametrize("bench", RUNS)
 def test_a_bench_runs_and_has_its_figures(bench: str, tmp_path: Path) -> None:
     arguments, figures = RUNS[bench]
     more = ("--path", str(tmp_path)) if bench == "tiers" else ()
-    done = run(bench, *arguments, *more, "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_program("bench", bench, *arguments, *more, "--json")
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report) >= {*figures.split(), "checks", "ok"}
     assert all(check["name"] for check in report["checks"])

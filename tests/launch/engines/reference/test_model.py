@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 
 import pytest
 import torch
@@ -56,11 +57,8 @@ def test_neither_how_a_prompt_is_cut_nor_what_runs_beside_it_nor_what_blocks_hel
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_served(dtype):
-    engine = ReferenceEngine.open(tiny_config(dtype=dtype))
-    try:
+    with closing(ReferenceEngine.open(tiny_config(dtype=dtype))) as engine:
         assert len(tokens_of(engine.submit(request_of(20)))) == 6
-    finally:
-        engine.close()
 
 
 def test_all_layers_lie_in_one_allocation_of_heads_first_pages():
