@@ -40,13 +40,9 @@ def cluster(file: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def prompt() -> Callable[..., Tokens]:
-    """Prompts that no other test has used, unless the seed is given again."""
-
-    def make(length: int, seed: int | None = None) -> Tokens:
-        rng = random.Random(seed if seed is not None else time.monotonic_ns())
-        return [rng.randrange(512) for _ in range(length)]
-
-    return make
+    """Prompts that no other test has used."""
+    rng = random.Random(time.monotonic_ns())
+    return lambda length: [rng.randrange(512) for _ in range(length)]
 
 
 def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(cluster, alone, prompt):

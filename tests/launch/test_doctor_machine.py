@@ -12,17 +12,12 @@ import pytest
 
 import pd_cache
 from launch.doctor import Finding, Verdict
-from launch.doctor.checks import (
-    library_findings,
-    memory_finding,
-    rdma_findings,
-)
+from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.masters import LEADER, Segment
 from launch.status import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord, decode_custom
 from pd_cache.cluster.machine import machine_memory
-from tests.support.cluster import ENGINE
 from transfer.settings import TransferSettings
 
 RDMA = TransferSettings(protocol="rdma")
@@ -57,17 +52,9 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
     }
 
 
-def config(**changes: Any) -> ClusterConfig:
-    tree = {"engine": ENGINE, "nodes": [{"name": "m", "role": "master"}], **changes}
-    return msgspec.convert(tree, ClusterConfig, dec_hook=decode_custom)
-
-
-def node(name: str, role: str = "prefill", address: str = "http://10.0.0.1:8100", **fields: Any) -> NodeStatus:
-    state = fields.pop("state", "up")
-    difference = fields.pop("difference", "")
-    return NodeStatus(
-        record=NodeRecord(name=name, role=role, address=address, **fields), state=state, difference=difference
-    )
+def node(name: str, role: str = "prefill", state: str = "up", difference: str = "", **fields: Any) -> NodeStatus:
+    record = NodeRecord(name=name, role=role, **{"address": "http://10.0.0.1:8100", **fields})
+    return NodeStatus(record=record, state=state, difference=difference)
 
 
 # --- libraries -------------------------------------------------------------------------------------------------------
@@ -124,15 +111,14 @@ GIB = 1 << 30
 
 
 def machine(root: Path) -> Path:
-    write(
-        root, "proc/meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {32 * GIB >> 10} kB\nHugepagesize: 2048 kB"
-    )
+    sizes = {"MemTotal": 64 * GIB >> 10, "MemAvailable": 32 * GIB >> 10, "Hugepagesize": 2048}
+    write(root, "proc/meminfo", "\n".join(f"{name}: {size} kB" for name, size in sizes.items()))
     return root
 
 
-def stores(*sizes: str, **transfer: Any) -> ClusterConfig:
-    nodes = [{"name": f"s{index}", "role": "store", "segment_size": size} for index, size in enumerate(sizes)]
-    return config(nodes=[{"name": "m", "role": "master"}, *nodes], transfer=transfer)
+def stores(size: str) -> ClusterConfig:
+    nodes = [{"name": "m", "role": "master"}, {"name": "s0", "role": "store", "segment_size": size}]
+    return msgspec.convert({"nodes": nodes}, ClusterConfig, dec_hook=decode_custom)
 
 
 def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Finding:
@@ -239,8 +225,8 @@ def test_a_silent_node_is_to_be_started_and_one_that_is_not_well_is_not() -> Non
 
 
 def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
-    store = node("s", "store", "10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))
-    master = node("m", "master", "10.0.0.1:50051")
+    store = node("s", "store", address="10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))
+    master = node("m", "master", address="10.0.0.1:50051")
     master.leads = LEADER
     given = [Segment("10.0.0.1:9", GIB, "")]
     assert [one.verdict for one in of_cluster("pool", [master, store], segments=given)] == [Verdict.OK]

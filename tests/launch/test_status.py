@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +16,9 @@ from tests.support.cli import drawn
 GIB = 1 << 30
 
 
-def master(name: str, leads: str, **fields: Any) -> NodeStatus:
+def master(name: str, leads: str) -> NodeStatus:
     record = NodeRecord(name=name, role="master", address="10.0.0.1:1", metrics="http://10.0.0.1:2")
-    return NodeStatus(record=record, leads=leads, **fields)
+    return NodeStatus(record=record, leads=leads)
 
 
 def store(size: int, state: str = "not asked") -> NodeStatus:

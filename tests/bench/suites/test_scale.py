@@ -37,8 +37,8 @@ _COSTS = UnitCosts(
 """A token of a prompt takes a millisecond, a token of an answer a tenth of a second, nothing else any time."""
 
 
-def _request(due: float, seed: int, tokens: int = 1000, output: int = 1) -> SimulatedRequest:
-    return of_arrival(Arrival(due, (Part(seed, tokens),), output), _COSTS.engine.chunk_tokens)
+def _request(due: float, seed: int, output: int = 1) -> SimulatedRequest:
+    return of_arrival(Arrival(due, (Part(seed, 1000),), output), _COSTS.engine.chunk_tokens)
 
 
 def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers() -> None:

@@ -44,11 +44,10 @@ from tests.support.proxy import (
 from transfer.errors import Status
 
 CHUNK = NAMESPACE.chunk_size
-SPACE = (NAMESPACE.fingerprint(), "")
 
 
-def pin(*names: bytes, until: float = 100.0, space: tuple[str, str] = SPACE) -> Pin:
-    return Pin(names, names[-1], space, until)
+def pin(*names: bytes, until: float = 100.0) -> Pin:
+    return Pin(names, names[-1], (NAMESPACE.fingerprint(), ""), until)
 
 
 def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:

@@ -163,12 +163,12 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_p
             for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
                 await c.ask(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A))
             await c.proxy._tenants.remove(lambda tenant: names[2] if tenant == "a" else ())
-        assert [*chain(*client.removed)] == names[1][::-1], "neither what is to be loaded nor what is pinned"
+        assert [*chain(*client.removed)] == [*reversed(names[1])], "neither what is to be loaded nor what is pinned"
         assert client.forced == 3, "it is leased by its request"
         await until(lambda: not c.proxy.requests.running, "the client has gone")
         c.proxy._tenants._clock = lambda: time.monotonic() + 20
         await c.proxy._tenants.remove()
-        assert [*chain(*client.removed)][3:] == names[0][:0:-1]
+        assert [*chain(*client.removed)][3:] == [*reversed(names[0][1:])]
         assert client.forced == 3, "the leases of its own requests are over: another proxy's requests hold these"
         c.proxy._tenants._clock = lambda: time.monotonic() + 90
         await c.proxy._tenants.remove()
