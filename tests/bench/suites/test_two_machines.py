@@ -50,27 +50,21 @@ def report(host: Host, bench: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def measure(hosts: dict[str, Host], bench: str, *arguments: str) -> dict[str, Any]:
-    """Leads on a, with b. Returns what a printed."""
+@pytest.mark.slow(seconds=90)
+def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, Host]) -> None:
     address = f"{hosts['b'].address}:50070"
-    with started(hosts["b"], bench, "--serve", address, *arguments) as serving:
-        found = report(hosts["a"], bench, "--connect", address, *arguments)
+    with started(hosts["b"], "bandwidth", "--serve", address, *SMALL) as serving:
+        told = report(hosts["a"], "bandwidth", "--connect", address, *SMALL)
         serving.send_signal(signal.SIGINT)
         assert serving.communicate(timeout=60)[0] == ""
         assert serving.returncode == 0
-    return found
-
-
-@pytest.mark.slow(seconds=90)
-def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, Host]) -> None:
-    report = measure(hosts, "bandwidth", *SMALL)
-    rows = {(row["from"], row["to"]): row for row in report["results"]}
+    rows = {(row["from"], row["to"]): row for row in told["results"]}
     assert set(rows) == {(begin, end) for begin in ("node-0", "node-1") for end in ("node-0", "node-1")}
-    for row in [rows["node-0", "node-1"], rows["node-1", "node-0"], *report["at_once"]]:
+    for row in [rows["node-0", "node-1"], rows["node-1", "node-0"], *told["at_once"]]:
         assert row["bytes_equal"]
         for part in ("put", "get", "raw_write", "raw_read"):
             assert 0 < row[f"{part}_gbps"] <= 1.1 * GBPS, (part, row)
-    assert [one["host"] for one in report["nodes"]] == [hosts["a"].address, hosts["b"].address]
+    assert [one["host"] for one in told["nodes"]] == [hosts["a"].address, hosts["b"].address]
 
 
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
