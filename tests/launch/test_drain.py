@@ -39,12 +39,6 @@ def segment(pool: Pool, store: int) -> Segment:
     return next(one for one in segments_at(pool.metrics) if one.segment_name == pool.segment(store))
 
 
-def store_all(node: Host) -> None:
-    for prompt in PROMPTS:
-        node.compute(prompt, SLOTS)
-        wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, what="a prompt is stored")
-
-
 def loads(node: Host, prompt: list[int]) -> bool:
     """Whether the whole prompt is found and loaded; AssertionError for a wrong byte."""
     node.compute([-1 - token for token in SLOTS], SLOTS)
@@ -83,7 +77,9 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
 ) -> None:
     pool = make_pool(lease_ttl_ms=5_000).start()
     with host(pool, model="drained") as node, host(pool, model="drained") as busy:
-        store_all(node)
+        for prompt in PROMPTS:
+            node.compute(prompt, SLOTS)
+            wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, what="it is stored")
         pool.start("store-1")
         assert segment(pool, 0).allocator_used_bytes > 0
         stop, hits = threading.Event(), []
@@ -181,11 +177,9 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
     with two_stores.bare_client() as client:
         client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end by itself
         job = begin_drain(two_stores.metrics, [two_stores.segment(0)], 4)
-        assert job is not None
         assert begin_drain(two_stores.metrics, [two_stores.segment(0)], 4) is None
         assert refused("store-1").startswith("pd-cache: store-1 has the only memory that takes objects")
         state = drain_job(two_stores.metrics, job)
-        assert state is not None
         assert (state.ended, state.succeeded_units) == (False, 0)
         client.batch_remove([f"1/{number}" for number in range(16)], True)
         helped = cli("drain", "store-0", "-c", two_stores.file).stdout
