@@ -11,10 +11,8 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +22,9 @@ import pytest
 import yaml
 
 from pd_cache.cluster import ClusterConfig, read_config
-from tests.support.cluster import ENGINE, complete
+from tests.support.cluster import ENGINE, complete, fetched
 from tests.support.needs import needed, needs_etcd
+from tests.support.pool import Process
 from tests.support.waiting import PATIENCE_S, wait_for
 from tests.test_architecture import ROOT
 
@@ -306,15 +305,14 @@ class Pod(NamedTuple):
     role: str
     address: str
     container: dict[str, Any]
-    process: subprocess.Popen[bytes]
+    process: psutil.Process
 
     def probed(self, probe: str) -> int:
         """The status of the answer to a probe; 0 if there is none."""
         asked = self.container[probe]["httpGet"]
         (port,) = [one["containerPort"] for one in self.container["ports"] if one["name"] == asked["port"]]
         try:
-            with urllib.request.urlopen(f"http://{self.address}:{port}{asked['path']}", timeout=PATIENCE_S) as answer:
-                return int(answer.status)
+            return fetched(f"http://{self.address}:{port}{asked['path']}", timeout=PATIENCE_S).status
         except OSError:
             return 0
 
@@ -339,7 +337,7 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
     program.chmod(0o755)
     for role, text in files(documents).items():
         (written / f"{role}.yaml").write_text(moved(text, folder))
-    try:
+    with contextlib.ExitStack() as stack:
         for workload in of_kind(documents, "Deployment", "DaemonSet"):
             (container,) = workload["spec"]["template"]["spec"]["containers"]
             for index in range(workload["spec"].get("replicas", 1)):
@@ -347,21 +345,13 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
                 own = folder / name
                 own.mkdir()
                 fields = {"metadata.name": name, "status.podIP": address}
-                env = dict(os.environ, PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-                env |= {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
-                command = [*container["command"], *(moved(text, own) for text in container["args"])]
-                process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
-                running.append(Pod(container["name"], address, container, process))
+                env = {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
+                env["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+                words = [*container["command"], *(moved(text, own) for text in container["args"])]
+                process = Process(name, ["env", *(f"{key}={value}" for key, value in env.items()), *words])
+                stack.callback(process.stop)
+                running.append(Pod(container["name"], address, container, psutil.Process(process.process.pid)))
         yield running
-    finally:
-        for pod in running:
-            pod.process.send_signal(signal.SIGTERM)
-        for pod in reversed(running):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                pod.process.wait(PATIENCE_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pod.process.pid, signal.SIGKILL)
-            pod.process.wait()
 
 
 @needs_etcd
@@ -386,7 +376,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         assert len(running) == 7, "two masters, and one pod of each other role"
         for probe in ("startupProbe", "readinessProbe"):
             for pod in running:
-                assert pod.process.poll() is None, f"{pod.role} ended"
+                assert pod.process.status() != psutil.STATUS_ZOMBIE, f"{pod.role} ended"
                 wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200, what=f"{pod.role}: {probe}")  # type: ignore[misc]
         (proxy,) = [pod for pod in running if pod.role == "proxy"]
         prompt = list(range(300))
@@ -399,8 +389,8 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         ports = policy_of(documents)["ports"]
         allowed = {port for one in ports for port in range(one["port"], one.get("endPort", one["port"]) + 1)}
         for pod in running:
-            own = psutil.Process(pod.process.pid)
-            sockets = [one for each in (own, *own.children(recursive=True)) for one in each.net_connections("tcp")]
+            family = (pod.process, *pod.process.children(recursive=True))
+            sockets = [one for each in family for one in each.net_connections("tcp")]
             heard = {one.laddr.port for one in sockets if one.status == "LISTEN" and one.laddr.ip != "127.0.0.1"}
             assert heard <= allowed, f"{pod.role}: the NetworkPolicy keeps others from {heard - allowed}"
 
