@@ -7,7 +7,6 @@ scattered.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -52,19 +51,13 @@ class ChunkRun(NamedTuple):
         keys = self.keys[first * self.shards : end * self.shards]
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
-    def gather(self, indices: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:
-        """Copies the blocks of the objects whose keys have these indices into the payloads, as `PagedCopier.gather` does. Returns their
-        checksums."""
-        return self._copy("gather", indices, payloads)
-
-    def scatter(self, indices: Sequence[int], payloads: Sequence[memoryview]) -> list[int]:
-        """Copies the payloads to the blocks of the objects whose keys have these indices, as `PagedCopier.scatter` does. Returns the checksums
-        of what the blocks then hold."""
-        return self._copy("scatter", indices, payloads)
-
-    def _copy(
+    def copy(
         self, direction: Literal["gather", "scatter"], indices: Sequence[int], payloads: Sequence[memoryview]
     ) -> list[int]:
+        """Copies the blocks of the objects whose keys have these indices into the payloads, or the payloads to the blocks, as `PagedCopier` does.
+        Returns the checksums of what the blocks hold."""
+        if not indices:  # no copy, no fence: the reason why there is nothing to copy is to be counted
+            return []
         copies: list[PendingCopy] = []
         with self.copiers() as copiers:
             try:
@@ -243,7 +236,7 @@ class ChunkMover:
                     break
                 staged.append(memory)
             indices = indices[: len(staged)]
-            checksums = run.gather(indices, [memory.payload for memory in staged])
+            checksums = run.copy("gather", indices, [memory.payload for memory in staged])
             for index, memory, copied in zip(indices, staged, checksums, strict=True):
                 memory.seal(run.keys[index], copied)
         except BaseException:
@@ -272,16 +265,18 @@ class ChunkMover:
                         if end is not None and time.monotonic() >= end:
                             reason = "deadline"
                             break
-                        hits = list(itertools.takewhile(lambda one: one.payload is not None, together))
-                        places = range(len(kinds), len(kinds) + len(hits))
-                        payloads = [one.payload for one in hits if one.payload is not None]
-                        for fetched, copied in zip(hits, run.scatter(places, payloads), strict=True):
-                            if reason := fetched.check(copied):
-                                damaged = True
+                        payloads: list[memoryview] = []
+                        for fetched in together:
+                            if fetched.payload is None:
+                                reason = fetched.reason
+                                break
+                            payloads.append(fetched.payload)
+                        places = range(len(kinds), len(kinds) + len(payloads))
+                        for fetched, copied in zip(together, run.copy("scatter", places, payloads), strict=False):
+                            if damage := fetched.check(copied):
+                                reason, damaged = damage, True
                                 break
                             kinds.append(fetched.tier)
-                        if not reason and len(hits) < len(together):
-                            reason = together[len(hits)].reason
                         if reason:
                             break
                     finally:

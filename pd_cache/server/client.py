@@ -400,7 +400,7 @@ class _PendingMove:
             if not self.future.query():
                 return False
             if not self._cache.connection.fence.revoke(*self.place):
-                return False  # the connection was lost while a chunk was being copied into the blocks
+                return False  # the connection was lost in the middle of a copy into the blocks
             self.place = self.event = None
             self.outcome = self.outcome or self.future.outcome()
         self._ended = True
@@ -422,7 +422,7 @@ class _PendingMove:
     def give_up(self) -> None:
         """Returns when the server touches the blocks no more, whatever has become of the move.
 
-        Waits, for a load, for as long as one chunk is copied. If the server stands still in the middle of that, the fence goes on trying.
+        Waits, for a load, for as long as one copy lasts. If the server stands still in the middle of that, the fence goes on trying.
         """
         end = time.monotonic() + _GIVE_UP_S
         while self.place is not None and time.monotonic() < end:

@@ -198,7 +198,7 @@ class HybridBackend(StorageBackend):
             tier, together = self.tiers[level], len(list(run))
             stop = start + together
             while start < stop:
-                asked, lacking = keys[start : min(start + together, stop)], 0
+                first, asked, lacking = start, keys[start : min(start + together, stop)], 0
                 fetches = tier.backend.batched_fetch(asked, payload_bytes=size, timeout=_seconds_to(deadline))
                 with contextlib.closing(fetches):
                     for outcomes in fetches:
@@ -218,6 +218,8 @@ class HybridBackend(StorageBackend):
                         start += len(ready)
                         if ready:
                             yield ready
+                if start == first and not lacking:
+                    raise ValueError(f"tier {tier.metrics.tier} gave no outcome for {len(asked)} keys")
                 together = 1 if lacking else 2 * together
                 yield from self._read(keys[start : start + lacking], size, level + 1, deadline)
                 start += lacking

@@ -140,7 +140,11 @@ class MooncakeBackend(StorageBackend):
                 together: list[Fetched] = []
                 try:
                     for key, result in zip(batch_keys, call.results(), strict=True):
-                        together.append(self._fetched(key, slots.popleft(), result, size, end))
+                        found = self._object(key, slots[0], result, size)
+                        if found in _DAMAGED and together:  # a reader holds nothing while it reads that again
+                            ready, together = together, []
+                            yield ready
+                        together.append(self._fetched(key, slots.popleft(), found, size, end))
                 except BaseException:
                     for fetched in together:
                         fetched.release()
@@ -195,10 +199,9 @@ class MooncakeBackend(StorageBackend):
             first = self.staging.lease(0.0, self._reads) if len(slots) < count else None
         return slots
 
-    def _fetched(self, key: str, slot: Slot, result: GetResult, size: int, end: float) -> Fetched:
-        """Returns a key's outcome. Takes over its slot."""
+    def _fetched(self, key: str, slot: Slot, found: str | int, size: int, end: float) -> Fetched:
+        """Returns a key's outcome, of which `_object` said `found`. Takes over its slot."""
         try:
-            found = self._object(key, slot, result, size)
             if found in _DAMAGED:
                 found = self._look_again(key, slot, str(found), size, end)
         except BaseException:

@@ -53,7 +53,11 @@ class PipelinedBackend(StorageBackend):
         try:
             while taken < len(keys):
                 # needs no timeout: the backend's fetch has a deadline
-                together = ahead.popleft().result() if ahead else next(fetches)
+                together = ahead[0].result() if ahead else next(fetches)
+                if ahead:
+                    ahead.popleft()
+                if not together:
+                    raise ValueError(f"the backend gave {taken} outcomes for {len(keys)} keys")
                 taken += len(together)
                 while len(ahead) < min(self._depth, len(keys) - taken):
                     ahead.append(pump.submit(next, fetches, []))

@@ -20,6 +20,7 @@ from pd_cache.paged import open_copier
 from pd_cache.paged.base import CopyDone, PendingCopy, plan
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import StoreOutcome
+from pd_cache.server.fence import AbandonedError
 from tests.support.backends import count as count_of
 from tests.support.backends import make_subject
 from tests.support.kv import make_cache
@@ -83,7 +84,7 @@ class Later(CpuPagedCopier):
         return SimpleNamespace(wait=lambda: (self.events.append(f"waited {block}"), wait())[1])
 
 
-def test_copies_of_chunks_that_are_there_together_all_run_at_once(tmp_path: Path) -> None:
+def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_there_is_none(tmp_path: Path) -> None:
     subject = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=4, slots=16)
     subject.bases["local"].together = 2  # type: ignore[attr-defined]
     try:
@@ -101,6 +102,14 @@ def test_copies_of_chunks_that_are_there_together_all_run_at_once(tmp_path: Path
         with pytest.raises(RuntimeError, match="no such kernel"):
             mover.load(run)
         assert copier.events == ["scatter 0", "waited 0"], "its memory is given back when nothing reads it any more"
+
+        def forbidden() -> contextlib.AbstractContextManager[list[CpuPagedCopier]]:
+            raise AbandonedError
+
+        absent = DATABASE.name_chunks(range(8, 8 + CHUNK))
+        assert (
+            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1, forbidden)).reason == "never_stored"
+        )
     finally:
         subject.backend.close()
         subject.check_integrity()

@@ -179,6 +179,28 @@ def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monke
         assert ("tier_healed", "mooncake") not in metrics or metrics["tier_healed", "mooncake"] == 0
 
 
+def test_what_came_whole_is_used_before_a_damaged_object_of_its_batch_is_read_again(pool, monkeypatch):
+    with backend(pool) as node, pool.bare_client() as client:
+        monkeypatch.setattr(node, "batch_size", 3)
+        keys = fresh(3)
+        assert put(node, keys) == [Status.OK] * 3
+        cut = client.get(keys[1])[:-1] + b"!"  # its key's checksum
+        assert (client.remove(keys[1], True), client.put(keys[1], cut)) == (0, 0)
+        reads, start_get = [], node.store.start_get
+
+        def noted(keys: list[str], *args: Any, **options: Any) -> Any:
+            reads.append(keys)
+            return start_get(keys, *args, **options)
+
+        monkeypatch.setattr(node.store, "start_get", noted)
+        found = []
+        for together in node.batched_fetch(keys):
+            found.append(([one.reason for one in together], len(reads)))
+            for one in together:
+                one.release()
+        assert found == [([""], 1), (["foreign", ""], 2)]
+
+
 def test_removing_damage_takes_no_longer_than_the_reader_has(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     with backend(pool) as node:
         keys = fresh(1)

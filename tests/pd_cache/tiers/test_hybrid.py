@@ -117,6 +117,14 @@ class Asked:
         return call
 
 
+def test_a_tier_that_leaves_out_keys_is_an_error(make, monkeypatch):
+    subject = make()
+    subject.put({"a": value("a")})
+    monkeypatch.setattr(subject.bases["local"], "batched_fetch", lambda keys, **_: (one for one in ()))
+    with pytest.raises(ValueError, match="tier local gave no outcome for 1 keys"):
+        next(subject.backend.batched_get(["a"]))
+
+
 def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, monkeypatch):
     subject = make()
     subject.put({key: value(key) for key in "abcd"})

@@ -121,6 +121,13 @@ def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject: Sub
         next(fetches)
 
 
+def test_a_backend_that_leaves_out_chunks_is_an_error(subject: Subject, inner: Watched) -> None:
+    real = subject.backend.inner.batched_fetch  # type: ignore[attr-defined]
+    subject.backend.inner.batched_fetch = lambda keys, **options: real(keys[:2], **options)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"gave 2 outcomes for {len(KEYS)} keys"):
+        subject.get(KEYS)
+
+
 def test_a_reader_whose_backend_is_closed_gets_an_answer_for_every_key(subject: Subject, inner: Watched) -> None:
     fetches = subject.backend.batched_get(KEYS)
     reasons = []
