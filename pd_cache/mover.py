@@ -277,7 +277,7 @@ class ChunkMover:
                                 reason, damaged = damage, True
                                 break
                             kinds.append(fetched.tier)
-                        if reason:
+                        if reason or len(payloads) < len(together):
                             break
                     finally:
                         for fetched in together:
