@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ from pd_cache.paged.base import CopyDone, PendingCopy, plan
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import StoreOutcome
 from pd_cache.server.fence import AbandonedError
+from pd_cache.tiers.memory import Fetched
 from tests.support.backends import count as count_of
 from tests.support.backends import make_subject
 from tests.support.kv import make_cache
@@ -84,6 +85,13 @@ class Later(CpuPagedCopier):
         return SimpleNamespace(wait=lambda: (self.events.append(f"waited {block}"), wait())[1])
 
 
+def without_the_second(fetches: Generator[list[Fetched], None, None]) -> Generator[list[Fetched], None, None]:
+    first, second = next(fetches)
+    second.release()
+    yield [first, Fetched(None)]
+    yield from fetches
+
+
 def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_there_is_none(tmp_path: Path) -> None:
     subject = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=4, slots=16)
     subject.bases["local"].together = 2  # type: ignore[attr-defined]
@@ -102,6 +110,16 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
         with pytest.raises(RuntimeError, match="no such kernel"):
             mover.load(run)
         assert copier.events == ["scatter 0", "waited 0"], "its memory is given back when nothing reads it any more"
+
+        copier.fails_at = ""
+        fetch = subject.backend.batched_fetch
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                subject.backend, "batched_fetch", lambda *args, **options: without_the_second(fetch(*args, **options))
+            )
+            assert mover.load(run).chunks == 1, (
+                "what comes behind a miss is not taken for it, whether or not the miss has a reason"
+            )
 
         def forbidden() -> contextlib.AbstractContextManager[list[CpuPagedCopier]]:
             raise AbandonedError
