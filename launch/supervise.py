@@ -10,7 +10,7 @@ line`. Two layers make sure that nothing is left behind:
 1. The kernel signals a child when its parent ends, however that happens (`_tethered`; Linux).
 2. Each program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore reaches the
    supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group, its own children,
-   has two seconds to close the leader's pipes, and is killed.
+   is killed.
 
 If the supervisor itself is killed, a program that ignores SIGTERM goes on, and so does a descendant in a session of its own. systemd and
 Kubernetes end these, too.
@@ -53,8 +53,6 @@ _LONGEST_LINE = 64 << 10
 """In bytes; longer lines are passed on in pieces."""
 _DRAIN_S = 1.0
 """How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes open for ever."""
-_TIDY_S = 2.0
-"""How long what a program leaves behind in its group may go on: Python's resource tracker then unlinks shared memory."""
 _TAIL = 20
 # Mooncake prints them at every start: it logs before it sets glog up, looks for its segment before it has registered one (if it is really
 # missing, opening the store fails, and our own log says so), registers each segment twice, and writes out all of the master's flags.
@@ -224,8 +222,6 @@ class Child:
         # safe path: a `launch.py` or `transfer/` in the working directory is not our package
         env = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **os.environ, **(program.env or {})}
         pipe = subprocess.PIPE
-        self._gone = 0.0
-        """The `time.monotonic()` at which it was seen to have ended."""
         self._popen = spawn_child(program.argv, death_signal=signal.SIGTERM, env=env, stdout=pipe, stderr=pipe)
         pipes: dict[Stream, IO[bytes] | None] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
         self._readers = [
@@ -245,9 +241,6 @@ class Child:
         # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's number
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return None
-            self._gone = self._gone or time.monotonic()
-            if any(reader.is_alive() for reader in self._readers) and time.monotonic() < self._gone + _TIDY_S:
                 return None
             self._send(os.killpg, signal.SIGKILL)
             self._popen.wait()

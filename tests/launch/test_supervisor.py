@@ -271,17 +271,6 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
         wait_for(lambda: not alive(grandchild), what="grandchild gone")
 
 
-def test_what_a_program_leaves_behind_may_tidy_up(tmp_path: Path) -> None:
-    """As Python's resource tracker, which unlinks shared memory when the last process that used it has ended."""
-    shared = tmp_path / "shared"
-    shared.touch()
-    tracker = f"read _; sleep 0.3; rm {shared}"
-    code = f"import subprocess\nheld = subprocess.Popen(['sh', '-c', {tracker!r}], stdin=subprocess.PIPE)\n"
-    with supervising(lambda _: None) as supervisor:
-        supervisor.start([program("a", code + NORMAL)])
-    assert not shared.exists()
-
-
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
     lines: list[str] = []
     code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\n"
