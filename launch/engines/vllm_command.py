@@ -74,9 +74,8 @@ def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Pa
         env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}", **env}
     if (events := config.event_addresses(node)) is not None:
         stream, replay = events
-        if stream.startswith(
-            "tcp:"
-        ):  # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
+        # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
+        if stream.startswith("tcp:"):
             stream = f"tcp://*:{stream.rpartition(':')[2]}"
         settings = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
         argv.append(f"--kv-events-config={json.dumps(settings)}")

@@ -84,7 +84,7 @@ def host(
     cache: CacheConfig | None = None,
     **transfer: Any,
 ) -> Iterator[Host]:
-    """A host in a namespace of its own, or in that of `model`. `place`: its rank and the like, as of `CacheMetadata.of`."""
+    """A host in a new namespace, or in the namespace of `model`. `place` says which rank it is, and goes to `CacheMetadata.of`."""
     tensors = tensors or make_cache(blocks=BLOCKS, block_size=BLOCK)
     layout = KVLayout.from_tensors(tensors)
     metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout, **(place or {}))
