@@ -359,7 +359,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 def doctor(file: Path | None, as_json: bool) -> None:
     """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
 
-    Puts 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken, but not for warnings.
+    Puts up to 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken, but not for warnings.
     """
     from rich.console import Console
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from transfer import PoolUnavailableError, TransferSettings
 
 __version__ = "0.2.0"
+
+_found = getattr(importlib.util.find_spec("transfer"), "origin", None) or ""
+if os.path.dirname(_found) != os.path.join(os.path.dirname(__path__[0]), "transfer"):
+    raise ImportError(f"pd-cache needs its own package `transfer`, which {_found} hides: rename that file", path=_found)
 
 __all__ = [
     "AsyncObjectCache",

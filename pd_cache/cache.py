@@ -177,6 +177,7 @@ class CacheEngine:
 
     @property
     def epoch(self) -> str | None:
+        """The label of the version of this engine's weights; None while it is unknown."""
         return self.version.own
 
     @property
@@ -199,6 +200,11 @@ class CacheEngine:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
+        """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
+
+        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
+        with token ids only. Raises ValueError for both or neither, or for the one by which the namespace does not name chunks.
+        """
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
     # --- the three operations ------------------------------------------------------------------------------------
@@ -206,6 +212,11 @@ class CacheEngine:
     def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
+        """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
+
+        The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup protects nothing here. `timeout`
+        is in seconds. Raises ValueError for names that are no names of chunks.
+        """
         return self.prefix.find(names, at_hand=at_hand, timeout=timeout)
 
     def reset(self, version: str | None = None) -> str | None:
@@ -245,6 +256,13 @@ class CacheEngine:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
+        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
+
+        `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots` of their tokens.
+        The first may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten.
+        `epoch` is the label that the lookup reported, by default this engine's. `timeout` is in seconds. Raises ValueError, before
+        anything moves, for blocks that the KV tensors do not have or that do not go with the names.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         current = self.version.current(timeout) if epoch is None else epoch
         run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
@@ -257,6 +275,7 @@ class CacheEngine:
         """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
+        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def planes(self) -> int:
+        """The number of planes of all layers: one or two a layer."""
         return self.layers * (2 if self.kind is PageKind.KV_OUTER else 1)
 
     @property
@@ -95,6 +96,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
         return self.block_bytes // self.block_size
 
     @property

@@ -140,7 +140,7 @@ def metadata_finding(server: str) -> Finding:
     return ok(check, "it takes connections", server)
 
 
-# --- a put and a get of 64 MiB to each segment -------------------------------------------------------------------------
+# --- a put and a get of up to 64 MiB to each segment -------------------------------------------------------------------
 
 
 PREFIX = "pdc1/doctor"
@@ -151,7 +151,7 @@ _DEADLINE_S = 15.0
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3
-"""How many segments may hang; each holds 64 MiB until its call returns. After so many, the others are not tried."""
+"""How many segments may hang; each holds up to 64 MiB until its call returns. After so many, the others are not tried."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _SEGMENT = "transfer.segment"
 _WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"

@@ -49,21 +49,31 @@ class AsyncObjectCache:
 
     @property
     def available(self) -> bool:
+        """False while the cache is known to be unusable: calls then return at once."""
         return self.cache.available
 
     async def put(self, name: str | bytes, value: AnyValue, *, timeout: float | None = None) -> Status:
+        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
+
+        `timeout` is in seconds. Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer
+        than the cache's `most_bytes`.
+        """
         return (await self.put_many([name], [value], timeout=timeout))[0]
 
     async def get(self, name: str | bytes, *, timeout: float | None = None) -> bytes | None:
+        """Returns the bytes of a value, also of a tensor; None for a miss, or if `timeout` (s) is over. `get_many` says why."""
         return (await self.get_many([name], timeout=timeout))[0].value
 
     async def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
+        """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or if `timeout` (s) is over."""
         return await self._call(lambda deadline: self.cache.get_tensor(name, timeout=deadline), timeout, lambda _: None)
 
     async def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
+        """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a long value, a part may be gone."""
         return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
 
     async def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
+        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none. `timeout` is in seconds."""
         return await self._call(
             lambda deadline: self.cache.remove(name, timeout=deadline), timeout, lambda status: status
         )
@@ -71,6 +81,11 @@ class AsyncObjectCache:
     async def put_many(
         self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: float | None = None
     ) -> list[Status]:
+        """Stores values, one for each name. Returns a status for each, as `put` does.
+
+        `timeout` (s) bounds the whole call. Do not change the values until the call returns: a mixture of old and new bytes could be
+        stored. Raises ValueError if there are not as many values as names, or for a value longer than the cache's `most_bytes`.
+        """
         return await self._call(
             lambda deadline: self.cache.put_many(names, values, timeout=deadline),
             timeout,
@@ -78,6 +93,7 @@ class AsyncObjectCache:
         )
 
     async def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
+        """Returns the bytes of each value, or the reason why there is none. `timeout` (s) bounds the whole call."""
         return await self._call(
             lambda deadline: self.cache.get_many(names, timeout=deadline),
             timeout,
@@ -85,6 +101,7 @@ class AsyncObjectCache:
         )
 
     async def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
+        """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown. `timeout` is in seconds."""
         return await self._call(
             lambda deadline: self.cache.exists_many(names, timeout=deadline),
             timeout,

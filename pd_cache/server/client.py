@@ -92,10 +92,12 @@ class ServerCache:
 
     @property
     def chunk_size(self) -> int:
+        """Tokens per chunk."""
         return self.connection.chunk_size
 
     @property
     def block_size(self) -> int:
+        """Tokens per block of the paged cache."""
         return self.connection.hello.engine.block_size
 
     @property
@@ -105,6 +107,7 @@ class ServerCache:
 
     @property
     def epoch(self) -> str | None:
+        """The label of the version of this engine's weights; None while it is unknown."""
         version = self.version
         return None if version is None else version.own
 
@@ -138,6 +141,11 @@ class ServerCache:
     def name_chunks(
         self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
+        """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
+
+        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
+        with token ids only. Raises ValueError for both or neither, or for the one by which the namespace does not name chunks.
+        """
         welcome = self.connection.welcome
         mode = None if welcome is None else welcome.hash_mode
         return name_chunks(self._namer, self.blocks_per_chunk, mode, tokens, hashes, extra_keys)
@@ -151,6 +159,11 @@ class ServerCache:
     def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
+        """Returns how many chunks, from the first, the server's cache holds with every shard, and why not more.
+
+        The first `at_hand` chunks are not looked up and count as found. The server protects what it found from eviction for `session`,
+        until the session has loaded it or ends. `timeout` (s) is `lookup_timeout_s` by default.
+        """
         return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
 
     def store(
@@ -163,6 +176,12 @@ class ServerCache:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
+        """Stores the chunks that lie in `blocks` of the registered tensors. Returns the outcome of each.
+
+        Waits until the server no longer reads the blocks, usually at most `timeout` (s), by default `move_timeout_s`. The other
+        arguments are those of `BlockCache.store`. Raises ValueError for tensors that were not registered and for blocks that they do not
+        have.
+        """
         self._check(kv_caches)
         pending = self.begin_store(names, blocks, after=after, epoch=epoch, timeout=timeout)
         pending.wait()
@@ -178,6 +197,12 @@ class ServerCache:
         epoch: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
+        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are there now, and why not more.
+
+        Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default `move_timeout_s`. The other
+        arguments are those of `BlockCache.load`. Raises ValueError for tensors that were not registered and for blocks that they do not
+        have.
+        """
         self._check(kv_caches)
         pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
         pending.wait()
@@ -234,6 +259,7 @@ class ServerCache:
         return pending
 
     def end(self, session: str) -> None:
+        """Releases what a session protects. Does nothing if there is no such session."""
         self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
 
     def reset(self, version: str | None = None) -> str | None:
@@ -247,6 +273,7 @@ class ServerCache:
         return own.reset(version)
 
     def mark(self) -> Any:
+        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
         if not self._tensors:
             raise ValueError("no KV tensors: call register_kv_caches first")
         return record_event(self._tensors[0])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pd_cache
 
 def test_what_type_checkers_see_is_what_is_loaded() -> None:
     tree = ast.parse(Path(str(pd_cache.__file__)).read_text())
-    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == pd_cache._HOMES
     assert sorted(seen) == pd_cache.__all__
@@ -21,3 +24,21 @@ def test_what_type_checkers_see_is_what_is_loaded() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'pd_cache' has no attribute 'Cache'"):
         pd_cache.Cache  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_file_of_the_users_that_hides_our_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "transfer.py").write_text("")
+    (tmp_path / "program.py").write_text("import pd_cache")
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=False)
+    assert f"which {tmp_path}/transfer.py hides: rename that file" in done.stderr
+
+
+def test_every_public_member_has_a_docstring() -> None:
+    classes = {name: public for name in pd_cache.__all__ if inspect.isclass(public := getattr(pd_cache, name))}
+    members = [(name, *member) for name, public in classes.items() for member in inspect.getmembers(public)]
+    assert [
+        f"{name}.{member}"
+        for name, member, value in members
+        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
+        if not inspect.getdoc(value)
+    ] == []
