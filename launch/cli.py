@@ -6,10 +6,12 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import logging
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
+_UNCUT = 10_000
+"""Columns of a table that nothing limits."""
 _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
@@ -43,17 +47,23 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print one J
 
 
 def _answer(as_json: bool, value: object, *shown: object) -> None:
-    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the terminal."""
+    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the terminal. Where there is none, such
+    as in a pipe, no line is cut, unless COLUMNS says where."""
     if as_json:
         click.echo(msgspec.json.encode(value).decode())
         return
     from rich.console import Console
 
-    for one in shown:
-        if isinstance(one, str):
-            click.echo(one)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_UNCUT)
+    for text in shown:
+        if isinstance(text, str):
+            click.echo(text)
         else:
-            Console().print(one)
+            with console.capture() as captured:
+                console.print(text)
+            click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _running(file: Path) -> ClusterConfig:
@@ -63,15 +73,43 @@ def _running(file: Path) -> ClusterConfig:
     return running_config(file) or load_config(file)
 
 
+class _Command(click.Command):
+    """Refuses words that are not UTF-8. Names of files may have any bytes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            word = ctx.params.get(parameter.name or "")
+            if isinstance(word, str) and not word.isascii():
+                try:
+                    word.encode()
+                except UnicodeEncodeError:
+                    raise click.BadParameter(f"{word!a} is not UTF-8", ctx, parameter) from None
+        return rest
+
+
 class _Commands(click.Group):
-    """Turns the project's exceptions into one line and an exit code."""
+    """Turns the project's exceptions, and a full disk as output, into one line and an exit code."""
+
+    command_class = _Command
+    group_class = type
 
     def main(self, *args: Any, **extra: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
-        return super().main(*args, **extra)
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer is lost
+            click.echo(f"pd-cache: {error.filename or 'standard output'}: {error.strerror}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

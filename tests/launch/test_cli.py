@@ -16,7 +16,7 @@ from launch.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import cluster_file, complete, free_node
 from tests.support.leaks import alive
-from tests.support.pool import Process
+from tests.support.pool import ROOT, Process
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -141,6 +141,22 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
     assert short["decode"]["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("command", [["config", "example", "local"], ["status", "-c"], ["top", "--once", "-c"], ["size", "--help"]])  # fmt: skip
+def test_an_output_that_is_full_is_one_line_and_the_exit_code_1(command: list[str], tmp_path: Path) -> None:
+    file = [cluster_file(tmp_path)] if command[-1] == "-c" else []
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program(*command, *file), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "pd-cache: standard output: No space left on device\n")
+
+
+def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_path: Path) -> None:
+    file, odd = cluster_file(tmp_path), "\udcff"
+    for command in (["explain"], ["explain", "--prompt", file, "--cache-salt"], ["pool", "rm"], ["drain"]):
+        assert "'\\udcff' is not UTF-8" in refused(*command, odd, "-c", file)
+    assert "'utf-8' codec can't decode" in refused("explain", "--prompt", sys.executable, "-c", file)
+    cli("config", "check", "--file-only", file.rename(tmp_path / odd))
+
+
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
     done = run_program("bench", "lookup", "--help")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
@@ -148,6 +164,15 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     assert refused("bench", "nothing")
     shown = cli("bench", "--help").output
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
+
+
+def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
+    file = cluster_file(tmp_path, nodes=[free_node("master")])
+    for command, line in (
+        ("status", "and this user has none running"),
+        ("doctor", f"pd-cache up -c {file}; what each node said"),
+    ):
+        assert line in run_program(command, "-c", file, code=1).stdout, command
 
 
 def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
