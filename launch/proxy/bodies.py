@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -166,16 +167,17 @@ class _Large(msgspec.Struct, frozen=True):
     chat_template_kwargs: msgspec.Raw = _NULL
 
 
-_TENANT_SALT = "pd-cache-tenant/"
+_TENANT_SALT = "pd-cache-tenant-"
 
 
 def tenant_salt(own: str | None, tenant: str) -> str | None:
     """Returns the `cache_salt` of a request of `tenant`, if it has one, whose client has sent the salt `own`.
 
-    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises ApiError 400.
+    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises ApiError 400. It holds a digest,
+    because vLLM takes at most 128 characters, and neither `@`, `/` nor `\\`.
     """
     if tenant:
-        return f"{_TENANT_SALT}{tenant}/{own or ''}"
+        return _TENANT_SALT + hashlib.sha256(f"{tenant}/{own or ''}".encode()).hexdigest()
     if own is not None and own.startswith(_TENANT_SALT):
         what = f"`cache_salt` must not begin with {_TENANT_SALT}"
         raise ApiError(400, what, param="cache_salt", code="invalid_value")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.http import client_key
+from launch.proxy.bodies import tenant_salt
 from tests.launch.proxy.test_tenants import OF_A, OF_B, PLAIN, files
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK, Answer, chunks_held, complete, started
@@ -32,7 +33,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
         url, file = running.urls["proxy"], tmp_path / "cluster.yaml"
 
         def held(tenant: str, numbers: range) -> list[int]:
-            return chunks_held(running, *map(prompt, numbers), salt=f"pd-cache-tenant/{tenant}/")
+            return chunks_held(running, *map(prompt, numbers), salt=tenant_salt(None, tenant))
 
         def counted() -> dict[str, Any]:
             return dict(cli_json("pool", "du", "-c", file)["tenants"])
@@ -65,7 +66,7 @@ def test_a_tenant_over_its_quota_loses_its_own_oldest_chunks_and_no_other_does(t
         (tmp_path / "tenants").write_text(limits.format(0))
         wait_for(lambda: not any(held("a", range(10))), what="nothing is left of a")
         assert held("b", range(3)) == [5, 5, 5]
-        refused = ask(url, PLAIN, prompt(1), cache_salt="pd-cache-tenant/b/")
+        refused = ask(url, PLAIN, prompt(1), cache_salt=tenant_salt(None, "b"))
         assert (refused.status, refused.body["error"]["param"]) == (400, "cache_salt")
         assert "chunks evicted" in cli("pool", "du", "-c", file).stdout
         assert "tenant" in cli("status", "-c", file, "--json", code=None).stdout

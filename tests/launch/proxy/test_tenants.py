@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -10,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launch.discovery import View
+from launch.openai import ApiError
 from launch.proxy import tenants as proxy_tenants
+from launch.proxy.bodies import tenant_salt
 from launch.proxy.direct import MAX_WAITING
 from launch.proxy.keys import WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
@@ -158,7 +163,7 @@ async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_p
     text = FILE.replace(", max_requests: 1", "")
     async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
         await c.ask(body(), headers=bearer(OF_B))
-        names = [c.proxy._direct._namer.name([n, *IDS[1:]], "pd-cache-tenant/a/").names for n in range(4)]  # type: ignore[union-attr]
+        names = [c.proxy._direct._namer.name([n, *IDS[1:]], tenant_salt(None, "a")).names for n in range(4)]  # type: ignore[union-attr]
         async with c.stuck_at(c.decode[0], body(prompt=[0, *IDS[1:]]), headers=bearer(OF_A)):
             for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
                 await c.ask(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A))
@@ -206,14 +211,29 @@ async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Pat
 # --- in whose name -----------------------------------------------------------------------------------------------------
 
 
+A, B = (tenant_salt(None, tenant) for tenant in "ab")
+
+
+@given(st.text() | st.text("@/\\\0x", min_size=129), st.text(max_size=3), st.sampled_from(("a", "b", 63 * "c")))
+def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own: str, other: str, tenant: str) -> None:
+    salt = tenant_salt(own, tenant)
+    assert salt is not None
+    assert re.fullmatch(r"[^@/\\\0]{1,128}", salt)
+    assert salt not in (own, other, tenant_salt(own, "d"))
+    assert (salt == tenant_salt(other, tenant)) == (own == other)
+    with pytest.raises(ApiError):
+        tenant_salt(salt, "")
+
+
 @pytest.mark.parametrize(
     ("headers", "sent", "got"),
     [
-        (bearer(OF_A), {}, "pd-cache-tenant/a/"),
-        (bearer(OF_A), {"cache_salt": "x"}, "pd-cache-tenant/a/x"),
-        (bearer(OF_A), {"cache_salt": "pd-cache-tenant/b/"}, "pd-cache-tenant/a/pd-cache-tenant/b/"),
-        (bearer(OF_A, X_Tenant="b"), {}, "pd-cache-tenant/a/"),  # only a gateway may say
-        (bearer(GATE, X_Tenant="b"), {"cache_salt": None}, "pd-cache-tenant/b/"),
+        (bearer(OF_A), {}, A),
+        (bearer(OF_A), {"cache_salt": ""}, A),
+        (bearer(OF_A), {"cache_salt": "x"}, tenant_salt("x", "a")),
+        (bearer(OF_A), {"cache_salt": B}, tenant_salt(B, "a")),
+        (bearer(OF_A, X_Tenant="b"), {}, A),  # only a gateway may say
+        (bearer(GATE, X_Tenant="b"), {"cache_salt": None}, B),
         (bearer(PLAIN), {"cache_salt": "x"}, "x"),
         (bearer(PLAIN), {}, None),
     ],
@@ -231,9 +251,9 @@ async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got
 @pytest.mark.parametrize(
     ("headers", "raw", "status", "code"),
     [
-        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "pd-cache-tenant/a/"}', 400, "invalid_value"),
-        (bearer(PLAIN), b'{"prompt": [1], "cache\\u005fsalt": "pd-cache\\u002dtenant/a/"}', 400, "invalid_value"),
-        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "x", "cache_salt": "pd-cache-tenant/a/"}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "pd-cache-tenant-a"}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache\\u005fsalt": "pd-cache\\u002dtenant-a"}', 400, "invalid_value"),
+        (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "x", "cache_salt": "pd-cache-tenant-a"}', 400, "invalid_value"),
         (bearer(OF_A), b'{"prompt": [1], "cache_salt": 7}', 400, "invalid_value"),
         (bearer(PLAIN), b'{"prompt": [1], "cache_salt": 7}', 400, "invalid_value"),
         (bearer(GATE), b'{"prompt": [1]}', 400, "bad_tenant"),
@@ -255,14 +275,14 @@ async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(tmp_path, heade
 async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path: Path) -> None:
     client = Renewing(found=0)
     async with proxied(direct=rule(client), **files(tmp_path)) as c:
-        asked = {"token_ids": IDS, "cache_salt": "pd-cache-tenant/a/"}
+        asked = {"token_ids": IDS, "cache_salt": A}
 
         async def query(key: str) -> int:
             async with c.session.post(c.url + "/query", json=asked, headers=bearer(key)) as response:
                 return response.status
 
         assert [await query(PLAIN), await query(OF_B)] == [400, 200]
-        of_a = c.proxy._direct._namer.name(IDS, "pd-cache-tenant/a/").names  # type: ignore[union-attr]
+        of_a = c.proxy._direct._namer.name(IDS, A).names  # type: ignore[union-attr]
         assert of_a not in client.asked
         asked["cache_salt"] = ""
         assert await query(OF_A) == 200
