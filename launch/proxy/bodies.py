@@ -144,8 +144,21 @@ _UNTOLD = (
 )
 """Other fields that determine the prompt. `/tokenize` does not accept them."""
 _ISOLATION = ("model", "cache_salt")
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens")
-"""Fields that contradict `stream: false` and `max_tokens: 1`. Nodes refuse requests with both."""
+_NOT_FOR_ONE_TOKEN = (
+    "best_of",
+    "echo",
+    "logprob_token_ids",
+    "logprobs",
+    "min_tokens",
+    "n",
+    "prompt_logprobs",
+    "stream_interval",
+    "stream_options",
+    "structured_outputs",
+    "top_logprobs",
+    "use_beam_search",
+)
+"""Fields that no prompt depends on, and that cost a node work or contradict `stream: false` and `max_tokens: 1`."""
 
 
 _MOST_FIELDS = 1000
@@ -285,6 +298,14 @@ class Completion:
         if (salt := tenant_salt(own, tenant)) != own:
             self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
 
+    def scores_prompt(self) -> bool:
+        """Returns whether the answer has log probabilities of the prompt. vLLM computes the whole prompt for them, whatever it has of it."""
+
+        def given(field: str) -> bool:
+            return bytes(self._fields.get(field, b"null")) not in (b"null", b"false")
+
+        return given("prompt_logprobs") or (given("echo") and (self._chat or given("logprobs")))
+
     def for_tokenize(self) -> bytes:
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
@@ -301,7 +322,7 @@ class Completion:
         return self._one_token(_NULL)
 
     def _one_token(self, transfer: msgspec.Raw) -> bytes:
-        fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_PREFILL}
+        fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_ONE_TOKEN}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
         fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: transfer}

@@ -21,7 +21,7 @@ from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
-Why = Literal["short", "in_pool"]
+Why = Literal["short", "in_pool", "scored"]
 
 LOOKUP_THREADS = 4
 LOOKUP_TIMEOUT_S = 0.6

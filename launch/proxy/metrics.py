@@ -39,8 +39,8 @@ class ProxyMetrics:
         )
         self.handoffs = counter(
             "pd_cache_proxy_handoffs",
-            "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, no_prefill_nodes; or why "
-            "it was asked directly: short, in_pool",
+            "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, prefill_refused, "
+            "no_prefill_nodes; or why it was asked directly: short, in_pool, scored",
             ["result"],
         )
         self.running = gauge("pd_cache_proxy_requests_running", "Requests in flight")

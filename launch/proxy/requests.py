@@ -67,6 +67,8 @@ _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 _LIST_AT_ONE_S = 1.0
 _MOST_PREFETCHED = 64
+_MOST_REFUSALS = 2
+"""How many prefill nodes may refuse a prompt until the decode node gets it."""
 _PREFETCH_REFUSED_S = 0.1
 """How long a node has to refuse a prompt that it should prefetch."""
 _STREAM_ID = "-stream"
@@ -330,16 +332,13 @@ class Requests:
             decoding = self._decode(exchange, await self._prepare(exchange, body))
             del body  # so that it takes memory only until a decode node has it
             return await decoding
-        except Refusal as refusal:
-            _free_frames(refusal)
-            return passed_on(refusal)
         finally:
             exchange.until_answered.close()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
 
     async def _prepare(self, exchange: Exchange, body: bytes) -> bytes:
-        """Does the prefill hop. Returns the body for the decode node. Raises Refusal if a prefill node refuses the request."""
+        """Does the prefill hop. Returns the body for the decode node."""
         field: Literal["messages", "prompt"] = "messages" if exchange.request.path == CHAT else "prompt"
         nbytes = len(body)
         tenant = exchange.client.tenant
@@ -353,6 +352,8 @@ class Requests:
             name = bool(completion.hints) or any(one.holder == holder for one in self._prefetched.values())
             name = name or self._tenants.counts(tenant)
             why, named = await self._judge(exchange, completion, prompt, name=name)
+            if completion.scores_prompt():
+                why = why or "scored"
             self._tenants.note(tenant, named, exchange.until_answered)
             span.note(direct=why or "")
         if named is not None:
@@ -364,17 +365,19 @@ class Requests:
         if completion.hints is not None:
             taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
             exchange.hinted = asyncio.create_task(taking)
+        result: str
         if why is not None:
-            result: str = why
+            result = why
         elif self._pools["prefill"].urls():
             prompt = prompt._replace(named=named)
             await self._begin_stream(exchange, completion, prompt, nbytes)
-            handoff = await self._prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
+            result, handoff = await self._prefill(
+                exchange, await self._computed(nbytes, completion.for_prefill), prompt
+            )
             exchange.prefill_s = time.monotonic() - exchange.started
             self._metrics.prefill_seconds.observe(exchange.prefill_s)
             if not handoff:
                 exchange.until_answered.close()  # nothing will come
-            result = "prefill_failed" if handoff is None else "handed_over" if handoff else "nothing_stored"
         else:
             result = "no_prefill_nodes"
         self._metrics.handoffs.labels(result).inc()
@@ -467,13 +470,19 @@ class Requests:
 
     # --- the prefill hop -----------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> HandedOver | None:
-        """Returns what a prefill node handed over; None if all of them failed. Raises Refusal if one refuses the request."""
-        limit_s = self._config.prefill_timeout_s
+    async def _prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> tuple[str, HandedOver | None]:
+        """Returns how it went, and what a prefill node handed over; None if none computed the prompt.
+
+        The decode node gets the request even if prefill nodes refuse it: its longest prompt, its adapters and its queue may be others, and
+        what it refuses, too, it refuses in the client's own words.
+        """
+        limit_s, refused = self._config.prefill_timeout_s, 0
         until = time.monotonic() + limit_s
         pool = self._pools["prefill"]
         attempts = Attempts(pool, exchange.trial, prompt)
-        while (left := until - time.monotonic()) > 0 and (node := attempts.next(time.monotonic())) is not None:
+        while refused < _MOST_REFUSALS:
+            if (left := until - time.monotonic()) <= 0 or (node := attempts.next(time.monotonic())) is None:
+                break
             exchange.nodes["prefill"] = node
             try:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
@@ -489,14 +498,17 @@ class Requests:
                 self._failed(exchange, "prefill", node, attempts if whole else None, failure)
             except HopError as error:
                 self._failed(exchange, "prefill", node, attempts, error)
-            except Refusal:
+            except Refusal as refusal:
+                _free_frames(refusal)
+                refused += 1
                 attempts.answered(node, time.monotonic(), well=False)
-                raise
+                if self._sparse.admit((node, "refused")) is not None:
+                    log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, refusal)
             else:
                 attempts.answered(node, time.monotonic(), well=True)
                 exchange.reports["prefill"] = report
-                return handoff
-        return None
+                return "handed_over" if handoff else "nothing_stored", handoff
+        return "prefill_refused" if refused else "prefill_failed", None
 
     # --- the stream ------------------------------------------------------------------------------------------------
 

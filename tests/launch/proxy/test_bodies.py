@@ -25,15 +25,25 @@ MIB = 1 << 20
 # --- what nodes are sent ---------------------------------------------------------------------------------------------
 
 
-def test_the_prefill_body_asks_for_one_token_and_promises_a_remote_decode() -> None:
-    body = {
-        "model": "m", "prompt": [1, 2], "max_tokens": 99, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.5, "min_tokens": 7, "seed": 3, "kv_transfer_params": {"remote_host": "evil"},
+COSTLY = {
+    "n": 64, "best_of": 64, "use_beam_search": True, "echo": True, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20,
+    "logprob_token_ids": [1], "min_tokens": 7, "stream_options": {"include_usage": True}, "stream_interval": 2,
+    "structured_outputs": {"regex": "(a|b)+"},
+}  # fmt: skip
+
+
+def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothing_else() -> None:
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 99, "stream": True, "temperature": 0.5, "seed": 3}
+    asked = Completion(json.dumps({**body, **COSTLY, "kv_transfer_params": {"remote_host": "evil"}}).encode())
+    one_token = {**body, "max_tokens": 1, "stream": False}
+    assert json.loads(asked.for_prefill()) == {
+        **one_token, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}
     }  # fmt: skip
-    assert json.loads(Completion(json.dumps(body).encode()).for_prefill()) == {
-        "model": "m", "prompt": [1, 2], "max_tokens": 1, "stream": False, "temperature": 0.5, "seed": 3,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-    }  # fmt: skip
+    streamed = json.loads(asked.for_stream())
+    assert streamed.pop("kv_transfer_params")["pd_cache"]["stream"] is True
+    assert streamed == one_token
+    assert json.loads(asked.for_load()) == {**one_token, "kv_transfer_params": None}
+    assert json.loads(asked.for_decode(None)) == {**body, **COSTLY}
 
 
 def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:

@@ -94,6 +94,12 @@ async def tokenizes(request: web.Request) -> web.StreamResponse:
         ({"messages": [{"role": "user", "content": {TEXT: 1}}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "documents": [{"text": "x"}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "reasoning_effort": "high"}, 1024, "handed_over", False),
+        # vLLM computes what it is to score, whatever it has of it
+        ({"prompt": IDS, "prompt_logprobs": 0}, 0, "scored", True),
+        ({"prompt": IDS, "echo": True, "logprobs": 0}, 0, "scored", True),
+        ({"messages": CHAT, "echo": True}, 0, "scored", True),
+        ({"prompt": IDS, "prompt_logprobs": None, "echo": True, "logprobs": None}, 0, "handed_over", True),
+        ({"prompt": IDS, "echo": False, "logprobs": 5}, 0, "handed_over", True),
         # what is no prompt is left to the nodes
         ({"prompt": [*IDS, "x"]}, 1024, "handed_over", None),
     ],

@@ -131,6 +131,28 @@ async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_a
             assert response.headers["Retry-After"] == "1", "which vLLM does not send"
 
 
+@pytest.mark.parametrize("status", [400, 404, 413, 429])
+@scenario
+async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes(status: int) -> None:
+    async with cluster(3, 1) as c:
+        refuses = c.prefill[0]
+        refuses.default = answers(status, BOOM)
+        for _ in range(3):
+            await c.ask({"prompt": "x"})
+        assert refuses.bodies
+        assert "kv_transfer_params" in c.decode[0].bodies[-1], "another prefill node has computed it"
+        for node in c.prefill:
+            node.default = answers(status, BOOM)
+        asked = sum(len(node.bodies) for node in c.prefill)
+        await c.ask({"prompt": "x"})
+        assert "kv_transfer_params" not in c.decode[0].bodies[-1]
+        assert sum(len(node.bodies) for node in c.prefill) == asked + 2, "two refusals are enough"
+        assert c.metric("handoffs_total", result="prefill_refused") == 1
+        c.decode[0].default = answers(status, QUEUE_FULL)
+        async with c.post() as response:
+            assert (response.status, await response.json()) == (status, QUEUE_FULL), "the decode node's words"
+
+
 @scenario
 async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
