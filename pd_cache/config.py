@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from transfer.settings import ByteSize, Placement, Positive, TransferSettings
+from transfer.settings import Bytes, Checked, Placement, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 LineOrEmpty = Annotated[
@@ -20,13 +20,9 @@ AbsolutePath = Annotated[
     str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
 ]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-MasterAddress = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=r"^(etcd://[^\s/]+(/\S+)?|[^\s:/]+:[1-9][0-9]{0,4}|\[[0-9a-fA-F:]+\]:[1-9][0-9]{0,4})\Z",
-        description="an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379",
-    ),
-]
+_MASTER = r"etcd://[^\s/]+(/\S+)?|([^\s:/]+|\[[0-9a-fA-F:]+\])"
+_MASTERS = "an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379"
+MasterAddress = Annotated[str, msgspec.Meta(pattern=rf"^({_MASTER}:[1-9][0-9]{{0,4}})\Z", description=_MASTERS)]
 
 USUAL_CHUNK = 256
 """Tokens per chunk unless the model or the user wants another size."""
@@ -38,14 +34,14 @@ EvictionName = Literal["lru", "lfu", "s3fifo"]
 PromotionName = Literal["always", "second_hit", "never"]
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Section(Checked, frozen=True, kw_only=True):
     """Settings that accept only the declared keys when they are read from a mapping."""
 
 
 class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
     """Memory of each process that caches."""
 
-    capacity: ByteSize
+    capacity: Bytes
     """Besides `transfer.staging_size`, and one registered memory region with it, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
@@ -57,7 +53,7 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
 
     path: AbsolutePath
     """An absolute folder. Processes that share it each use a folder of their own below it."""
-    capacity: ByteSize
+    capacity: Bytes
     """The budget of each process."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
@@ -116,15 +112,15 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
-class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class NodeSettings(Section, frozen=True, kw_only=True):
     """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
 
-    master: str
-    """`host:port` of Mooncake's master."""
+    master: Annotated[str, msgspec.Meta(pattern=rf"^({_MASTER}:[0-9]{{1,5}}|)\Z", description=_MASTERS)]
+    """`host:port` of Mooncake's master, or `etcd://host:port` of elected ones; empty if this process uses no pool."""
     host: str = "127.0.0.1"
     cache: CacheConfig = CacheConfig()
     transfer: TransferSettings = TransferSettings()
-    segment_size: int = 0
+    segment_size: Bytes = 0
     name: str = ""
     """What people call this process: its node's name."""
     versions: str = ""

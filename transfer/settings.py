@@ -6,14 +6,15 @@ import contextlib
 import functools
 import os
 import re
+import typing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power)
     _UNITS[f"{_letter}b"] = 1000**_power
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -43,18 +44,17 @@ def mooncake_release(version: str) -> tuple[int, ...]:
 
 
 class ByteSize(int):
-    """A number of bytes, written in YAML as an integer or as `512MiB`, `4GiB`, `1GB`."""
+    """A number of bytes: an integer, or a text such as `4GiB`. `4G` and `4Gi` mean the same; `4GB` is 4 × 1000³."""
 
-    @classmethod
-    def parse(cls, text: object) -> ByteSize:
-        """Returns the size that `text` spells. Raises ValueError, which says what is allowed, if it is not a size."""
-        if isinstance(text, int) and not isinstance(text, bool) and 0 <= text <= _LARGEST:
-            return cls(text)
-        if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
+    def __new__(cls, size: int | str) -> ByteSize:
+        """Raises ValueError, which says what is allowed, if `size` is no size."""
+        if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= _LARGEST:
+            return super().__new__(cls, size)
+        if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
             unit = _UNITS.get(match[2].lower())
             if unit is not None and len(match[1]) <= 20 and float(match[1]) * unit <= _LARGEST:
-                return cls(float(match[1]) * unit)
-        raise ValueError(f"expected a size such as 512MiB, 4GiB or a number of bytes, got {text!r}")
+                return super().__new__(cls, float(match[1]) * unit)
+        raise ValueError(f"expected a size such as 512MiB, 4GiB or a number of bytes, got {size!r}")
 
     def __str__(self) -> str:
         for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
@@ -65,11 +65,48 @@ class ByteSize(int):
     __repr__ = __str__
 
 
+if TYPE_CHECKING:
+    Bytes = int
+else:
+    Bytes = ByteSize
+"""The type of a setting that is a size. A program may give an `int`, or a text as in YAML."""
+
+
+def decode_custom(kind: type, value: Any) -> object:
+    """Converts values of the types that settings have besides the built-in ones: msgspec's `dec_hook`."""
+    if kind is ByteSize:
+        return ByteSize(value)
+    raise NotImplementedError(kind)  # says to msgspec that the type is not one of ours
+
+
+class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings whose values are checked wherever they are made; msgspec checks those of a file only.
+
+    Raises ValueError, which names the field and what is allowed.
+    """
+
+    def __post_init__(self) -> None:
+        for name, kind in _fields(type(self)):
+            value = getattr(self, name)
+            try:
+                value = msgspec.convert(value, kind, dec_hook=decode_custom)
+            except msgspec.ValidationError as error:
+                metas = (one for one in typing.get_args(kind) if isinstance(one, msgspec.Meta) and one.description)
+                allowed = next((f"must be {meta.description}" for meta in metas), error)
+                raise ValueError(f"{name}: {value!r}: {allowed}") from None
+            msgspec.structs.force_setattr(self, name, value)
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(kind)]
+
+
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
-class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timeouts(Checked, frozen=True):
     """Time limits of the calls to the pool. The caller abandons a call that outlives its limit."""
 
     exist_ms: Milliseconds = 500
@@ -78,14 +115,14 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     close_ms: Milliseconds = 5_000
 
 
-class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BreakerSettings(Checked, frozen=True):
     """When the pool counts as down. Calls then return at once, and one probe per interval finds out when it is back."""
 
     failures: Positive = 3
     probe_interval_ms: Milliseconds = 1_000
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Placement(Checked, frozen=True, kw_only=True):
     """Says where in the pool a writer's objects go, and how long they stay."""
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
@@ -99,7 +136,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     full, Mooncake takes another."""
 
 
-class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TransferSettings(Checked, frozen=True):
     """The `transfer` section: how a node's processes talk to the Mooncake pool."""
 
     protocol: Literal["tcp", "rdma"] = "tcp"
@@ -107,9 +144,9 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`. All clients of one master must use the same."""
     devices: tuple[str, ...] = ()
     """The names of RDMA devices, e.g. `mlx5_0`. If it is empty, Mooncake chooses."""
-    segment_size: ByteSize = ByteSize(0)
+    segment_size: Bytes = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
-    staging_size: ByteSize = ByteSize(512 << 20)
+    staging_size: Bytes = ByteSize(512 << 20)
     """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
     """Whether to touch segment and staging memory at start, so that no first write pays for page faults."""
@@ -122,6 +159,7 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     breaker: BreakerSettings = BreakerSettings()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(("http://", "https://", "etcd://")):
             raise ValueError(
                 f"metadata: {self.metadata!r} is neither P2PHANDSHAKE nor an address that starts with http:// or etcd://"

@@ -14,7 +14,7 @@ from bench.lib.report import option
 from pd_cache.cache import BlockCache, PromptCache
 from pd_cache.layout import KVLayout
 from pd_cache.tiers.memory import TRAILER_BYTES
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
 _ALL = slice(None)
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     @property
     def staging(self) -> TransferSettings:
         """Settings with staging memory for the prompt."""
-        return TransferSettings(staging_size=ByteSize(max(self.nbytes, 64 << 20)))
+        return TransferSettings(staging_size=max(self.nbytes, 64 << 20))
 
 
 class RawPool:

@@ -13,7 +13,7 @@ import msgspec
 
 from launch.up import LocalCluster, quiet, running
 from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
-from transfer.settings import ByteSize, TransferSettings, prepare
+from transfer.settings import TransferSettings, prepare
 from transfer.store import load_mooncake
 
 config_option = click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file.")
@@ -45,7 +45,7 @@ def local_pool(
         msgspec.structs.replace(master or MasterNode(name="master"), host=host, port=0, metrics_port=0)
     ]
     if segment_size:
-        nodes.append(StoreNode(name="store", host=host, segment_size=ByteSize(segment_size)))
+        nodes.append(StoreNode(name="store", host=host, segment_size=segment_size))
     own = ClusterConfig(name="bench", transfer=transfer or TransferSettings(), nodes=tuple(nodes))
     with cluster_here(own) as cluster:
         yield cluster.config.master_address
@@ -53,7 +53,7 @@ def local_pool(
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
     """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it is given one."""
-    return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=ByteSize(0))
+    return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=0)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ option = functools.partial(click.option, show_default=True)
 def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
     """A click callback for sizes such as 4MiB."""
     try:
-        parsed = ByteSize.parse(value)
+        parsed = ByteSize(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from None
     if not 4096 <= parsed <= 1 << 30:

@@ -82,9 +82,7 @@ class BandwidthSite(Site):
     def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
         host, stride = self.location.host, StagingPool.stride_of(job.object_bytes)
-        settings = msgspec.structs.replace(
-            bench_transfer(self.location.config), staging_size=ByteSize(2 * _OBJECTS * stride)
-        )
+        settings = msgspec.structs.replace(bench_transfer(self.location.config), staging_size=2 * _OBJECTS * stride)
         self._timeout_s = max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000
         # the objects go with the segments that they are in
         segment_size = max(MIN_SEGMENT, 4 * _OBJECTS * job.object_bytes)

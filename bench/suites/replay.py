@@ -37,14 +37,14 @@ from pd_cache.layout import KVLayout
 from pd_cache.paged.base import Slots
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tiers.memory import TRAILER_BYTES
-from transfer.settings import MIN_SEGMENT, ByteSize, Timeouts, TransferSettings
+from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
 Words = npt.NDArray[np.uint64]
 _UNBOUNDED = math.inf
 _ROOM = 1.1
 """The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
 _OPEN_S = 30.0
-_STAGING = ByteSize(32 << 20)
+_STAGING = 32 << 20
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 

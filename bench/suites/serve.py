@@ -46,7 +46,7 @@ from pd_cache.cluster import (
 )
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 _FIND_S = 10.0
 _START_S = 0.1
@@ -65,7 +65,7 @@ def own_cluster(vocabulary: int | None) -> Iterator[Destination]:
     """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
-        transfer=TransferSettings(staging_size=ByteSize(64 << 20)),
+        transfer=TransferSettings(staging_size=64 << 20),
         cache=CacheConfig(chunk_size=BLOCK_TOKENS // 16),
         engine=ReferenceEngineConfig(
             model=ModelConfig(name="bench", random=RandomModel(seed=7, vocab_size=2048, hidden_size=256, layers=4)),
@@ -76,8 +76,8 @@ def own_cluster(vocabulary: int | None) -> Iterator[Destination]:
         ),
         nodes=(
             MasterNode(name="master", port=0, metrics_port=0),
-            PrefillNode(name="prefill", segment_size=ByteSize(512 << 20)),
-            DecodeNode(name="decode", segment_size=ByteSize(0)),
+            PrefillNode(name="prefill", segment_size=512 << 20),
+            DecodeNode(name="decode", segment_size=0),
             ProxyNode(name="proxy", port=0),
         ),
     )

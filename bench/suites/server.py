@@ -40,7 +40,6 @@ from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
 from pd_cache.tiers.mooncake import MooncakeBackend
-from transfer.settings import ByteSize
 from transfer.staging import StagingPool
 
 CLIENTS = 4
@@ -64,7 +63,7 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
     """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, and the server's URL."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
-        StoreNode(name="store", segment_size=ByteSize(shape.pool_bytes)),
+        StoreNode(name="store", segment_size=shape.pool_bytes),
         CacheServerNode(name="cache"),
     )
     name, cache = f"bench-{uuid.uuid4().hex[:8]}", CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier()))
@@ -248,7 +247,7 @@ def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -
     shape = Shape(tokens, layers)
     prompt = PagedPrompt(shape, device)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
-    local = LocalTier(capacity=ByteSize(int(1.25 * shape.nbytes) + (64 << 20)))
+    local = LocalTier(capacity=int(1.25 * shape.nbytes) + (64 << 20))
     results: dict[str, Any] = {}
     with cache_server(shape) as (settings, url):
         for name, trips in (("empty_lookup", round_trips(url)), ("zmq_echo", raw_round_trips())):

@@ -40,16 +40,16 @@ _OBJECTS = 16
 """Chunks of a round."""
 
 
-def room(objects: int, payload: int) -> ByteSize:
+def room(objects: int, payload: int) -> int:
     """Memory for so many objects, in whole pages each."""
-    return ByteSize(objects * -(-(payload + TRAILER_BYTES) // PAGE) * PAGE)
+    return objects * -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
 
 
 @contextlib.contextmanager
 def opened(tiers: Sequence[StorageTier], payload: int, *, staging: int = 8) -> Iterator[StorageBackend]:
     """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition."""
     transfer = TransferSettings(staging_size=room(staging, payload))
-    settings = NodeSettings(master="none", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
+    settings = NodeSettings(master="", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
     with contextlib.closing(open_backend(settings, payload)) as backend:
         backend.wait_available(30)
         yield backend

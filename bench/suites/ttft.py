@@ -43,7 +43,7 @@ from pd_cache.cluster import (
     dump_config,
 )
 from pd_cache.config import CacheConfig
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
 CHUNK, BLOCK = 256, 128
@@ -167,14 +167,14 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
     """Returns what starts nodes with pd-cache's connector."""
     config = ClusterConfig(
         name="bench",
-        transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
+        transfer=TransferSettings(staging_size=512 << 20),
         cache=CacheConfig(),
         engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=ENV),
         connector=ConnectorConfig(),
         nodes=(
             master,
-            PrefillNode(name="a", segment_size=ByteSize(0)),
-            DecodeNode(name="b", segment_size=ByteSize(0)),
+            PrefillNode(name="a", segment_size=0),
+            DecodeNode(name="b", segment_size=0),
         ),
     )
     file = folder / "cluster.yaml"
@@ -304,7 +304,7 @@ def main(
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
     # all prompts of one connector, which may store what windows have passed, too, and as much again
-    pool = ByteSize(2 * (rounds + 1) * sum(lengths) * _KV_BYTES)
+    pool = 2 * (rounds + 1) * sum(lengths) * _KV_BYTES
     found, checks = Figures(lengths), []
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar, ExitStack() as stack:
         folder = Path(name)

@@ -44,7 +44,7 @@ from pd_cache.cluster import (
     VllmEngineConfig,
     dump_config,
 )
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 STREAM: tuple[Literal["never", "always"], ...] = ("never", "always")
 PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnector"}
@@ -120,13 +120,13 @@ Ask = Callable[[Sequence[int]], tuple[float, float]]
 
 @contextmanager
 def ours(
-    model: Path, flags: dict[str, Any], places: tuple[Place, Place], pool: ByteSize, folder: Path
+    model: Path, flags: dict[str, Any], places: tuple[Place, Place], pool: int, folder: Path
 ) -> Iterator[tuple[dict[str, Ask], OpenAIServer]]:
     """Yields how to ask, for each value of `handoff.stream`, and the decode node."""
-    (here, there), none = places, ByteSize(0)
+    (here, there), none = places, 0
     config = ClusterConfig(
         name="bench",
-        transfer=TransferSettings(staging_size=ByteSize(512 << 20)),
+        transfer=TransferSettings(staging_size=512 << 20),
         engine=VllmEngineConfig(model=str(model), name="bench", args=flags),
         proxy=ProxyConfig(direct_tokens=0),
         supervisor=SupervisorConfig(ready_timeout_s=READY_S, stop_grace_s=30),
@@ -215,7 +215,7 @@ def measure_handoffs(
     rng = random.Random(0)
     found: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     flags = {**flags, "max-num-batched-tokens": STEP}
-    pool = ByteSize(len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4)
+    pool = len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4
 
     def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
         for number in range(rounds + 1):

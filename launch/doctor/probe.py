@@ -24,7 +24,7 @@ from launch.status import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from pd_cache.config import NodeSettings
-from transfer import ByteSize, MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
+from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
 
@@ -225,8 +225,8 @@ def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[Mooncake
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,
-        segment_size=ByteSize(0),
-        staging_size=ByteSize(_OBJECT * _OBJECTS),
+        segment_size=0,
+        staging_size=_OBJECT * _OBJECTS,
         prefault=True,
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
         breaker=BreakerSettings(failures=1_000_000),  # one segment's failure says nothing about the next

@@ -32,12 +32,11 @@ from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from transfer.errors import Status
-from transfer.settings import ByteSize
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 Pinned = Callable[[str], Container[bytes]]
 """Returns the chunks that a tenant's pins keep."""
-_GONE = TenantConfig(pins=ByteSize(0))
+_GONE = TenantConfig(pins=0)
 LOOK_S = 0.1
 """How often `Tenants.remove` is to be called."""
 _LEASED_S = 15.0

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pd_cache.cluster import decode_custom, tier_problems
+from pd_cache.cluster import tier_problems
 from pd_cache.config import (
     CacheConfig,
     LineOrEmpty,
@@ -21,7 +21,7 @@ from pd_cache.config import (
 )
 from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import Bytes, ByteSize, TransferSettings, decode_custom
 
 
 class AdapterOptions(Section, frozen=True, kw_only=True):
@@ -92,10 +92,10 @@ def weights_of(model: str, where: str) -> str:
 class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
     """`adapter_params` of the L2 adapter's JSON (`lmcache`)."""
 
-    part_size: ByteSize | None = None
+    part_size: Bytes | None = None
     """The most bytes of one object in the pool; all that share a namespace need the same. A larger object of LMCache's is cut into parts."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many stores, and how many loads, run at the same time."""
-    capacity: ByteSize = ByteSize(0)
+    capacity: Bytes = ByteSize(0)
     """How many bytes of its own LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves
     eviction to the pool."""

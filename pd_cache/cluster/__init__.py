@@ -5,7 +5,6 @@ from __future__ import annotations
 from pd_cache.cluster.checks import Problem, tier_problems
 from pd_cache.cluster.reader import (
     Source,
-    decode_custom,
     dump_config,
     load_config,
     parse_config,
@@ -90,7 +89,6 @@ __all__ = [
     "TenantConfig",
     "TlsConfig",
     "VllmEngineConfig",
-    "decode_custom",
     "decode_record",
     "differences",
     "dump_config",

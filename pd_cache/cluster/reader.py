@@ -1,7 +1,7 @@
 """Reads the file strictly. Only this module knows YAML, and nothing here reads the environment.
 
-An unknown key, a value of the wrong type or a combination that cannot work raises one error. Its message names file, line, key path, value
-and what is allowed.
+Unknown keys, values of the wrong type and combinations that cannot work raise one error. Its message has a line for each: file, line, key
+path, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 from pd_cache.cluster.checks import KeyPath, Problem, consistency_problems
 from pd_cache.cluster.schema import ClusterConfig, TenantConfig, TenantsFile
 from pd_cache.errors import ConfigError
-from transfer.settings import ByteSize
+from transfer.settings import decode_custom
 
 T = TypeVar("T")
 
@@ -79,6 +79,10 @@ _NUMBERS = {
 }
 _SHOWN = 120
 """The most characters of a value in a message."""
+_MOST = 20
+"""The most problems in a message."""
+_TIMES = {"ms": "milliseconds", "s": "seconds"}
+"""The unit that the end of a key says."""
 
 
 class Source:
@@ -89,8 +93,14 @@ class Source:
         self.tree = tree
         self._lines = lines
 
-    def error(self, problem: Problem) -> ConfigError:
-        """Returns the problem as one message: `file:line: key.path: value: what is allowed`."""
+    def error(self, *problems: Problem) -> ConfigError:
+        """Returns the problems as one message, a line each: `file:line: key.path: value: what is allowed`."""
+        lines = [self._line(problem) for problem in problems[:_MOST]]
+        if len(problems) > _MOST:
+            lines.append(f"{self.file}: {len(problems) - _MOST} more problems")
+        return ConfigError("\n".join(lines))
+
+    def _line(self, problem: Problem) -> str:
         path = problem.path
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), 1)
         value = self.tree
@@ -100,11 +110,11 @@ class Source:
             except (KeyError, IndexError, TypeError):
                 value = None
         shown = "" if value is None or isinstance(value, (dict, list)) else f" {_shortened(repr(value))}:"
-        return ConfigError(f"{self.file}:{line}: {_shown_path(path)}:{shown} {problem.message}")
+        return f"{self.file}:{line}: {_shown_path(path)}:{shown} {problem.message}"
 
 
 def load_config(file: str | Path) -> ClusterConfig:
-    """Reads and checks a cluster's file. Raises ConfigError, with one message for the user, if the file cannot be used."""
+    """Reads and checks a cluster's file. Raises ConfigError, with all problems, if the file cannot be used."""
     return read_config(file)[0]
 
 
@@ -128,8 +138,8 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
     if source.tree is None:
         raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
     config = _converted(source, ClusterConfig)
-    for problem in consistency_problems(config):
-        raise source.error(problem)
+    if problems := list(consistency_problems(config)):
+        raise source.error(*problems)
     return config, source
 
 
@@ -142,21 +152,12 @@ def _converted(source: Source, kind: type[T]) -> T:
     try:
         return msgspec.convert(source.tree, kind, dec_hook=decode_custom)
     except msgspec.ValidationError:
-        wrong = _first_problem(kind, source.tree, ())
-        assert wrong is not None, "a tree that cannot be converted has a problem"
-        raise source.error(wrong) from None
+        raise source.error(*_problems(kind, source.tree, ())) from None
 
 
 def dump_config(config: ClusterConfig) -> str:
     """Returns the configuration as YAML text. `load_config` reads it back as an equal configuration."""
     return str(yaml.safe_dump(msgspec.to_builtins(config, enc_hook=str), sort_keys=False))
-
-
-def decode_custom(kind: type, value: object) -> object:
-    """Converts values of the types that a file may hold besides the built-in ones: msgspec's `dec_hook`."""
-    if kind is ByteSize:
-        return ByteSize.parse(value)
-    raise NotImplementedError(kind)  # says to msgspec that the type is not one of ours
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
@@ -220,11 +221,11 @@ def _shortened(text: str) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-# --- the first problem of a tree that is no configuration --------------------------------------------------------------
+# --- the problems of a tree that is no configuration --------------------------------------------------------------------
 
 
-def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
-    """Returns the first problem that keeps a value of the file, or a part of it, from being a `kind`; None if there is none.
+def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
+    """Yields what keeps a value of the file from being a `kind`.
 
     Each part of a value is converted by itself, so the path of a problem is known without parsing msgspec's messages. Messages about a
     single value are passed on.
@@ -232,53 +233,56 @@ def _first_problem(kind: Any, value: Any, path: KeyPath) -> Problem | None:
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
+        inside = list(_problems_inside(kind, value, path))
         said = str(error)
-        return _problem_inside(kind, value, path) or Problem(
-            path, _in_words(kind, value) or said[0].lower() + said[1:400]
-        )
-    return None
+        yield from inside or [Problem(path, _in_words(kind, value, path) or said[0].lower() + said[1:400])]
 
 
-def _problem_inside(kind: Any, value: Any, path: KeyPath) -> Problem | None:
-    """Returns the first problem of a part of a value."""
+def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     allowed = list(_alternatives(kind))
     structs = [one for one in allowed if isinstance(one, type) and issubclass(one, msgspec.Struct)]
     if structs and isinstance(value, dict):
-        return _problem_in_section(structs, value, path)
-    parts: list[tuple[Any, Any, KeyPath]] = []
+        yield from _problems_in_section(structs, value, path)
+        return
     for one in allowed:
         if isinstance(value, dict) and typing.get_origin(one) is dict:
             names, values = typing.get_args(one)
             for key, part in value.items():
-                parts += (names, key, path), (values, part, (*path, key))
+                yield from _problems(names, key, path)
+                yield from _problems(values, part, (*path, key))
         elif isinstance(value, list) and typing.get_origin(one) in (list, tuple):
-            parts = [(typing.get_args(one)[0], part, (*path, index)) for index, part in enumerate(value)]
-    return next((problem for part in parts if (problem := _first_problem(*part))), None)
+            for index, part in enumerate(value):
+                yield from _problems(typing.get_args(one)[0], part, (*path, index))
 
 
-def _problem_in_section(structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath) -> Problem | None:
-    """Returns the first problem of a mapping that should be one of `structs`. The mapping's tag says which one."""
+def _problems_in_section(
+    structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath
+) -> Iterator[Problem]:
+    """Yields the problems of a mapping that should be one of `structs`. The mapping's tag says which one."""
     tag = structs[0].__struct_config__.tag_field
-    if tag is not None and tag in value:
-        named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
-        if not named:
-            return Problem((*path, tag), _one_of([str(one.__struct_config__.tag) for one in structs], value[tag]))
-        structs = named
     keys = dict.fromkeys(name for struct in structs for name in struct.__struct_encode_fields__)
     allowed = [*([tag] if tag else []), *keys]
-    if tag is not None and tag not in value:
-        return _missing(tag, allowed, value, path)
+    if tag is not None:
+        if tag not in value:
+            yield _missing(tag, allowed, value, path)
+            return
+        named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
+        if not named:
+            yield Problem((*path, tag), _one_of([str(one.__struct_config__.tag) for one in structs], value[tag]))
+            return
+        allowed = [tag, *named[0].__struct_encode_fields__]
+        structs = named
     fields = {field.encode_name: field for field in msgspec.structs.fields(structs[0])}
     for key, part in value.items():
-        if key not in allowed:
-            if gone := REMOVED.get(_written(path, value, key)):
-                return Problem((*path, key), gone)
+        if key in fields:
+            yield from _problems(fields[key].type, part, (*path, key))
+        elif key != tag:
             hint = _near(key, allowed, "; did you mean {}?")
-            return Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
-        if key in fields and (problem := _first_problem(fields[key].type, part, (*path, key))):
-            return problem
-    absent = [name for name, field in fields.items() if field.required and name not in value]
-    return _missing(absent[0], allowed, value, path) if absent else None
+            unknown = f"unknown key{hint} (allowed here: {', '.join(allowed)})"
+            yield Problem((*path, key), REMOVED.get(_written(path, value, key), unknown))
+    for name, field in fields.items():
+        if field.required and name not in value:
+            yield _missing(name, allowed, value, path)
 
 
 def _written(path: KeyPath, section: dict[str, Any], key: str) -> str:
@@ -292,9 +296,12 @@ def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath)
     return Problem(path, f"the key {key} is missing{hint} (allowed here: {', '.join(allowed)})")
 
 
-def _in_words(kind: Any, value: Any) -> str | None:
+def _in_words(kind: Any, value: Any, path: KeyPath) -> str | None:
     """Returns what is allowed in place of a value, if the schema says more than msgspec does; otherwise None."""
     allowed = list(_alternatives(kind))
+    unit = _TIMES.get(str(path[-1]).rpartition("_")[2]) if path else None
+    if unit and isinstance(value, str):
+        return f"must be a number of {unit}, without a unit"
     bounds = [one for one in allowed if isinstance(one, msgspec.Meta)]
     for one in allowed:
         if typing.get_origin(one) is Literal:

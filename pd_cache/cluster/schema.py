@@ -18,7 +18,7 @@ from pd_cache.config import (
     TracingConfig,
 )
 from pd_cache.runtime import runtime_folder
-from transfer.settings import ByteSize, Positive, TransferSettings
+from transfer.settings import Bytes, ByteSize, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -86,6 +86,7 @@ class RandomModel(Section, frozen=True, kw_only=True):
     kv_heads: Positive = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads: {self.heads} must divide hidden_size {self.hidden_size} and be a multiple of "
@@ -232,7 +233,7 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     """A node that only gives memory to the pool."""
 
-    segment_size: ByteSize
+    segment_size: Bytes
     port: Port = 0
     """Its segment is named `host:port`. Nothing listens there."""
     metrics_port: Port | None = None
@@ -243,7 +244,7 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     port: Port = 0
     cache_server: Name | None = None
     """The cache-server node, on the same host, that holds this engine's cache. Without one, the engine has its own cache."""
-    segment_size: ByteSize | None = None
+    segment_size: Bytes | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""
     args: Arguments = msgspec.field(default_factory=dict)
     """vLLM: flags of this node alone. They override `engine.args`."""
@@ -271,7 +272,7 @@ class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_fiel
     url: ServerUrl = ""
     """The address at which engines reach it. Empty means a socket in the user's runtime folder, named after the cluster."""
     metrics_port: Port = 0
-    segment_size: ByteSize | None = None
+    segment_size: Bytes | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""
 
 
@@ -320,6 +321,7 @@ class TlsConfig(Section, frozen=True, kw_only=True):
     key_file: Line | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError("`cert_file` and `key_file` go together")
 
@@ -337,6 +339,7 @@ class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="e
     tls: TlsConfig | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.user is None) != (self.password_file is None):
             raise ValueError("`user` and `password_file` go together")
 
@@ -374,14 +377,15 @@ class HintsConfig(Section, frozen=True, kw_only=True):
 class TenantConfig(Section, frozen=True, kw_only=True):
     """What a tenant may have; None for as much as there is. Of several proxies, each grants an equal part of the bytes."""
 
-    quota: ByteSize | None = None
+    quota: Bytes | None = None
     """How much of the pool. Beyond it, the tenant's own chunks that were not used for longest are removed."""
-    pins: ByteSize | None = None
+    pins: Bytes | None = None
     """How much of the pool its pins may keep; None for its quota."""
     max_requests: Positive | None = None
     """The most requests in flight at a proxy. One more is answered 429 with Retry-After."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.quota is not None and (self.pins or 0) > self.quota:
             raise ValueError("`pins` must not be more than `quota`")
 
@@ -401,7 +405,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     max_requests: Positive = 1024
     """The most requests in flight. One more is answered 503 with Retry-After. Each takes up to four of the files that a process may open."""
-    body_memory: ByteSize = ByteSize(512 << 20)
+    body_memory: Bytes = ByteSize(512 << 20)
     """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the decode node's answer begins. A
     quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
@@ -410,7 +414,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
     index_blocks: Positive = 4_000_000
     """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
-    load_bytes: ByteSize = ByteSize(1 << 20)
+    load_bytes: Bytes = ByteSize(1 << 20)
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
     hints: HintsConfig = HintsConfig()
     api_keys_file: Line | None = None
@@ -430,6 +434,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """How long requests in flight may go on after the proxy was told to stop."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.tenants_file is not None and (self.api_keys_file is None or self.direct_tokens == 0):

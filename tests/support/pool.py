@@ -281,7 +281,7 @@ class Pool:
         """What a client of this pool needs, with small buffers, and with `PATIENT` deadlines unless told otherwise."""
         import msgspec
 
-        from pd_cache.cluster import decode_custom
+        from transfer.settings import decode_custom
 
         options = {"staging_size": "16MiB", "prefault": False, "timeouts": PATIENT, **(transfer or {})}
         return NodeSettings(

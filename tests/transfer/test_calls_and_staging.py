@@ -15,7 +15,7 @@ from tests.support.made import made
 from tests.support.waiting import wait_for
 from transfer.calls import Call, CallThreads
 from transfer.errors import Status, TransferError, status_of
-from transfer.settings import ByteSize
+from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import Quota, Slot, StagingPool, mapping_at, prefault_segment
 
 PAGE = 4096
@@ -357,17 +357,21 @@ def test_codes_mean_what_mooncake_says() -> None:
     ("text", "size"),
     [
         *[("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("1GB", 10**9), (77, 77), ("9", 9)],
+        *[(text, 64 << 30) for text in ("64G", "64Gi", "64 GiB", "64g")],
         *[(text, None) for text in ("4Gib3", "-1", -1, True, None, "GiB", "1 apple", 1.5)],
     ],
 )
 def test_sizes_are_read_with_their_units_and_others_refused(text: object, size: int | None) -> None:
     if size is not None:
-        assert ByteSize.parse(text) == size
+        assert ByteSize(text) == size
+        assert TransferSettings(staging_size=text).staging_size == size
     else:
         with pytest.raises(ValueError, match="expected a size"):
-            ByteSize.parse(text)
+            ByteSize(text)
+        with pytest.raises(ValueError, match=r"staging_size: .* a size such as 512MiB"):
+            TransferSettings(staging_size=text)
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_a_size_reads_back_from_its_own_text(size: int) -> None:
-    assert ByteSize.parse(str(ByteSize(size))) == size
+    assert ByteSize(str(ByteSize(size))) == size

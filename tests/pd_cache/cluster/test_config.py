@@ -13,11 +13,14 @@ import pytest
 
 from pd_cache.cluster import (
     ClusterConfig,
+    StoreNode,
     dump_config,
     load_config,
     parse_config,
 )
+from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import ConfigError
+from transfer.settings import Timeouts, TransferSettings
 
 GOOD = """\
 name: test
@@ -43,7 +46,7 @@ def refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert all(line.startswith("c.yaml") for line in str(caught.value).splitlines())
 
 
 def test_a_good_file_is_read_with_its_defaults() -> None:
@@ -111,6 +114,7 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
     [
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("chunk_size: 256", "chunk_size: big", "cache.chunk_size: 'big': must be auto, or a whole number of at least 1"),
+        ("segment_size: 1GiB", "timeouts: {exist_ms: 500ms}", "transfer.timeouts.exist_ms: '500ms': must be a number of milliseconds, without a unit"),
         ("size: 256", "size: 100", "cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112"),
         ("chunk_size: 256", "hash_mode: blocks", "the reference engine has no block hashes; use tokens"),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
@@ -145,6 +149,25 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, 
     refused(GOOD.replace(old, new, 1), message)
 
 
+def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_come_before_those_of_the_whole_file() -> (
+    None
+):
+    text = GOOD.replace("chunk_size: 256", "chunk_size: big, chunk_sise: 1").replace("port: 8000", "prt: 8000")
+    with pytest.raises(ConfigError) as caught:
+        load(text.replace("role: prefill", "role: prefil"))
+    places = [line.split(": ")[:2] for line in str(caught.value).splitlines()]
+    assert places == [
+        ["c.yaml:3", "cache.chunk_size"], ["c.yaml:3", "cache.chunk_sise"],
+        ["c.yaml:9", "nodes[1].role"], ["c.yaml:11", "nodes[3].prt"],
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load(GOOD.replace("size: 256", "size: 100").replace("name: d0", "name: p0"))
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["nodes[2].name", "cache.chunk_size"]
+    with pytest.raises(ConfigError) as caught:
+        load("".join(f"key-{n}: 1\n" for n in range(50)))
+    assert len(str(caught.value).splitlines()) == 21, "it is bounded"
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -160,7 +183,7 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, 
         ),
         ("proxy: {drain_s: 10}", "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s"),
         ("proxy: {request_timeout_s: 60}", "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s"),
-        ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': expected `float`, got `str`"),
+        ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': must be a number of seconds, without a unit"),
         (
             "cache: {tiers: [{kind: local, capacity: 1MiB, device: cuda}]}",
             "cache.tiers[0].device: 'cuda': went in 0.2.0: the tier is always in this machine's memory",
@@ -313,7 +336,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
             load_config(tmp_path / file)
 
 
-def test_a_file_with_changes_at_random_is_read_or_refused_in_one_line() -> None:
+def test_a_file_with_changes_at_random_is_read_or_refused_in_lines_that_say_where() -> None:
     rng = random.Random(0)
     text = "\n".join(line.partition("#")[0] for line in CONFIGS[0].read_text().splitlines())
     words = [*re.findall(r"\S+", text), "010", "1e999", "[", "{", "*a", "&a", "null", "~", "'", "\x1b", "é"]
@@ -326,13 +349,31 @@ def test_a_file_with_changes_at_random_is_read_or_refused_in_one_line() -> None:
         try:
             config = load("\n".join(map(" ".join, lines)))
         except ConfigError as error:
-            messages.append(str(error))
+            messages += str(error).splitlines()
         else:
             assert load(dump_config(config)) == config
             read += 1
     assert read > 0
     assert len(messages) > 30
     assert [message for message in messages if not re.fullmatch(r"c\.yaml(:\d+)?: .{1,2900}", message)] == []
+
+
+def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file() -> None:
+    settings = NodeSettings(
+        master="10.0.0.1:50051", segment_size="64Mi", transfer=TransferSettings(staging_size="1 GiB")
+    )  # type: ignore[arg-type]
+    assert (settings.segment_size, settings.transfer.staging_size) == (64 << 20, 1 << 30)
+    for make, message in (
+        (lambda: NodeSettings(master="nonsense"), "master: 'nonsense': must be an address such as 10.0.0.1:50051"),
+        (lambda: Timeouts(exist_ms=0), "exist_ms: 0: Expected `int` >= 1"),
+        (lambda: TransferSettings(protocol="udp"), "protocol: 'udp': Invalid enum value"),
+        (lambda: TransferSettings(metadata="nonsense"), "metadata: 'nonsense' is neither"),
+        (lambda: CacheConfig(tiers=()), "tiers: (): Expected `array` of length >= 1"),
+        (lambda: StoreNode(name="s", segment_size=-1), "segment_size: -1: expected a size"),
+        (lambda: msgspec.structs.replace(settings, master="x"), "master: 'x': must be an address"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
 
 
 def test_segments_that_the_file_does_not_name_may_have_registered() -> None:
