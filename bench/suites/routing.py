@@ -178,9 +178,9 @@ def simulate(
         for url, node in fleet.items():
             known[url] = cache = KnownCache(lambda: sys.maxsize)
             cache.fingerprint = _SPACE
-            cache.apply([EventBatch(0.0, [])])
+            cache.ranks[0].apply([EventBatch(0.0, [])])
             if router != "events":  # the router looks into the cache itself
-                cache._sets["GPU"] = node.cache  # type: ignore[assignment]
+                cache.ranks[0]._sets["GPU"] = node.cache  # type: ignore[assignment]
         pool.know(known)
     time, queueing, waited = SimulatedTime(), list[float](), list[tuple[float, Request, int]]()
     hit = total = 0
@@ -209,7 +209,7 @@ def simulate(
                     events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
                 if node.cache.gone:
                     events.append(RemovedEvent([*node.cache.gone], "GPU"))
-                time.call_at(time.now + _LAG_S, partial(known[url].apply, [EventBatch(time.now, events)]))
+                time.call_at(time.now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(time.now, events)]))
             done.close()
 
     def arrive() -> Process:

@@ -25,6 +25,7 @@ from pd_cache.cluster import (
 )
 from pd_cache.cluster.checks import ELECTION_S
 from pd_cache.cluster.machine import port_of
+from pd_cache.cluster.schema import data_parallel
 from pd_cache.errors import ConfigError
 from transfer.settings import mooncake_version
 
@@ -96,7 +97,10 @@ def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord
         else:
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
-    events, replays = config.event_addresses(node) or (None, None)
+    ranks: list[tuple[str, str]] = []
+    if isinstance(node, EngineNode) and node.events_port:
+        ranks = [config.event_addresses(node, rank) for rank in data_parallel(config.engine, node)[1]]
+    events, replays = ranks[0] if ranks else (None, None)
     metrics_port: int | None = getattr(node, "metrics_port", None)
     return NodeRecord(
         name=node.name,
@@ -110,6 +114,7 @@ def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord
         capacity=capacity,
         events=events,
         replays=replays,
+        ranks=tuple(ranks[1:]),
         version=pd_cache.__version__,
     )
 

@@ -72,8 +72,8 @@ def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Pa
         arguments.setdefault("otlp-traces-endpoint", traces)
         # vLLM would send over gRPC, which is another port of a collector
         env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}", **env}
-    if (events := config.event_addresses(node)) is not None:
-        stream, replay = events
+    if node.events_port:
+        stream, replay = config.event_addresses(node)
         # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
         if stream.startswith("tcp:"):
             stream = f"tcp://*:{stream.rpartition(':')[2]}"

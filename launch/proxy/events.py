@@ -4,7 +4,7 @@ A block is known by 64 bits of its hash. A node's blocks are a set for each medi
 about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are not noted, until others are removed. A
 hash is of the whole prefix, so the number of leading blocks that are in a set is how much of a prompt a node has.
 
-`KnownCache.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read while it grows gives an answer
+`KnownRank.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read while it grows gives an answer
 that was true a moment ago.
 
 The form of `/query` is that of Mooncake Conductor's indexer API. A request is `{"model": "NAME", "token_ids": [1, 2, 3], "cache_salt": "…",
@@ -14,7 +14,8 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -52,8 +53,8 @@ _TENANT = "default"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class KnownCache:
-    """What one node's own cache holds, and what requests under way are about to put there."""
+class KnownRank:
+    """What the cache of one data-parallel rank of a node holds."""
 
     def __init__(self, room: Callable[[], int]) -> None:
         """`room()`: how many more blocks may be noted, of all caches together."""
@@ -62,14 +63,10 @@ class KnownCache:
         """The blocks in each medium."""
         self._partial: set[int] = set()
         """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about prefixes."""
-        self._under_way: dict[int, int] = {}
-        """Blocks of prompts that were sent to the node and are not answered yet, and of how many."""
-        self.fingerprint: str | None = None
-        """That of the namespace in which the node names its blocks, if that is known."""
         self.ready = False
-        """Whether anything has come from the node since its blocks were last forgotten. Until then nothing is known of its cache."""
+        """Whether anything has come from the rank since its blocks were last forgotten. Until then nothing is known of its cache."""
         self.unnameable = False
-        """Whether the node's hashes cover tokens behind a block, so that no prompt could be found among them: its blocks are not noted."""
+        """Whether its hashes cover tokens behind a block, so that no prompt could be found among them: its blocks are not noted."""
 
     def __len__(self) -> int:
         return sum(map(len, list(self._sets.values())))
@@ -104,30 +101,51 @@ class KnownCache:
             blocks = [block for block in blocks if block not in known][:room]
         known.update(blocks)
 
-    def knows(self, prompt: NamedPrompt | None) -> bool:
-        """Returns whether the node's events say how much of the prompt it has."""
-        known = self.ready and not self.unnameable
-        return known and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
-
     def media(self, prompt: NamedPrompt) -> dict[str, int]:
-        """Returns how many tokens of the prompt's beginning the node has, by medium."""
+        """Returns how many tokens of the prompt's beginning the rank has, by medium."""
         return {
             medium: leading(prompt.blocks, known) * prompt.block_tokens
             for medium, known in list(self._sets.items())  # the subscriber's thread may add one
         }
 
-    def tokens(self, prompt: NamedPrompt) -> int:
-        """Returns how many tokens of the prompt's beginning the node has, in any medium, or will have when the requests under way are
-        done."""
-        sets, under_way = list(self._sets.values()), self._under_way
+    def blocks(self, prompt: NamedPrompt, under_way: Container[int]) -> int:
+        """Returns how many blocks of the prompt's beginning are in any medium, or under way."""
+        sets = list(self._sets.values())
         if len(sets) == 1 and not under_way:
-            return leading(prompt.blocks, sets[0]) * prompt.block_tokens
+            return leading(prompt.blocks, sets[0])
         count = 0
         for block in prompt.blocks:
             if block not in under_way and not any(block in known for known in sets):
                 break
             count += 1
-        return count * prompt.block_tokens
+        return count
+
+
+class KnownCache:
+    """What the caches of one node's data-parallel ranks hold, and what requests under way are about to put there.
+
+    vLLM chooses the rank of a request by its load alone. So what a node is said to have is what it may find."""
+
+    def __init__(self, room: Callable[[], int], ranks: int = 1) -> None:
+        """`room()`: how many more blocks may be noted, of all caches together."""
+        self.ranks = tuple(KnownRank(room) for _ in range(ranks))
+        self._under_way: dict[int, int] = {}
+        """Blocks of prompts that were sent to the node and are not answered yet, and of how many."""
+        self.fingerprint: str | None = None
+        """That of the namespace in which the node names its blocks, if that is known."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranks))
+
+    def knows(self, prompt: NamedPrompt | None) -> bool:
+        """Returns whether the node's events say how much of the prompt it has."""
+        known = any(rank.ready for rank in self.ranks) and not any(rank.unnameable for rank in self.ranks)
+        return known and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
+
+    def tokens(self, prompt: NamedPrompt) -> int:
+        """Returns how many tokens of the prompt's beginning the rank with the most of it has, in any medium, or will have when the requests
+        under way are done."""
+        return max(rank.blocks(prompt, self._under_way) for rank in self.ranks) * prompt.block_tokens
 
     def begin(self, prompt: NamedPrompt) -> Sequence[int]:
         """Notes that the node is about to compute this prompt. Returns what `end` needs."""
@@ -181,10 +199,14 @@ class CacheView:
             nodes[url] = record
             if record.events is None or record.replays is None:
                 continue
-            key = (url, record.instance)
-            caches[key] = cache = self._caches[key] if key in self._caches else KnownCache(self._room)
+            key, ends = (url, record.instance), [(record.events, record.replays), *record.ranks]
+            cache = self._caches.get(key)
+            if cache is None or len(cache.ranks) != len(ends):
+                cache = KnownCache(self._room, len(ends))
+            caches[key] = cache
             cache.fingerprint = record.fingerprint
-            wanted[key] = (EventEndpoints(record.events, record.replays), cache.apply)
+            for number, (rank, addresses) in enumerate(zip(cache.ranks, ends, strict=True)):
+                wanted[(*key, number)] = (EventEndpoints(*addresses), rank.apply)
         self._caches, self._nodes = caches, nodes
         self._subscriber.follow(wanted)
         return {url: cache for (url, _), cache in caches.items()}
@@ -197,27 +219,31 @@ class CacheView:
         a_token = sum(one.chunk_bytes / one.chunk_size for one in namespaces)
         return min(1.0, a_token / self._load_bytes)
 
-    def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, int]]:
-        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning it has in each
-        medium. What the pool holds counts as `CPU`, because it is in the memory of hosts and each of these nodes can load it."""
+    def hits(self, prompt: NamedPrompt) -> dict[str, list[dict[str, int]]]:
+        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning each of its
+        ranks has in each medium. What the pool holds counts as `CPU`, because it is in the memory of hosts and each of these nodes can
+        load it."""
         found = {}
         for url, record in self._nodes.items():
             if record.fingerprint != prompt.fingerprint:
                 continue
             cache = self._caches.get((url, record.instance))
-            media = cache.media(prompt) if cache is not None and cache.knows(prompt) else {}
-            own = {"GPU": 0, "CPU": 0, "DISK": 0} | media
-            found[record.name] = own | {"CPU": max(own["CPU"], prompt.pool_tokens or 0)}
+            ranks = [rank.media(prompt) for rank in cache.ranks] if cache is not None and cache.knows(prompt) else [{}]
+            found[record.name] = [
+                {"GPU": 0, "CPU": 0, "DISK": 0} | media | {"CPU": max(media.get("CPU", 0), prompt.pool_tokens or 0)}
+                for media in ranks
+            ]
         return found
 
     def describe(self) -> dict[str, Any]:
         feeds: Mapping[Hashable, Any] = self._subscriber.describe()
-        known = {key: {"blocks": len(cache), "unnameable": cache.unnameable} for key, cache in self._caches.items()}
-        return {
-            "blocks": self.blocks,
-            "most_blocks": self._most_blocks,
-            "publishers": {key[0]: {**one, **feeds.get(key, {})} for key, one in known.items()},
-        }
+        publishers = {}
+        for (url, instance), cache in self._caches.items():
+            for number, rank in enumerate(cache.ranks):
+                known = {"blocks": len(rank), "unnameable": rank.unnameable}
+                name = f"{url} rank {number}" if number else url
+                publishers[name] = {**known, **feeds.get((url, instance, number), {})}
+        return {"blocks": self.blocks, "most_blocks": self._most_blocks, "publishers": publishers}
 
     def close(self) -> None:
         self._subscriber.close()
@@ -290,8 +316,13 @@ class CacheQuery:
             sizes = f"{prompt.block_tokens} or {prompt.chunk_tokens}"
             raise ApiError(400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size")
         found: dict[str, dict[str, object]] = {}
-        for name, media in self._caches.hits(prompt).items():
+        for name, ranks in self._caches.hits(prompt).items():
             if query.instance_id in (None, name):
-                longest = max(media.values())
-                found[name] = {"longest_matched": longest, **media, "DP": {"0": longest}}
+                longest = [max(media.values()) for media in ranks]
+                media = {medium: max(one.get(medium, 0) for one in ranks) for medium in dict.fromkeys(chain(*ranks))}
+                found[name] = {
+                    "longest_matched": max(longest),
+                    **media,
+                    "DP": {str(n): one for n, one in enumerate(longest)},
+                }
         return {_TENANT: found}

@@ -21,6 +21,7 @@ from pd_cache.cluster.schema import (
     StoreNode,
     VllmEngineConfig,
     argument,
+    data_parallel,
     tensor_parallel,
 )
 from pd_cache.config import MAX_SHARDS, DiskTier, LocalTier, MooncakeTier, StorageTier
@@ -54,12 +55,13 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         first = names.setdefault(node.name, index)
         if first != index:
             yield Problem(("nodes", index, "name"), f"is also the name of nodes[{first}]; names must be unique")
-        for key, port in _ports(node):
+        for key, port in _ports(config, node):
             if not port:
                 continue  # chosen later
             holder = ports.setdefault((node.host, port), (node.name, key))
             if holder != (node.name, key):
-                yield Problem(("nodes", index, key), f"{holder[0]} already uses this port of {node.host}")
+                which = "this port" if port == getattr(node, key, 0) else f"port {port}"
+                yield Problem(("nodes", index, key), f"{holder[0]} already uses {which} of {node.host}")
         for key, message in _node_problems(config, node):
             yield Problem(("nodes", index, key), message)
     engines = [(index, node) for index, node in enumerate(config.nodes) if isinstance(node, EngineNode)]
@@ -95,12 +97,14 @@ def _master_problems(config: ClusterConfig) -> Iterator[Problem]:
         yield Problem(("nodes",), found)
 
 
-def _ports(node: Node) -> Iterator[tuple[str, int]]:
+def _ports(config: ClusterConfig, node: Node) -> Iterator[tuple[str, int]]:
     """Yields the ports at which a node listens, each with its key."""
     yield from node.ports.items()
     if isinstance(node, EngineNode) and node.events_port:
-        yield "events_port", node.events_port
-        yield "events_port", node.events_port + 1
+        size, ranks = data_parallel(config.engine, node)
+        for rank in ranks:
+            yield "events_port", node.events_port + rank
+            yield "events_port", node.events_port + size + rank
 
 
 def _node_problems(config: ClusterConfig, node: Node) -> Iterator[tuple[str, str]]:
@@ -149,8 +153,11 @@ def _settings_of_an_engine(config: ClusterConfig, node: EngineNode) -> Iterator[
             if getattr(node, key):
                 yield key, "is for vLLM, and engine.kind is reference"
     elif engine is not None and node.events_port:
-        if node.events_port == 65535:
-            yield "events_port", "must be below 65535, because replays are at the next port"
+        if (most := 65536 - 2 * data_parallel(engine, node)[0]) < node.events_port:
+            yield (
+                "events_port",
+                f"must be at most {most}, because each data-parallel rank takes a port, and another for replays",
+            )
         if any(argument(args, "kv-events-config") is not None for args in (node.args, engine.args)):
             yield "events_port", "sets vLLM's kv-events-config, which `args` sets, too; use one of them"
     if node.cache_server is None:

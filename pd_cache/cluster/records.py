@@ -107,6 +107,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """Where it publishes KV events, as an address of ZMQ; None if it publishes none."""
     replays: EventAddress | None = None
     """Where it sends them again."""
+    ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], msgspec.Meta(max_length=1024)] = ()
+    """The same two addresses of its further data-parallel ranks."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     """The version of its Mooncake; empty if it does not say."""

@@ -251,8 +251,8 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     env: Environment = msgspec.field(default_factory=dict)
     """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
     events_port: Port = 0
-    """vLLM: where it publishes which blocks its own cache gets and loses; replays are at the next port. 0 publishes none. A proxy follows
-    these events."""
+    """vLLM: where it publishes which blocks its own cache gets and loses: each data-parallel rank at a port of its own, from this one on, and
+    replays at as many ports behind those. 0 publishes none. A proxy follows these events."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -284,11 +284,25 @@ class ProxyNode(_AnyNode, frozen=True, kw_only=True, tag="proxy"):
 
 def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
     """Returns the tensor-parallel size of a node that runs vLLM."""
-    for args in (node.args, engine.args):
-        value = argument(args, "tensor-parallel-size") or argument(args, "tp")
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1
+    return _number(engine, node, "tensor-parallel-size") or 1
+
+
+def data_parallel(engine: EngineConfig | None, node: EngineNode) -> tuple[int, range]:
+    """Returns the data-parallel size of a node, and the ranks that run on its host."""
+    if not isinstance(engine, VllmEngineConfig):
+        return 1, range(1)
+    size = _number(engine, node, "data-parallel-size") or 1
+    if (rank := _number(engine, node, "data-parallel-rank")) is not None:
+        return size, range(rank, rank + 1)
+    first, local = (_number(engine, node, f"data-parallel-{name}") for name in ("start-rank", "size-local"))
+    first = first or 0
+    return size, range(first, min(size, size if local is None else first + local))
+
+
+def _number(engine: VllmEngineConfig, node: EngineNode, name: str) -> int | None:
+    """Returns a number among the arguments of `vllm serve`; None if it is not set."""
+    found = (argument(args, name) for args in (node.args, engine.args))
+    return next((value for value in found if type(value) is int and value >= 0), None)
 
 
 Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | ProxyNode
@@ -526,19 +540,19 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             cluster = str(self.master.port)
         return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
-    def event_addresses(self, node: Node) -> tuple[str, str] | None:
-        """Returns where a node publishes its KV events, and where it sends them again; None if it publishes none.
+    def event_addresses(self, node: EngineNode, rank: int = 0) -> tuple[str, str]:
+        """Returns where a data-parallel rank of a node publishes its KV events, and where it sends them again. The node has an `events_port`.
 
-        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder.
+        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder. Of the
+        addresses that it gets, vLLM makes a rank's: it adds the rank to the port, or, to an address that has "inproc" in it, `_dpRANK`.
         """
-        port = node.events_port if isinstance(node, EngineNode) else 0
-        if not port:
-            return None
+        port = node.events_port
         if node.host in LOOPBACK:
             digest = zlib.crc32(f"{self.name}/{node.name}".encode())  # the path of a socket has at most 107 bytes
-            stream = f"ipc://{runtime_folder()}/events-{digest:08x}-{port}"
-            return stream, f"{stream}.replay"
-        return f"tcp://{node.host}:{port}", f"tcp://{node.host}:{port + 1}"
+            stream, suffix = f"ipc://{runtime_folder()}/inproc-{digest:08x}-{port}", f"_dp{rank}" if rank else ""
+            return f"{stream}{suffix}", f"{stream}.replay{suffix}"
+        size, _ = data_parallel(self.engine, node)
+        return f"tcp://{node.host}:{port + rank}", f"tcp://{node.host}:{port + size + rank}"
 
     def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
         """Returns the nodes that own a cache and a client of the pool. An engine that names a cache server owns neither."""

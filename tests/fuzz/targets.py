@@ -25,7 +25,7 @@ from launch.masters import MasterHealth, read_copies, read_segments
 from launch.openai import ApiError
 from launch.operate.top import Screen, draw
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
-from launch.proxy.events import KnownCache, read_query
+from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
 from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
@@ -465,7 +465,7 @@ _EVENTS = _PACK(
 
 def _kv_events(data: bytes) -> None:
     batch, _ = kv_events.read_batch(data)
-    order, cache = StreamOrder(), KnownCache(lambda: 100 - len(cache))
+    order, cache = StreamOrder(), KnownRank(lambda: 100 - len(cache))
     steps = [*order.live(0, batch), *order.replayed(2, batch), *order.replay_ended(whole=True)]
     cache.apply(steps)
     assert len(cache) <= 100

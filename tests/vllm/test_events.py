@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from launch.discovery import file_records
-from launch.proxy.events import KnownCache
+from launch.proxy.events import KnownCache, KnownRank
 from launch.proxy.prefixes import PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, load_config, read_about
@@ -30,7 +30,7 @@ def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_repl
 
     ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(0, ends.stream, ends.replay)
-    known = KnownCache(lambda: 1 << 20)
+    known = KnownRank(lambda: 1 << 20)
     try:
         for number in range(6000):
             event = BlockStored(
@@ -65,7 +65,7 @@ def observed(pair: Pair) -> Iterator[Observed]:
         (space,) = spaces(pair.a)
         cache = KnownCache(lambda: 1 << 20)
         cache.fingerprint = space.fingerprint()
-        subscriber.follow({"node": (EventEndpoints(*addresses), cache.apply)})
+        subscriber.follow({"node": (EventEndpoints(*addresses), cache.ranks[0].apply)})
         yield Observed(pair.a, cache, PromptNamer(space), config)
 
 

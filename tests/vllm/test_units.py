@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import random
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,13 @@ import pytest
 import torch
 
 from launch.cli import example_file
-from launch.engines.vllm_command import refused_flags
+from launch.discovery.directory import describe_node
+from launch.engines.vllm_command import refused_flags, vllm_program
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
-from pd_cache.cluster import load_config
+from pd_cache.cluster import ClusterConfig, MasterNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError, UnsupportedModelError
+from pd_cache.events import EventEndpoints, EventSubscriber, Step
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
@@ -38,6 +42,8 @@ from pd_cache.vllm.layers import (
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.steps import StepReport
 from tests.support.names import group
+from tests.support.pool import free_port
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
@@ -61,6 +67,27 @@ def file(tmp_path: Path) -> Path:
 
 def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
     return KVLayout(kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])  # sockets; ports of all addresses
+def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(host: str, tmp_path: Path) -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
+
+    port, *_ = free_port(), free_port(), free_port(), free_port()
+    node = PrefillNode(name="p", host=host, port=5003, events_port=port, args={"data-parallel-size": 2})
+    config = ClusterConfig(nodes=(MasterNode(name="m"), node), engine=VllmEngineConfig(model="m"))
+    argv = vllm_program(config, node, tmp_path / "c.yaml", tmp_path / "n").argv
+    (given,) = (json.loads(one.partition("=")[2]) for one in argv if one.startswith("--kv-events-config="))
+    record = describe_node(config, node, f"http://{host}:5003")
+    addresses, came = [(record.events, record.replays), *record.ranks], [list[Step](), list[Step]()]
+    with closing(EventSubscriber()) as subscriber, ExitStack() as stack:
+        for rank in range(2):
+            publisher = ZmqEventPublisher(rank, given["endpoint"], given["replay_endpoint"])
+            stack.callback(publisher.shutdown)
+            publisher.publish(KVEventBatch(ts=float(rank), events=[AllBlocksCleared()]))
+        subscriber.follow({rank: (EventEndpoints(*addresses[rank]), came[rank].extend) for rank in range(2)})
+        wait_for(lambda: all(came), what="each rank's batch was replayed")
+    assert [one.ts for (one, *_) in came] == [0.0, 1.0]
 
 
 def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:

@@ -49,7 +49,7 @@ def prompt(blocks: list[int], pool_tokens: int = 0) -> NamedPrompt:
 def cache(*events: KvEvent) -> KnownCache:
     made = KnownCache(lambda: 1000)
     made.fingerprint = FINGERPRINT
-    made.apply([EventBatch(1.0, list(events))])
+    made.ranks[0].apply([EventBatch(1.0, list(events))])
     return made
 
 
@@ -70,7 +70,7 @@ def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | F
     known, model = KnownCache(lambda: 1000), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
     known.fingerprint = FINGERPRINT
     for event in happened:
-        known.apply([event if isinstance(event, Forget) else EventBatch(1.0, [event])])
+        known.ranks[0].apply([event if isinstance(event, Forget) else EventBatch(1.0, [event])])
         if isinstance(event, StoredEvent | RemovedEvent):
             medium = event.medium or "GPU"
             if medium in model:
@@ -91,7 +91,7 @@ def test_no_history_takes_more_than_the_room_that_all_share(stored: list[list[in
     caches: list[KnownCache] = []
     caches += [KnownCache(lambda: most - sum(map(len, caches))) for _ in range(3)]
     for number, hashes in enumerate(stored):
-        caches[number % 3].apply([EventBatch(1.0, [StoredEvent(hashes)])])
+        caches[number % 3].ranks[0].apply([EventBatch(1.0, [StoredEvent(hashes)])])
         assert sum(map(len, caches)) <= most
 
 
@@ -104,7 +104,7 @@ def test_hashes_of_either_form_and_prompts_meet() -> None:
 
 def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_taken_for_empty() -> None:
     known = cache(StoredEvent([1, 2], lookahead_token_ids=[[7], [8]]), StoredEvent([3], lookahead_token_ids=[[9]]))
-    assert (len(known), known.unnameable, known.knows(prompt([1, 2]))) == (0, True, False)
+    assert (len(known), known.ranks[0].unnameable, known.knows(prompt([1, 2]))) == (0, True, False)
 
 
 def test_what_is_under_way_counts_until_it_is_answered() -> None:
@@ -247,6 +247,27 @@ async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_pa
         assert await p.query(tenant_id="another") == {}
         assert (await p.query(status=400, block_size=7))["error"]["param"] == "block_size"
         assert (await p.hits(token_ids=[]))["prefill-0"]["longest_matched"] == 0
+
+
+@scenario
+async def test_every_data_parallel_rank_is_followed_and_one_that_is_gone_takes_no_others_blocks_along(tmp_path):
+    async with publishing(tmp_path) as p:
+        ends = EventEndpoints(f"ipc://{tmp_path}/0_dp1", f"ipc://{tmp_path}/0.replay_dp1")
+        nodes = p.c.proxy._pools._view.nodes
+        two = (msgspec.structs.replace(one, ranks=(ends,)) if one.name == "prefill-0" else one for one in nodes)
+        p.c.proxy.update(View(tuple(two)))
+        p.nodes[0].publish(gpu(10))
+        with closing(EventPublisher(ends)) as second:
+            second.publish(gpu(40))
+            await p.knows(10 + 40)
+            found = {"longest_matched": 640, "GPU": 640, "CPU": 0, "DISK": 0, "DP": {"0": 160, "1": 640}}
+            assert (await p.hits())["prefill-0"] == found
+            p.nodes[0].publish([ClearedEvent()])
+            await p.knows(40)
+        await p.knows(0)
+        p.nodes[0].publish(gpu(3))
+        await p.knows(3)
+        assert (await p.hits())["prefill-0"]["DP"] == {"0": 48, "1": 0}
 
 
 @scenario

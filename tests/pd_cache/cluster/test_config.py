@@ -289,12 +289,15 @@ nodes:
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
-        ("max-model-len: 8192", "tp: 1031", "the tensor-parallel sizes cut a chunk into 1031 parts; at most 1024"),
+        ("max-model-len: 8192", "tensor-parallel-size: 1031", "the tensor-parallel sizes cut a chunk into 1031 parts; at most 1024"),
         ("env: ", "args: {served_model_name: x}, env: ", "nodes[1].args.served_model_name: 'x': is set by pd-cache itself"),
         ("max-model-len: 8192", "api-key: [a, b]", "engine.args.api-key: must be a single text: pd-cache passes it to vLLM in VLLM_API_KEY"),
         ("env: ", "args: {api_key: true}, env: ", "nodes[1].args.api_key: True: must be a single text"),
-        ("5570", "65535", "nodes[2].events_port: 65535: must be below 65535"),
-        ("5570", "50050", "nodes[2].events_port: 50050: master already uses this port"),
+        ("5570", "65535", "nodes[2].events_port: 65535: must be at most 65534"),
+        ("events_port: 5570", "events_port: 65533, args: {data-parallel-size: 2}", "events_port: 65533: must be at most 65532, because each"),
+        ("events_port: 5570", "events_port: 50048, args: {data-parallel-size: 2}", "events_port: 50048: master already uses port 50051 of 127.0.0.1"),
+        ("events_port: 5570", "events_port: 50050, args: {data-parallel-size: 2, data-parallel-rank: 1}", "events_port: 50050: master already uses port 50051"),
+        ("5570", "50051", "nodes[2].events_port: 50051: master already uses this port"),
         ("max-model-len: 8192", "kv-events-config: '{}'", "nodes[2].events_port: 5570: sets vLLM's kv-events-config, which `args` sets, too"),
     ],
 )  # fmt: skip
@@ -307,7 +310,9 @@ def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_s
         "cache: {chunk_size: 256}\n" + VLLM.replace("max-model-len: 8192", "block-size: 96"),
         "must be a multiple of engine.args.block-size 96, e.g. 192 or 288",
     )
-    text = VLLM.replace("max-model-len: 8192", "tp: 4").replace("env: ", "args: {tensor-parallel-size: 6}, env: ")
+    text = VLLM.replace("max-model-len: 8192", "tensor-parallel-size: 4").replace(
+        "env: ", "args: {tensor-parallel-size: 6}, env: "
+    )
     assert load(text).shards == 12
     refused(
         "cache: {shards: 6}\n" + text, "cache.shards: 6: must be a multiple of the tensor-parallel size 4 of nodes[2]"
