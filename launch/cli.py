@@ -479,7 +479,6 @@ def pin(**options: Any) -> None:
 
 @main.command()
 @_hint_options
-@click.option("--evict", is_flag=True, help="Remove what only it has of the prompt: it is not needed any more.")
 def release(**options: Any) -> None:
     """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if that changes nothing at any proxy."""
     _send_hint("kv.release", **options)

@@ -42,11 +42,11 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import KnownCache
+from launch.proxy.pins import Client, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.cluster import HintsConfig
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
-from pd_cache.hints import Client, Pin, Pins
 
 Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 Router = Policies | Literal["longest_prefix", "longest_prefix_idle", "random"]

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from launch.http import client_key, fetch, proxy_access
+from launch.proxy.pins import ActionAnswer, HintsAnswer
 from launch.status import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError
-from pd_cache.hints import ActionAnswer, HintsAnswer
 
 _ASK_S = 10.0
 
@@ -49,8 +49,7 @@ def answer_text(answer: ActionAnswer) -> str:
         return f"refused: {answer.reason}"
     clipped = f" ({answer.reason})" if answer.reason else ""
     if answer.released is not None:
-        lost = "" if answer.evicting is None else f"; the pool loses {answer.evicting} tokens{clipped}"
-        return f"{answer.released} released{lost}"
+        return f"{answer.released} released"
     if answer.node:
         return f"{answer.node} loads {answer.in_pool} of {answer.tokens} tokens; for {answer.ttl_s:g} s, its next request goes there{clipped}"
     kept = f"{answer.tokens} tokens for {answer.ttl_s:g} s{clipped}"

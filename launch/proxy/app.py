@@ -124,9 +124,9 @@ class Proxy:
         session = new_session(2 * config.max_requests + 128)
         self.requests.session = session
         checks = check_health(self._pools, session)
-        hints = [_repeat(lambda: self._hints.renew_s, one) for one in (self._hints.renew, self._hints.evict)]
+        hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
         quotas = _repeat(lambda: LOOK_S, partial(self._tenants.remove, self._hints.pins.of))
-        beside = {asyncio.create_task(one) for one in (checks, *hints, quotas)}
+        beside = {asyncio.create_task(one) for one in (checks, hints, quotas)}
         stop_following = self._files.follow()
         try:
             yield

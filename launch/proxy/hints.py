@@ -1,5 +1,5 @@
-"""Hints of clients about the future of prompts: `kv.retain` keeps one in the pool for a while, `kv.release` no longer, and with `evict` has the
-pool lose it; `kv.prefetch` has a decode node load it before its request comes.
+"""Hints of clients about the future of prompts: `kv.retain` keeps a prompt in the pool for a while, `kv.release` ends that, and `kv.prefetch` has
+a decode node load it before its request comes.
 
 The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
 them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
@@ -12,8 +12,6 @@ them again and again, before their leases end. What of a pinned prompt is not in
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
 5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, so one alone takes
    at most half, two a third each, and the next finds room. Chunks are shared out by the same rule, unless a tenant's own bound says how many.
-6. Of a finished branch, the end goes that its client's own requests had, and no pin and no other recent prompt here: when no lease holds it any
-   more, and no request here waits for its first byte with it, unless another asks for it before that.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
-from itertools import chain, islice
-from operator import eq
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,10 +32,7 @@ from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.prefixes import NamedPrompt, leading
-from pd_cache.cluster import HintsConfig
-from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.hints import (
+from launch.proxy.pins import (
     KINDS,
     PROMPTS,
     TARGETS,
@@ -58,7 +50,9 @@ from pd_cache.hints import (
     refused,
     renewal_s,
 )
-from transfer.errors import Status
+from launch.proxy.prefixes import NamedPrompt
+from pd_cache.cluster import HintsConfig
+from pd_cache.decoding import UndecodableError, decode_json
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +65,6 @@ HINTS_S = 5.0
 _LEASE_MS = 10_000
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
-_LEAVES_S = 60.0
-"""How long after a release its chunks may be leased, or still on their way into the pool."""
-_MOST_REMOVED = 4096
-"""How many chunks are removed at a time."""
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
@@ -126,17 +116,9 @@ class Hints:
         self.pins = Pins(config.max_pins)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
-        self._leaving: dict[bytes, float] = {}
-        """Chunks that are to be removed, the next first, and until when that is tried."""
-        self._under_way: dict[ExitStack, Sequence[bytes]] = {}
-        """The chunks of requests under way."""
 
-    def note(self, client: Client, request_id: str, named: NamedPrompt, until: ExitStack) -> None:
-        """Takes in the prompt of a client's request, which is under way until `until` is closed. Hints may name the request later."""
-        self._under_way[until] = named.names
-        until.callback(self._under_way.pop, until)
-        for name in named.names if self._leaving else ():
-            self._leaving.pop(name, None)
+    def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
+        """Takes in the prompt of a client's request. Hints may name the request later."""
         if self.pins:
             names = frozenset(named.names)
             self.pins.end_where(lambda key, pin: pin.once and key[0] == client and pin.target in names)
@@ -201,18 +183,14 @@ class Hints:
         given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            if given.evict and given.action_id:
-                raise ApiError(400, "evict needs the prompt, not the action_id of a pin")
             named = None if given.action_id else await self._target(fields, given, sender)
             last = named and named.names[-1]
             ended = self.pins.end_where(
                 lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
             )
-            leaving = self._leave(client, named) if given.evict and named else None
-            why = ["pins or other recent prompts have all of it, or no recent request of this client"] * (leaving == 0)
-            if not (ended or leaving):
-                raise ApiError(400, "".join(why) or "this client has no such pin at this proxy")
-            return done(action.action_id, why, released=ended, evicting=leaving)
+            if not ended:
+                raise ApiError(400, "this client has no such pin at this proxy")
+            return done(action.action_id, (), released=ended)
         if kind == "kv.prefetch":
             return await self._prefetch(action.action_id, fields, given, sender)
         if given.ttl_s is None:
@@ -233,18 +211,6 @@ class Hints:
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
         return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
-
-    def _leave(self, client: Client, named: NamedPrompt) -> int:
-        """Has the pool lose the end of a client's prompt that only its branch is known to have. Returns how many tokens that is."""
-        names, own, kept = named.names, 0, leading(named.names, frozenset(self.pins.chunks()))
-        for (whose, _), recent in self._recent.items():
-            same = sum(map(eq, names, recent.names))  # names are chained: they agree up to where the prompts part
-            if whose == client and same == len(recent.names):
-                own = max(own, same)  # this prompt, or one that it continues
-            else:
-                kept = max(kept, same)
-        self._leaving |= dict.fromkeys(reversed(names[kept:own]), self._clock() + _LEAVES_S)
-        return max(0, own - kept) * named.chunk_tokens
 
     async def _prefetch(
         self, action_id: str, fields: dict[str, msgspec.Raw], given: HintPayload, sender: Sender
@@ -287,7 +253,7 @@ class Hints:
     def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
         """Returns the request whose prompt an action names. Raises ApiError if it names none."""
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
-        for field in ("ttl_s", "once", "evict", "action_id"):
+        for field in ("ttl_s", "once", "action_id"):
             fields.pop(field, None)
         if self._direct.model is not None:
             fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
@@ -330,18 +296,6 @@ class Hints:
                 self.pins.end_where(lambda key, pin: pin.space != space)
         self._metrics.pinned_objects.set(objects)
         self._show()
-
-    async def evict(self) -> None:
-        """Removes what is to leave the pool, as far as it is neither leased nor of a request under way."""
-        now, pinned = self._clock(), frozenset(self.pins.chunks() if self._leaving else ())
-        self._leaving = {one: until for one, until in self._leaving.items() if until > now and one not in pinned}
-        awaited = frozenset(chain.from_iterable(self._under_way.values()) if self._leaving else ())
-        names = list(islice((one for one in self._leaving if one not in awaited), _MOST_REMOVED))
-        statuses = await self._direct.remove(names, force=False) if names else []
-        for name, status in zip(names, statuses, strict=False):
-            if (until := self._leaving.pop(name, 0.0)) and status is not Status.OK:
-                self._leaving[name] = until  # tried again after the others
-        self._metrics.evicted.inc(statuses.count(Status.OK))
 
     def _is_over(self, key: PinKey, pin: Pin) -> bool:
         return pin.until <= self._clock()

@@ -21,9 +21,9 @@ from typing import NoReturn
 import msgspec
 
 from launch.openai import ApiError, overloaded
+from launch.proxy.pins import Client
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
 from pd_cache.errors import ConfigError
-from pd_cache.hints import Client
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from launch.openai import ApiError
+from launch.proxy.pins import Client
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.hints import Client
 from pd_cache.reasons import KEY, RecentReports, RequestReport, Trip
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -61,7 +61,6 @@ class ProxyMetrics:
         self.pinned_objects = gauge(
             "pd_cache_proxy_pinned_objects", "Objects of these that the pool has; 0 if it does not answer"
         )
-        self.evicted = counter("pd_cache_proxy_evicted_chunks", "Chunks that releases have had removed")
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests",
             "Completions of a tenant; counted is `no` if the prompt could not be named, and does not count for the quota",

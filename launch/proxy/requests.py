@@ -44,12 +44,12 @@ from launch.proxy.nodes import (
     refusal_of,
     send,
 )
+from launch.proxy.pins import Client, fair
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
-from pd_cache.hints import Client, fair
 from pd_cache.reasons import HopReport, RequestReport, Trip
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers
@@ -357,7 +357,7 @@ class Requests:
             self._tenants.note(tenant, named, exchange.until_answered)
             span.note(direct=why or "")
         if named is not None:
-            self._hints.note(exchange.client, exchange.id, named, exchange.until_answered)
+            self._hints.note(exchange.client, exchange.id, named)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 _, exchange.decodes, stream = self._prefetched.pop(last)

@@ -338,7 +338,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             lookup = self._open_lookup(groups, next(iter(known.values())))
         self._scheduler.open(groups, lookup)
         spaces = tuple(one.namespace(cache) for one in groups)
-        self._scheduler.hints.open(sum(one.chunk_bytes for one in spaces), functools.partial(self._open_pool, groups))
         if self._settings.namespace_file is not None:
             self._tell(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
 
@@ -347,11 +346,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams)
-
-    def _open_pool(self, groups: Sequence[CacheMetadata]) -> LookupClient:
-        node, (first, *further) = self._settings.node, groups
-        with on_all_cores():
-            return MooncakeLookupClient(node, first, node.master, further=further, watches=True)
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -377,8 +371,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("on_new_request")
     def on_new_request(self, request: Request) -> None:
-        """Begins to track a request that has arrived, and does what its hints ask for."""
-        self._scheduling().arrived(request)
+        """Begins to track a request that has arrived."""
+        self._scheduling().track(request)
 
     @never_fails("lookup", otherwise=(0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
 from pd_cache.handoff import Handoff
-from pd_cache.hints import HintsAnswer
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
@@ -150,8 +149,6 @@ class TrackedRequest:
         self.may_load = True
         self.at_hand = 0
         """Tokens that vLLM's own cache had."""
-        self.hinted: HintsAnswer | None = None
-        """What became of the hints that came with it."""
         self.outcome = PromptOutcome()
         self.looking = self.loading = NO_SPAN
         """The span of the lookup, while the request waits for what it finds, and of the load under way."""

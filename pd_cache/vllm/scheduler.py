@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,6 @@ from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
-from pd_cache.vllm.hints import EngineHints
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.requests import (
@@ -75,7 +74,6 @@ class SchedulerSide:
         self._outdated = OutdatedRequests()
         self.stores = Stores(plan, self._chunks, self._outdated, metrics, tracing)
         self.streams = Streams(plan, self._chunks, tracing)
-        self.hints = EngineHints(plan.settings.pins, metrics, clock)
         self._namespaces: tuple[str, ...] = ()
         """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
         self._lookup: LookupClient | None = None
@@ -110,8 +108,7 @@ class SchedulerSide:
         self._outdated.bind(manager)
 
     def close(self) -> None:
-        """Closes the lookup client and the adapters, and ends all pins. Idempotent."""
-        self.hints.close()
+        """Closes the lookup client and the adapters. Idempotent."""
         self._adapters.close()
         self._tracing.close()
         lookup, self._lookup = self._lookup, None
@@ -119,16 +116,6 @@ class SchedulerSide:
             lookup.close()
 
     # --- a request's way -----------------------------------------------------------------------------------------
-
-    def arrived(self, request: Request) -> None:
-        """Begins to track a request that has arrived, and does what its hints ask for."""
-        tracked, params = self.track(request), request.kv_transfer_params
-        hints = request.kv_hints or (params.get("kv_hints") if isinstance(params, Mapping) else None)
-        if hints is None and not self.hints.pins:
-            return
-        known = self._chunks.database is not None and self._chunks.nameable(tracked)
-        names = self._chunks.names(tracked, request.num_prompt_tokens // self._chunk) if known else []
-        tracked.hinted = self.hints.take(hints, names, self._chunk)
 
     def track(self, request: Request) -> TrackedRequest:
         """Returns what is known of a request, which may have arrived just now."""
@@ -379,8 +366,6 @@ class SchedulerSide:
             except OSError as error:
                 self.metrics.trouble("report", "not_written", detail=str(error))
         told: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
-        if tracked.hinted is not None:
-            told["kv_hints"] = msgspec.to_builtins(tracked.hinted)
         announced = tracked.handoff.announced
         if announced is not None and announced.prefill is not None:
             told["prefill"] = msgspec.to_builtins(announced.prefill)

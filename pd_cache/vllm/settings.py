@@ -13,7 +13,6 @@ from pd_cache.cluster import (
     ConnectorConfig,
     DecodeNode,
     HandoffConfig,
-    HintsConfig,
     MasterNode,
     PrefillNode,
     VllmEngineConfig,
@@ -21,13 +20,10 @@ from pd_cache.cluster import (
 )
 from pd_cache.config import CacheConfig, NodeSettings, TracingConfig
 from pd_cache.errors import CacheServerError, ConfigError
-from pd_cache.hints import renewal_s
 from pd_cache.server.connection import server_welcome
 
 _CONNECT_S = 10.0
 """How long a server may take to report what its chunks are, if there is no file."""
-_UNKNOWN_ENGINES = 16
-"""By how many engines pins are shared if the file names none."""
 _ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ("prefill", "decode")}
 
 
@@ -48,15 +44,6 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     (`pd_cache.vllm.files`)."""
 
 
-class PinSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be kept in the pool by hints that reach this engine itself."""
-
-    bounds: HintsConfig = HintsConfig()
-    most_bytes: int = 0
-    """An equal part, for each of the file's engines, of what pins may take of the memory that the file's nodes give to the pool."""
-    renew_s: float = 1.0
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The connector's settings, after checks."""
 
@@ -69,7 +56,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The cache server that holds this engine's cache; None for a cache in each worker."""
     namespace_file: str | None = None
     """As in `ExtraConfig`."""
-    pins: PinSettings = PinSettings()
     tracing: TracingConfig = TracingConfig()
     role: str = "vllm"
     name: str = ""
@@ -120,18 +106,10 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         shards=config.shards if isinstance(config.engine, VllmEngineConfig) else config.cache.shards,
         server_url=server_url,
         namespace_file=given.namespace_file,
-        pins=_pins(config),
         tracing=config.tracing,
         role="vllm" if node is None else node.role,
         name="" if node is None else node.name,
     )
-
-
-def _pins(config: ClusterConfig) -> PinSettings:
-    bounds, pool = config.proxy.hints, sum(map(config.segment_size, config.nodes))
-    engines = sum(isinstance(node, PrefillNode | DecodeNode) for node in config.nodes) or _UNKNOWN_ENGINES
-    most = int(pool * bounds.max_share / engines)
-    return PinSettings(bounds=bounds, most_bytes=most, renew_s=renewal_s(config.lease_ttl_ms))
 
 
 def _of_server(given: ExtraConfig) -> Settings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.support.cluster import metric_at
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, HANDOFF_MS, LENGTH, SHARDS, WHOLE, Answer, NewPrompt, PdCacheServer, Reference
@@ -60,24 +59,6 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert (short["computed"], short["reason"]) == (CHUNK - 1, "too_short")
     assert pair.b.metric("vllm:pd_cache_requests_total", reason="too_short") >= 1
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
-
-
-def test_hints_reach_the_connector_in_kv_transfer_params_but_not_in_the_body(pair, new_prompt, vllm_pool):
-    def told(kind: str, field: str, **payload: Any) -> Any:
-        action = {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
-        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
-        sent = {"kv_hints": hints} if field == "kv_hints" else {field: {"kv_hints": hints}}
-        answer = pair.a.store(prompt, 1, **sent).kv_transfer_params or {}
-        return answer["pd_cache"].get("kv_hints", {}).get("actions")
-
-    prompt, asked = new_prompt(LENGTH), lambda: metric_at(vllm_pool.metrics, "master_batch_exist_key_requests_total")
-    assert told("kv.retain", "kv_hints", ttl_s=600) is None, "vLLM's server drops it (docs/hints.md)"
-    (kept,) = told("kv.retain", "kv_transfer_params", ttl_s=600)
-    assert (kept["status"], kept["ttl_s"], kept["tokens"]) == ("accepted", 600, whole_chunks(LENGTH))
-    before = asked()
-    wait_for(lambda: asked() > before)  # nobody else asks: its leases are renewed
-    (ended,) = told("kv.release", "kv_transfer_params")
-    assert ended["released"] == 1
 
 
 def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(pair, plain, new_prompt):

@@ -19,10 +19,10 @@ from launch.engines.reference.cache import FIRST_POLL_S, LONGEST_POLL_S
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission
+from launch.proxy.pins import Client
 from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
-from pd_cache.hints import Client
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _MASTER = MasterNode(name="master")

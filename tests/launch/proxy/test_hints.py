@@ -7,9 +7,8 @@ import io
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -21,10 +20,10 @@ from launch.proxy import requests
 from launch.proxy.direct import Pool
 from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Sender
 from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.pins import Client, HintRefusedError, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
-from pd_cache.hints import Client, HintRefusedError, Pin, Pins
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import (
@@ -193,61 +192,6 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
 
 
 @scenario
-async def test_of_a_finished_branch_only_what_nobody_else_is_known_to_use_leaves_the_pool() -> None:
-    k = Kept()
-    root, a, b = [1] * 2 * CHUNK, [2] * CHUNK, [3] * CHUNK
-
-    async def asked(client: str, *parts: list[int]) -> Sequence[bytes]:
-        """A request with this prompt, which has its first byte."""
-        named = await k.named([*chain(*parts)])
-        with ExitStack() as until_answered:
-            k.hints.note(Client(client), f"{client}-{len(k.hints._recent)}", named, until_answered)
-        return named.names
-
-    async def evict(client: str, *parts: list[int]) -> Any:
-        return await k.ask("kv.release", "x", client, tokens=[*chain(*parts)], evict=True)
-
-    with closing(k.direct):
-        await asked("ann", root)
-        await asked("ann", root, a)
-        names = await asked("ann", root, a, a, a)
-        await asked("ann", root, b)
-        told = await evict("ben", root, a, a, a)
-        assert (told["status"], told["reason"][:14]) == ("refused", "pins or other "), "no prompt of his"
-        assert (await evict("ann", root, a, a, a, a))["evicting"] == 3 * CHUNK, "its fourth turn was no request"
-        assert (await evict("ann", root, a))["status"] == "refused", "the branch has gone on"
-        await k.ask("kv.retain", "p", "ben", tokens=[*root, *a], ttl_s=600)
-        k.client.leased = names[4:]
-        await k.hints.evict()
-        assert k.client.removed.pop() == [names[4], names[3]], "its end first, and not what is pinned"
-        k.client.leased = ()
-        await k.hints.evict()
-        assert k.client.removed.pop() == [names[4]], "once its lease has ended"
-        await k.hints.evict()
-        assert k.client.removed == []
-        assert k.metric("evicted_chunks_total") == 2
-        assert (await evict("ann", root, a, a, a))["evicting"] == 2 * CHUNK
-        await asked("eve", root, a, a, b)
-        await k.hints.evict()
-        assert k.client.removed.pop() == [names[4]], "what is asked for again stays"
-        waits = ExitStack()
-        named = await k.named([*root, *b])
-        k.hints.note(Client("ann"), "r", named, waits)
-        assert (await evict("ann", root, b))["evicting"] == CHUNK, "by a hint that comes with the request itself"
-        await k.hints.evict()
-        assert k.client.removed == [], "its decode node may be about to load it"
-        waits.close()
-        await k.hints.evict()
-        assert k.client.removed.pop() == [named.names[2]]
-        assert (await evict("ann", root, b))["evicting"] == CHUNK
-        k.now = 60.0
-        await k.hints.evict()
-        assert k.client.removed == [], "nothing is tried for longer than a minute"
-        told = await k.ask("kv.release", "p", "ben", tokens=[*root, *a], evict=True)
-        assert (told["status"], told["released"], told["evicting"]) == ("clipped", 1, 0)
-
-
-@scenario
 async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt() -> None:
     k = Kept()
     with closing(k.direct):
@@ -255,10 +199,10 @@ async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_
         for action_id, once in (("used", True), ("kept", False)):
             told = await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once)
             assert told["status"] == "accepted"
-        k.hints.note(Client("ben"), "r", named, ExitStack())
-        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]), ExitStack())
+        k.hints.note(Client("ben"), "r", named)
+        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]))
         assert len(k.hints.pins) == 2
-        k.hints.note(Client("ann"), "r2", named, ExitStack())
+        k.hints.note(Client("ann"), "r2", named)
         assert (await k.ask("kv.release", "x", "ann", action_id="used"))["status"] == "refused"
         assert (await k.ask("kv.release", "x", "ann", action_id="kept"))["released"] == 1
 
@@ -317,9 +261,6 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
         (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named"),
         (message("kv.release", {"action_id": "none"}), "no such pin"),
         (message("kv.release", {"action_id": 7}), "action_id"),
-        (message("kv.release", {"action_id": "none", "evict": True}), "evict needs the prompt, not the action_id"),
-        (message("kv.release", {"tokens": [8] * 256, "evict": True}), "no recent request of this client"),
-        (message("kv.release", {"tokens": IDS, "evict": "yes"}), "evict"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "once": 1}), "once"),
         (message("kv.retain", [1]), "Expected `object`"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, action_id=""), "action_id"),
@@ -427,14 +368,14 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
 def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
     hints = Hints(HintsConfig(), rule(Renewing()), ProxyMetrics())
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
-    hints.note(Client("alice"), "0", long, ExitStack())
+    hints.note(Client("alice"), "0", long)
     for number in range(1100):
-        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]), ExitStack())
+        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]))
     assert len(hints._recent) == 1000
-    hints.note(Client("alice"), "1", long, ExitStack())
-    hints.note(Client("alice"), "1", long, ExitStack())
+    hints.note(Client("alice"), "1", long)
+    hints.note(Client("alice"), "1", long)
     assert hints._recent_chunks == (1 << 16) + 999
-    hints.note(Client("alice"), "2", long, ExitStack())
+    hints.note(Client("alice"), "2", long)
     assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
     hints._direct.close()
 
@@ -469,7 +410,7 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
 
 
 @scenario
-async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_one_token() -> None:
+async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_one_token(monkeypatch) -> None:
     """A model with several layer groups has no streams."""
     windows = msgspec.structs.replace(NAMESPACE, group="1", keeps="a window", tail=1)
     async with pinning(2, POOL._replace(namespaces=(NAMESPACE, windows))) as c:
@@ -477,7 +418,9 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         assert "the pool lacks too much of it" in (await prefetch())["reason"]
         c.proxy._direct._client.found = 768
         c.decode[0].script = c.decode[1].script = [answers(503)]
-        assert "no room" in (await prefetch())["reason"]
+        with monkeypatch.context() as patient:
+            patient.setattr(requests, "_PREFETCH_REFUSED_S", 60.0)
+            assert "no room" in (await prefetch())["reason"]
         assert not c.proxy.requests._prefetched
         c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
         told, again = await asyncio.gather(prefetch(), prefetch())

@@ -19,7 +19,7 @@ from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
-from pd_cache.vllm.settings import PinSettings, Settings
+from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import StepReport
 from tests.support.waiting import Clock
 
@@ -58,7 +58,6 @@ class Request:
     trace_headers: Any = None
     mm_features: list[Any] = field(default_factory=list)
     shared_prefix_boundary: int = 0
-    kv_hints: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -231,7 +230,6 @@ class Scene:
         stores: bool = True,
         dense: bool = False,
         drafted_up_to: int | None = None,
-        pins: PinSettings | None = None,
         hash_mode: Literal["tokens", "blocks"] = "tokens",
         tracing: Tracing = UNTRACED,
         **connector: Any,
@@ -245,7 +243,6 @@ class Scene:
         self.lookups = Lookups(self.metrics)
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=2.0, shards=0)
-        settings = msgspec.structs.replace(settings, pins=pins or settings.pins)
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
         side = SchedulerSide(
@@ -284,7 +281,7 @@ class Scene:
 
     def begin(self, request: Request, *groups: list[int]) -> None:
         """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10 on."""
-        self.side.arrived(request)
+        self.side.track(request)
         self.manager.allocate(request, *(groups or (blocks_of(request),)))
 
     def step(self, states: dict[str, list[tuple[int, int, int]]] | None = None, **scheduled: int) -> Any:

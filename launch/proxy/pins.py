@@ -1,7 +1,4 @@
-"""Hints about the future of prompts, as vLLM, SGLang and Dynamo send them, and pins: which chunks are kept in the pool until when. Pure.
-
-The proxy (`launch/proxy/hints.py`) and vLLM's connector (`pd_cache/vllm/hints.py`) read the same envelope, and keep the same books.
-"""
+"""The messages of hints, as vLLM, SGLang and Dynamo send them, and pins: which chunks are kept in the pool until when. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ class HintPayload(msgspec.Struct, frozen=True):
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     once: bool = False
-    evict: bool = False
     action_id: _Id | None = None
     model: str | None = None
     request_id: str | None = None
@@ -77,8 +73,6 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many of these the pool has now."""
     released: int | None = None
     """How many pins have ended."""
-    evicting: int | None = None
-    """How many of the prompt's tokens, from the last, the pool is to lose."""
     node: str | None = None
     """The node that loads the prompt."""
 
