@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-next | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
+# make demo | docs | test | test-vllm | test-next | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
 #      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm NEXT_VENV=.venv-next LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install manifests demo test install-vllm test-vllm install-next test-next install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
+.PHONY: install manifests demo docs test install-vllm test-vllm install-next test-next install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,13 @@ $(VENV)/.installed: pyproject.toml tools/install.sh tools/system-packages.sh
 
 demo: install
 	$(BIN)/pd-cache demo
+
+# links and anchors are strict; the pages keep their places, so that links are the same on the site as in a clone
+docs: install
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp -r --parents *.md LICENSE configs deploy docs examples build/pages
+	$(BIN)/zensical build --strict
 
 test: install
 	bash tools/system-packages.sh test
@@ -95,7 +102,7 @@ soak: install
 	bash tools/system-packages.sh test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
-check: install
+check: install docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

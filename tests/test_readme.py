@@ -192,6 +192,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_and_metrics_that_a_page_names_exist(page: Path) -> None:
+    """All pages but the changelog, which also names what went."""
+    golden = ROOT / "tests" / "golden"
+    settings = re.sub(r"<\w+>|\[\]", "", (golden / "yaml_keys.txt").read_text())
+    metrics = re.sub(r"\{.*\}", "", (golden / "metric_names.txt").read_text()).split()
+    for name in re.findall(r"`((?:cache|connector|handoff|proxy|supervisor|transfer)\.[\w.]*)", page.read_text()):
+        assert name.endswith(".py") or re.search(rf"^\.{re.escape(name)}\b", settings, re.MULTILINE), name
+    for name in re.findall(r"\b(?:vllm:)?pd_cache_\w+[a-z]\b(?!_)", page.read_text()):
+        assert re.sub("^vllm:|_(total|bucket|sum|count)$", "", name) in metrics, name
+
+
+def test_the_site_has_every_page() -> None:
+    site = (ROOT / "zensical.toml").read_text()
+    assert [page for page in PAGES if f'"{page.relative_to(ROOT)}"' not in site] == []
+
+
 def test_each_alert_has_a_place_in_the_docs() -> None:
     runbooks = re.findall(r"runbook: (.*)#(.*)", (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
     assert runbooks
