@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
         decode = NodeRecord(name="decode-0", role="decode", address=c.decode[0].url, **LARGE.described())
         c.proxy.update(View((decode, *file_records(config))))
         assert direct.blind == ""
-        with pool.bare_client() as client:
+        # the thread ends before its client is closed, also if the scenario is broken off
+        with pool.bare_client() as client, ThreadPoolExecutor(1) as thread:
+            loop = asyncio.get_running_loop()
             for key in (*keys(pinned)[:4], *keys(unpinned)):
                 assert client.put(key, payload) == 0
             told: dict[str, Any] = {}
@@ -64,7 +67,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
 
             stored = number = 0
             while stored < 3 * 256:
-                stored += await asyncio.to_thread(flood, number)
+                stored += await loop.run_in_executor(thread, flood, number)
                 number += 1
                 await asyncio.sleep(0.1)  # so that it lasts for several leases
                 assert number < 500, "the pool takes stores all the while"
@@ -73,7 +76,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
             assert c.metric("pinned_objects") == 8
             assert (await c.hint("kv.release", {"action_id": "a"}))["released"] == 1
             for number in range(500, 700):
-                await asyncio.to_thread(flood, number)
+                await loop.run_in_executor(thread, flood, number)
                 await asyncio.sleep(0.02)
             assert sum(client.batch_is_exist(keys(pinned))) == 0, "what was released goes like all others"
 
