@@ -16,7 +16,7 @@ from launch.discovery.directory import file_records
 from launch.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import ChunkedTokenDatabase
-from pd_cache.cluster import ClusterConfig, NodeRecord, load_config
+from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord, load_config
 from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
@@ -86,7 +86,8 @@ def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -
     segments[1]["status"], segments[2]["status"] = "DRAINING", "DRAINED"
     with serving(lambda path: json.dumps({"segments": segments}).encode()) as port:
         master = NodeRecord(name="m", role="master", address="h:1", metrics=f"http://127.0.0.1:{port}")
-        assert pool_bytes(ClusterConfig(nodes=()), View((master,))) == 100
+        config = ClusterConfig(nodes=(MasterNode(name="m", port=1),))
+        assert pool_bytes(config, View((master,))) == 100
 
 
 def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -> None:
