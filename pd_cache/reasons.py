@@ -68,6 +68,12 @@ MEANINGS: dict[MissReason, str] = {
     "error": "an error that has no reason of its own; the node's log has it",
 }
 
+
+def reason_text(reason: MissReason, detail: str = "") -> str:
+    """Returns a reason for people, with `detail` or else its meaning."""
+    return f"{'no miss' if reason == 'none' else reason}: {detail or MEANINGS[reason]}"
+
+
 _REASONS: dict[str, MissReason] = {
     **{reason: reason for reason in get_args(MissReason)},
     **dict.fromkeys(
@@ -248,11 +254,14 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """Returns the report for people, as indented lines."""
+        loaded = f"{self.loaded} loaded" + (f" of {self.found} found" if self.found != self.loaded else "")
+        tiers = {"memory": self.memory, "disk": self.disk, "pool": self.pool}
+        if read := ", ".join(f"{tier} {tokens}" for tier, tokens in tiers.items() if tokens):
+            loaded += f" ({read})"
         lines = [
-            f"  in the engine's own cache {self.at_hand}, found behind these {self.found}, loaded {self.loaded} "
-            f"(chunks from memory {self.memory}, disk {self.disk}, pool {self.pool}), computed {self.computed}",
-            *([f"  of these, {self.streamed} came while the prefill node computed others"] if self.streamed else ()),
-            f"  {self.reason}: {MEANINGS[self.reason]}",
+            f"  {self.asked} tokens: {self.at_hand} in the engine's own cache, {loaded}, {self.computed} computed",
+            *([f"  {self.streamed} of these came while the prefill node computed others"] if self.streamed else ()),
+            f"  {reason_text(self.reason)}",
         ]
         return "\n".join(lines)
 

@@ -152,6 +152,15 @@ def test_the_demo_says_of_its_prompts_what_the_page_says() -> None:
     assert "\n".join(said) in README
 
 
+def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_flags_for_vllm() -> None:
+    screen = "\n".join(README.splitlines()[:40])
+    for command in ("make demo", "make test"):
+        assert command in screen
+        assert f"\n{command.removeprefix('make ')}: install\n" in (ROOT / "Makefile").read_text()
+    assert '"kv_connector_module_path": "pd_cache.vllm.connector"' in screen
+    assert "docs/migrate.md" in screen
+
+
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 200
 

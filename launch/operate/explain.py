@@ -26,7 +26,7 @@ from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.reasons import MEANINGS, HopReport, MissReason, RequestReport, Trip
+from pd_cache.reasons import MEANINGS, HopReport, MissReason, RequestReport, Trip, reason_text
 from transfer.errors import PoolUnavailableError
 
 _ASK_S = 5.0
@@ -125,9 +125,9 @@ def request_text(explained: ExplainedRequest) -> str:
     lines = []
     for hop in explained.hops:
         if hop.report is None:
-            lines.append(f"{hop.hop} at {hop.node}: the node has no report on it (any more)")
+            lines.append(f"{hop.hop} at {hop.node}: the node has no report on this request, or none any more")
         else:
-            lines += [f"{hop.hop} at {hop.node}: {hop.report.asked} tokens", hop.report.text()]
+            lines += [f"{hop.hop} at {hop.node}:", hop.report.text()]
     if not explained.hops:
         who = "no node that answers" if explained.unanswered else "no node"
         lines.append(
@@ -192,7 +192,7 @@ def prompt_text(explained: Sequence[ExplainedNode]) -> str:
             lines.append(f"{one.node} ({one.role}): {one.detail or MEANINGS[one.reason]}")
             continue
         lines.append(f"{one.node} ({one.role}): would find {one.found} of {one.tokens} tokens in the pool")
-        lines.append(f"  {one.reason}: {one.detail or MEANINGS[one.reason]}")
+        lines.append(f"  {reason_text(one.reason, one.detail)}")
     return "\n".join(lines) or "discovery knows no prefill or decode node"
 
 

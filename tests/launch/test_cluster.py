@@ -173,7 +173,7 @@ def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: Path, pr
         "streamed": 0, "asked": 200, "at_hand": 0, "found": 192, "loaded": 192, "memory": 0, "disk": 0, "pool": 192, "computed": 8, "reason": "none",
     }  # fmt: skip
     text = cli("explain", request, "-c", file).stdout
-    assert "prefill at prefill-0: 200 tokens" in text
+    assert "prefill at prefill-0:\n  200 tokens:" in text
     assert "never_stored: the node that looked has neither stored this chunk nor found it before" in text
     direct = complete(cluster.urls["decode-0"], prompt(CHUNK - 1))  # past the proxy
     (hop,) = cli_json("explain", direct.body["id"], "-c", file)["hops"]

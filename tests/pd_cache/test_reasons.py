@@ -41,6 +41,20 @@ def test_every_reason_is_explained() -> None:
     assert set(MEANINGS) == set(get_args(MissReason))
 
 
+def test_a_report_says_where_the_tokens_of_a_prompt_came_from() -> None:
+    hit = RequestReport.of(2700, 256, found=2560, loaded=2560, tiers=TierChunks(pool=10))
+    assert hit.text().splitlines() == [
+        "  2700 tokens: 0 in the engine's own cache, 2560 loaded (pool 2560), 140 computed",
+        "  no miss: every whole chunk of the prompt was there",
+    ]
+    late = RequestReport.of(1000, 256, at_hand=256, found=768, loaded=512, tiers=TierChunks(1, 0, 1), reason="deadline")
+    assert late.text().splitlines() == [
+        "  1000 tokens: 256 in the engine's own cache, 512 loaded of 768 found (memory 256, pool 256), 232 computed",
+        "  deadline: a deadline passed first",
+    ]
+    assert "0 loaded, 1000 computed" in RequestReport.of(1000, 256, reason="never_stored").text()
+
+
 def test_every_status_and_kind_of_damage_has_a_reason() -> None:
     mapped = {status: miss_reason(status.value) for status in Status if status not in (Status.OK, Status.NO_SPACE)}
     assert {status for status, reason in mapped.items() if reason == "error"} == {Status.INVALID, Status.INTERNAL}

@@ -93,8 +93,8 @@ class UiPages:
         names = {record.address: record.name for record in self._view.nodes}
         lines = [f"request {request.match_info['id']}"]
         for hop in trip.hops:
-            asked = "no report" if hop.report is None else f"{hop.report.asked} tokens\n{hop.report.text()}"
-            lines.append(f"{hop.hop} at {names.get(hop.node, hop.node)}: {asked}")
+            report = " no report" if hop.report is None else f"\n{hop.report.text()}"
+            lines.append(f"{hop.hop} at {names.get(hop.node, hop.node)}:{report}")
         lines.append("docs/troubleshooting.md has a cure for each reason; `pd-cache explain ID` asks the nodes, too.\n")
         return web.Response(text="\n".join(lines), headers=_HEADERS)
 

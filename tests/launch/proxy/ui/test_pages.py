@@ -108,7 +108,7 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
         assert slow["hops"][0]["sources"] == {"engine": 0, "memory": 0, "disk": 0, "pool": 200, "computed": 100}
         async with c.get("/ui/requests/mine") as response:
             explained = await response.text()
-        assert explained.startswith("request mine\nprefill at prefill-0: 300 tokens\n  in the engine's own cache 0,")
+        assert explained.startswith("request mine\nprefill at prefill-0:\n  300 tokens: 0 in the engine's own cache,")
         assert "evicted: the node that looked had stored this chunk" in explained
         async with c.get("/ui/requests/other") as response:
             assert response.status == 404
