@@ -1,7 +1,8 @@
-"""What the HTTP servers of the proxy and of the reference engine share: OpenAI's errors, a request's id, and what they log of their clients."""
+"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a request's id, and what they log."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
@@ -11,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.sparse_log import SparseLog
 
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_HEAD = "it may have 128 headers, and lines of 8190 bytes"
 
 
 class ApiError(PdCacheError):
@@ -56,6 +59,9 @@ def given_id(request: web.Request) -> str:
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
     try:
+        if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
+            what = f"The body must not be encoded, and its Content-Encoding is {one_line(encoding)[:40]}"
+            raise ApiError(415, what, code="unsupported_media_type")
         return await handler(request)
     except ApiError as error:
         return error.response()
@@ -72,10 +78,41 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return ApiError(500, "Internal error; see the log", code="internal_error").response()
 
 
-class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """The log of an aiohttp server: of what clients do wrong, one line of each kind in ten seconds, without a byte of theirs.
+def runner_of(app: web.Application, **options: Any) -> web.AppRunner:
+    """Returns what runs an application in the running event loop: it ends the requests of clients that go away, decompresses no bodies, and
+    logs sparsely. `options` are aiohttp's."""
+    server_log = ServerLog()
+    asyncio.get_running_loop().set_exception_handler(server_log.trouble)
+    web.RequestHandler.handle_error = _unreadable  # type: ignore[assignment, method-assign]  # there is no option
+    # a kilobyte decompresses to a megabyte, which would hold the loop
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, logger=server_log, auto_decompress=False, **options
+    )
 
-    aiohttp logs each request that it cannot read with a traceback that quotes it: keys and prompts in clear, as fast as clients send.
+
+def _unreadable(
+    connection: web.RequestHandler,
+    request: web.BaseRequest,
+    status: int = 500,
+    exc: BaseException | None = None,
+    message: str | None = None,
+) -> web.StreamResponse:
+    """Answers a request that aiohttp cannot read; otherwise aiohttp would quote it in plain text."""
+    connection.log_exception("", exc_info=exc)
+    if request.writer.output_size > 0:
+        raise ConnectionError("the answer has begun")
+    what = f"The request cannot be read ({type(exc).__name__}): {_HEAD}"
+    response = ApiError(status, what, code="invalid_request").response()
+    response.force_close()
+    return response
+
+
+class ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """The log of an aiohttp server and its event loop: of what clients do wrong, and of what fails outside of requests, one line of each kind
+    in ten seconds, without a byte of theirs.
+
+    aiohttp logs each request that it cannot read with a traceback that quotes it: keys and prompts in clear, as fast as clients send. asyncio
+    logs a traceback for each connection that it cannot accept.
     """
 
     def __init__(self) -> None:
@@ -90,3 +127,11 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
     def debug(self, msg: object, *args: object, **_: object) -> None:
         """Logs nothing: such lines quote clients, too."""
+
+    def trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs what asyncio says of an exception outside of requests; the loop's exception handler."""
+        error = context.get("exception")
+        if (count := self._sparse.admit(("loop", type(error)))) is not None:
+            known = isinstance(error, OSError)  # such as no file descriptor that is left
+            told = one_line(f"{context.get('message')}: {error!r}")
+            self.error("%s (since the last such line: %d)", told, count, exc_info=None if known else error)

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import pd_cache
 from launch.discovery import View
-from launch.openai import ID_HEADER, ServerLog, errors, given_id
+from launch.openai import ID_HEADER, errors, given_id, runner_of
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.hints import Hints, PoolBytes
@@ -84,8 +84,8 @@ class Proxy:
         self._tenants.update(view)
         self._ui.update(view)
 
-    def app(self) -> web.Application:
-        """Returns a new application. Run it with `handler_cancellation=True`; otherwise it notices late that clients went away."""
+    async def setup(self) -> None:
+        """Starts the application. It accepts no connections yet."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost, errors])
         for pages in (self.requests, self._queries, self._ui):
             pages.add_to(app)
@@ -94,18 +94,7 @@ class Proxy:
         app.router.add_get("/requests/{id}", self._trip)
         app.cleanup_ctx.append(self._beside_requests)
         app.on_shutdown.append(self.requests.drain)
-        return app
-
-    async def setup(self) -> None:
-        """Starts the application. It accepts no connections yet."""
-        self._runner = web.AppRunner(
-            self.app(),
-            handler_cancellation=True,
-            access_log=None,
-            logger=ServerLog(),
-            keepalive_timeout=_KEEPALIVE_S,
-            shutdown_timeout=2.0,
-        )
+        self._runner = runner_of(app, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0)
         await self._runner.setup()
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:

@@ -153,7 +153,8 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
     refusal: Refusal | None = None
     if status >= 500:
         with contextlib.suppress(HopError, TimeoutError):
-            refusal = await asyncio.wait_for(refusal_of(answer), _REFUSAL_S)
+            async with asyncio.timeout(_REFUSAL_S):
+                refusal = await refusal_of(answer)
     raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
 
 
@@ -276,7 +277,8 @@ async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoRe
     async def check(pool: NodePool, url: str) -> None:
         async with places:
             try:
-                why = await asyncio.wait_for(_why_ill(nodes, session, url), HEALTH_TIMEOUT_S)
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    why = await _why_ill(nodes, session, url)
             except TimeoutError:
                 why = f"no answer within {HEALTH_TIMEOUT_S:g} s"
             except HopError as error:

@@ -315,8 +315,9 @@ class Requests:
         if exchange.streamed and response.content_length is None:
             event = (b"" if exchange.event_ended else b"\n\n") + b"data: " + error.body() + b"\n\n"
             try:
-                await asyncio.wait_for(exchange.write(event), _LAST_WORDS_S)
-                await asyncio.wait_for(response.write_eof(), _LAST_WORDS_S)
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await exchange.write(event)
+                    await response.write_eof()
                 return response
             except (TimeoutError, ClientGone):
                 pass
@@ -490,7 +491,8 @@ class Requests:
                     asking = self._whole(
                         exchange, span, "POST", url, body, lambda one: (read_handoff(one), read_report(one))
                     )
-                    handoff, report = await asyncio.wait_for(asking, left)
+                    async with asyncio.timeout(left):
+                        handoff, report = await asking
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
                 whole = left > limit_s / 2
@@ -676,7 +678,8 @@ class Requests:
             exchange.nodes["decode"] = node
             try:
                 asking = self._whole(exchange, exchange.span, "GET", node + exchange.request.path, None, read_models)
-                found = await asyncio.wait_for(asking, _LIST_AT_ONE_S)
+                async with asyncio.timeout(_LIST_AT_ONE_S):
+                    found = await asking
             except TimeoutError:
                 failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
                 self._failed(exchange, "decode", node, None, failure)
@@ -694,7 +697,7 @@ class Requests:
 
 def _free_frames(error: BaseException | None) -> None:
     """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies, which would stay until the
-    garbage collector runs: frames of `_finish`, `wait_for` and aiohttp refer to the error, too.
+    garbage collector runs: frames of `_finish` and aiohttp refer to the error, too.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

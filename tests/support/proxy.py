@@ -339,10 +339,9 @@ async def cluster(
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
         proxy = Proxy(settings, direct, cluster=name)
         proxy.update(view(**urls, streams=streams))
-        server = TestServer(proxy.app())
-        await server.start_server()
-        stack.push_async_callback(server.close)
-        running = Cluster(proxy, str(server.make_url("")).rstrip("/"), started["prefill"], started["decode"])
+        await proxy.setup()
+        stack.push_async_callback(proxy.close)
+        running = Cluster(proxy, await proxy.listen("127.0.0.1", 0), started["prefill"], started["decode"])
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
         await until(lambda: not proxy.requests.running, "no request left in the proxy")

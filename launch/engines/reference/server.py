@@ -23,7 +23,7 @@ from launch.engines.reference.protocol import (
     parse_completion,
 )
 from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
-from launch.openai import ApiError, ServerLog, errors, given_id
+from launch.openai import ApiError, errors, given_id, runner_of
 from launch.supervise import stop_on_signals, stop_signals
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing, trace_headers
@@ -75,13 +75,7 @@ class ReferenceServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/requests/{id}", self._report)
-        runner = web.AppRunner(
-            app,
-            handler_cancellation=True,  # a client that goes away ends its request
-            shutdown_timeout=_CLEANUP_S,
-            access_log=None,
-            logger=ServerLog(),
-        )
+        runner = runner_of(app, shutdown_timeout=_CLEANUP_S)
         site: web.TCPSite | None = None
         try:
             await runner.setup()
@@ -182,7 +176,8 @@ class ReferenceServer:
     async def _read(self, http: web.Request) -> tuple[CompletionRequest, tuple[int, ...]]:
         """Returns the request and its prompt's tokens."""
         try:
-            body = await asyncio.wait_for(http.read(), _BODY_TIMEOUT_S)
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                body = await http.read()
         except TimeoutError:
             raise ApiError(408, f"the request's body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
         request = parse_completion(body, self._model)
@@ -207,7 +202,8 @@ class ReferenceServer:
                 text, tokens = detokenizer.push(event.token, event.last), [event.token]
                 chunk = builder.whole(text, tokens, generation, produced) if event.last else builder.chunk(text, tokens)
                 if not response.prepared:  # only now, so that a failure before the first token gets a status of its own
-                    await asyncio.wait_for(response.prepare(http), _WRITE_TIMEOUT_S)
+                    async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                        await response.prepare(http)
                 await _send(response, json.dumps(chunk))
             await _send(response, "[DONE]")
         except GenerationError as failure:
@@ -222,7 +218,8 @@ class ReferenceServer:
 
 
 async def _send(response: web.StreamResponse, data: str) -> None:
-    await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), _WRITE_TIMEOUT_S)
+    async with asyncio.timeout(_WRITE_TIMEOUT_S):
+        await response.write(f"data: {data}\n\n".encode())
 
 
 def _told(error: Exception) -> ApiError:

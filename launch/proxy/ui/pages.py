@@ -124,7 +124,8 @@ class UiPages:
                 published = self._published
                 client = self._keys.visible_client(authorization)
                 event = self._event(client and client.name)
-                await asyncio.wait_for(response.write(event), _WRITE_S)
+                async with asyncio.timeout(_WRITE_S):
+                    await response.write(event)
                 await published.wait()
             await response.write_eof()
             return response

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import re
+import resource
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -272,6 +274,8 @@ async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop
         node.default = streams_then(EVENTS[:1], hangs) if hop == "stream" else hangs
         asking = asyncio.ensure_future(c.post({"prompt": "x", "stream": hop == "stream"}).__aenter__())
         await until(lambda: len(node.bodies) == 1, "the node has the request")
+        waiting = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+        assert "Requests._whole" not in waiting, "a task of its own could fail when nobody waits for it any more"
         if hop == "stream":
             (await asking).close()
         else:
@@ -334,7 +338,9 @@ async def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_by
         for _ in range(50):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST / HTTP/1.1\r\nAuthorization: " + secret + b"\r\nno header\r\n\r\n{prompt}")
-            assert (await reader.read()).startswith(b"HTTP/1.0 400 Bad Request\r\n")
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.0 400 Bad Request\r\n")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
             writer.close()
     finally:
         await proxy.close()
@@ -342,6 +348,38 @@ async def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_by
     assert secret.decode() not in text
     assert "prompt" not in text
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("headers", [{"X": "x" * 9000}, {f"X-{number}": "x" for number in range(200)}])
+@scenario
+async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allowed(headers: dict[str, str]) -> None:
+    async with cluster(0, 1) as c, c.post(headers=headers) as response:
+        assert response.status == 400
+        assert "128 headers, and lines of 8190 bytes" in (await response.json())["error"]["message"]
+
+
+@scenario
+async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and_are_served_later(caplog):
+    async with cluster(0, 1) as c:
+        host, _, port = c.url.removeprefix("http://").rpartition(":")
+        clients, spare = [socket.socket() for _ in range(3)], list[int]()
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+        try:
+            with contextlib.suppress(OSError):  # none is left
+                while True:
+                    spare.append(os.dup(0))
+            for client in clients:
+                client.connect((host, int(port)))
+            await until(lambda: bool(caplog.records), "it cannot accept them")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for opened in (*spare, *(client.detach() for client in clients)):
+                os.close(opened)
+        await c.ask()
+        (record,) = caplog.records
+        assert "socket.accept() out of system resource: OSError(24, 'Too many open files')" in record.getMessage()
+        assert not record.exc_info
 
 
 @scenario
