@@ -206,16 +206,13 @@ class HandedOver(msgspec.Struct, frozen=True):
         return bytes(self.kv_transfer_params) != b"null"
 
 
-class _ContentPart(msgspec.Struct, frozen=True):
-    type: str = ""
+class _TextPart(msgspec.Struct, frozen=True, gc=False):
+    type: Literal["text"]
 
 
-class _ChatMessage(msgspec.Struct, frozen=True):
-    content: str | list[str | _ContentPart] | None = None
-
-    def is_text(self) -> bool:
-        parts = self.content if isinstance(self.content, list) else []
-        return all(isinstance(part, str) or part.type == "text" for part in parts)
+class _TextMessage(msgspec.Struct, frozen=True, gc=False):
+    role: str
+    content: str | list[str | _TextPart] | None = None
 
 
 class Completion:
@@ -265,9 +262,11 @@ class Completion:
         if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
             return False
         try:
-            return not self._chat or all(message.is_text() for message in decode_json(self._prompt, list[_ChatMessage]))
+            if self._chat:
+                decode_json(self._prompt, list[_TextMessage])
         except UndecodableError:
             return False
+        return True
 
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
