@@ -27,17 +27,20 @@ class UndecodableError(ValueError):
 
 
 @overload
-def decode_json(raw: Buffer | str, kind: type[T]) -> T: ...
+def decode_json(raw: Buffer | str, kind: type[T], *, strict: bool = ...) -> T: ...
 
 
 @overload
-def decode_json(raw: Buffer | str, kind: Any) -> Any: ...
+def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = ...) -> Any: ...
 
 
-def decode_json(raw: Buffer | str, kind: Any) -> Any:
-    """Returns the value of type `kind` that the JSON text holds. Raises UndecodableError for anything else."""
+def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = True) -> Any:
+    """Returns the value of type `kind` that the JSON text holds. Unless `strict`, `"5"` and `5.0` are integers, too, as in pydantic.
+
+    Raises UndecodableError for anything else.
+    """
     try:
-        return msgspec.json.decode(raw, type=prepared(kind))
+        return msgspec.json.decode(raw, type=prepared(kind), strict=strict)
     except (ValueError, RecursionError) as error:
         raise _undecodable(error) from None
 

@@ -7,6 +7,7 @@ Python numbers and back, and no number changes its spelling.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import ctypes
 import hashlib
@@ -218,6 +219,7 @@ class _TextMessage(msgspec.Struct, frozen=True, gc=False):
 class Completion:
     def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
         """`prompt`: the field that holds the prompt. Raises ApiError 400 if no node could use the body."""
+        body = body.removeprefix(codecs.BOM_UTF8)
         check_fields(body)
         try:
             body.decode()  # raw fields are not checked for this
@@ -238,7 +240,7 @@ class Completion:
         for name in ("max_tokens", "max_completion_tokens"):
             raw = bytes(self._fields.get(name, b"null"))
             try:
-                decode_json(raw, _Count | None)
+                decode_json(raw, _Count | None, strict=False)
             except UndecodableError:
                 shown = raw[:40].decode(errors="replace")
                 what = f"`{name}` must be an integer of at least 0, not {shown}"

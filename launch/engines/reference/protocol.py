@@ -70,7 +70,7 @@ class CompletionRequest(NamedTuple):
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
     """Reads a request to the model `model`. Raises ApiError for anything that cannot be done as asked."""
     try:
-        given = decode_json(body, dict[str, Any])
+        given = decode_json(body.removeprefix(codecs.BOM_UTF8), dict[str, Any])
     except UndecodableError as error:
         raise _refused(f"the body is no JSON object: {error}", code="invalid_json") from None
     given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
@@ -81,7 +81,7 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
             message = f"{name} is not supported by this engine; leave it out"
             raise _refused(message, param=name, code="unsupported_parameter")
     try:
-        fields = msgspec.convert(given, CompletionFields)
+        fields = msgspec.convert(given, CompletionFields, strict=False)
     except msgspec.ValidationError as error:
         where = _AT.search(str(error))
         raise _refused(str(error), param=where and where[1], code="invalid_type") from None

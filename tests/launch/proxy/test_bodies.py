@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gc
 import io
 import json
@@ -53,6 +54,11 @@ def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_ev
     assert body == f'{{"prompt":"x","temperature":0.70,"kv_transfer_params":{params}}}'.encode()
 
 
+def test_what_vllm_reads_as_a_number_passes_and_so_does_a_byte_order_mark() -> None:
+    body = b'{"prompt":"x","max_tokens":"5","max_completion_tokens":5.0}'
+    assert Completion(codecs.BOM_UTF8 + body).for_decode(None) == body
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -85,7 +91,7 @@ def fields(count: int) -> bytes:
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", None),
         (b"{}", "prompt"),
         (b'{"prompt": null}', "prompt"),
-        *((b'{"prompt": "x", "max_tokens": %b}' % count, "max_tokens") for count in (b"-1", b'"12"', b"1.5", b"true")),
+        *((b'{"prompt": "x", "max_tokens": %b}' % count, "max_tokens") for count in (b"-1", b'"-1"', b'"x"', b"1.5", b"true")),
         (b'{"prompt": "x", "max_completion_tokens": -3}', "max_completion_tokens"),
         (b'{"prompt": "x", ' + fields(1000) + b"}", None),
         (b'{"prompt": [' + b'{"a":1},' * 60_000 + b"{}], " + fields(1000) + b"}", None),

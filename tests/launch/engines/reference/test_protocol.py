@@ -19,8 +19,8 @@ REFUSED = {
     "prompt": (
         None, "", [], [[]], [""], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], [None], 7, {"text": "x"},
     ),
-    "max_tokens": (0, -1, 1.5, "8", True),
-    "stream": ("yes", 1),
+    "max_tokens": (0, -1, 1.5, "x", True),
+    "stream": ("yes", 2),
     "cache_salt": ("", 5, "x" * 2000),
     "temperature": (-0.1, 0.7, "hot", True, 10**30),
     "top_p": (0, 0.9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -162,12 +163,19 @@ async def test_bad_requests_bodies_and_paths_get_openais_error_object(make_engin
             async with client.post("/v1/completions", data=io.BytesIO(body)) as response:
                 assert response.status == (413 if len(body) > 1 << 20 else 400)
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
+        async with client.post("/v1/completions", data=b"x", headers={"Content-Encoding": "gzip"}) as response:
+            assert response.status == 415
         async with client.get("/v1/completions") as response:
             assert (response.status, "POST" in response.headers["Allow"]) == (405, True)
         async with client.post("/v1/embeddings", json={}) as response:
             assert response.status == 404
             assert (await response.json())["error"]["message"] == "POST /v1/embeddings: Not Found"
         await post(client)
+        await post(client, max_tokens="6")
+        await post(client, max_tokens=6.0)
+        completion = json.dumps({"model": "tiny", "prompt": [1] * 20}).encode()
+        async with client.post("/v1/completions", data=codecs.BOM_UTF8 + completion) as response:
+            assert response.status == 200
     invalid = engine.metrics.registry.get_sample_value("pd_cache_reference_requests_total", {"outcome": "invalid"})
     assert invalid == len(BAD) + 3
 
