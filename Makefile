@@ -56,11 +56,12 @@ $(NEXT_VENV)/.installed: $(VLLM_VENV)/.installed tools/install-next.sh
 	VLLM_VENV=$(VLLM_VENV) NEXT_VENV=$(NEXT_VENV) bash tools/install-next.sh
 	touch $@
 
-# the releases to come: what calls Mooncake, also in a pool of the other version; and what vLLM calls
+# the releases to come: what calls Mooncake, also in a pool of the other version; and what LMCache and vLLM call
 MIXED := -n 2 --dist loadfile tests/transfer/test_lookup_rpc.py tests/transfer/test_direct_reads.py
 test-next: install-next
 	$(NEXT_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/transfer tests/contracts/test_tiers.py \
 		tests/contracts/test_lookup.py tests/pd_cache/test_end_to_end.py tests/pd_cache/test_outages.py tests/launch/test_pool.py tests/launch/test_status.py
+	$(NEXT_VENV)/bin/python -m pytest tests/contracts/test_adapters.py tests/lmcache/test_units.py -k lmcache
 	POOL_PYTHON=$(VLLM_VENV)/bin/python $(NEXT_VENV)/bin/python -m pytest $(MIXED)
 	POOL_PYTHON=$(NEXT_VENV)/bin/python $(VLLM_VENV)/bin/python -m pytest $(MIXED)
 	$(NEXT_VENV)/bin/python -m pytest -o faulthandler_timeout=0 tests/vllm/test_units.py tests/vllm/test_random_histories.py tests/vllm/test_tier.py

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment of `make test-next`: that of the vLLM tests, with the releases to come before it. Of neither is there a build for CPUs
-# yet: of Mooncake it takes the one for CUDA 13, of vLLM the Python code, over the kernels of the release before. Idempotent.
+# yet: of Mooncake it takes the one for CUDA 13, of vLLM the Python code, over the kernels of the release before. And LMCache's, without what it
+# asks for on a GPU. Idempotent.
 #   VLLM_VENV=.venv-vllm NEXT_VENV=.venv-next bash tools/install-next.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +10,7 @@ VLLM_VENV=${VLLM_VENV:-.venv-vllm}
 NEXT_VENV=${NEXT_VENV:-.venv-next}
 MOONCAKE=${MOONCAKE:-mooncake-transfer-engine-cuda13==0.3.14}
 VLLM=${VLLM:-0.33.0}
+LMCACHE=${LMCACHE:-0.5.7rc2}
 
 purelib() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 pip() { "$NEXT_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
@@ -31,6 +33,10 @@ nm -D --undefined-only "$site"/mooncake/*.so | grep -oE '\bcu[A-Z]\w+$' | sort -
     | cc -shared -nostdlib -Wl,-soname,libcuda.so.1 -x c -o "$libraries/libcuda.so.1" -
 ln -s "$site"/nvidia/cu13/lib/libcudart.so.13 "$libraries"
 
+echo "installing LMCache $LMCACHE into $NEXT_VENV" >&2
+pip install --no-deps "lmcache==$LMCACHE"
+pip install --no-warn-conflicts aiofile aiofiles nvtx opentelemetry-exporter-prometheus redis  # of its imports, what vLLM does not bring
+
 # The source distribution has a seventh of the wheel's bytes. pip wants its metadata, which vLLM's setup.py makes.
 echo "installing the Python code of vLLM $VLLM into $NEXT_VENV" >&2
 pip install setuptools-rust setuptools-scm
@@ -48,6 +54,7 @@ alias_of vllm "$VLLM+cpu"
 import sys
 
 import vllm
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter  # noqa: F401
 from mooncake.store import MooncakeDistributedStore  # noqa: F401
 from transfer.settings import mooncake_version
 from vllm.platforms import current_platform

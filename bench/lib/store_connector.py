@@ -1,8 +1,9 @@
 """Lookups of a model with many layer groups: the groups that vLLM makes of DeepSeek-V4-Flash's layers, and the lookup of vLLM's own
-MooncakeStoreConnector. Needs vLLM 0.32 here; no model runs."""
+MooncakeStoreConnector. Needs vLLM 0.32 or 0.33 here; no model runs."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ def vllm_config() -> Any:
 def layer_groups(config: Any) -> list[Any]:
     """Returns the groups that vLLM makes: every layer has a window; all but two keep compressed tokens besides, and a compressor's state,
     which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def kept(ratio: int, size: int) -> Any:
@@ -63,7 +64,10 @@ def layer_groups(config: Any) -> list[Any]:
             specs[f"{name}.state"] = window(*((4, 2048, 8) if ratio == 4 else (8, 1024, 128)), torch.float32)
         if ratio == 4:
             specs |= {f"{name}.index": kept(4, 132), f"{name}.index_state": window(4, 512, 8, torch.float32)}
-    return list(get_kv_cache_groups(config, specs))
+    if hasattr(kv_cache_utils, "get_kv_cache_groups"):
+        return list(kv_cache_utils.get_kv_cache_groups(config, specs))
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")  # as of vLLM 0.33
+    return list(planning.get_kv_cache_groups(config, specs))
 
 
 def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:

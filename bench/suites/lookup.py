@@ -8,6 +8,7 @@ pd-cache bench lookup --serve HOST:PORT                      on one of two machi
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import random
 import statistics
@@ -136,7 +137,7 @@ def block_hashes(count: int, seed: int) -> list[bytes]:
 def lmcache_client(raw: Any) -> Any:
     """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
 
-    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache 0.5.6 names it
+    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache names it
     `master_server_address` in the settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise asks 127.0.0.1:50051. Raises
     click.UsageError if LMCache is not installed.
     """
@@ -144,10 +145,11 @@ def lmcache_client(raw: Any) -> Any:
         raise click.UsageError("LMCache is not installed in this environment: pip install lmcache")
     import torch
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.lookup_client.mooncake_lookup_client import MooncakeLookupClient as TheirLookupClient
     from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache.v1.token_database import ChunkedTokenDatabase as TheirTokenDatabase
 
+    place = "lmcache.inprocess.v1" if importlib.util.find_spec("lmcache.inprocess") else "lmcache.v1"  # as of 0.5.7
+    their_client = importlib.import_module(f"{place}.lookup_client.mooncake_lookup_client").MooncakeLookupClient
+    their_database = importlib.import_module(f"{place}.token_database").ChunkedTokenDatabase
     metadata = LMCacheMetadata(
         model_name="bench",
         world_size=1,
@@ -157,9 +159,9 @@ def lmcache_client(raw: Any) -> Any:
         kv_dtype=torch.bfloat16,
         kv_shape=(32, 2, CHUNK, 8, 128),
     )
-    client = TheirLookupClient.__new__(TheirLookupClient)
+    client = their_client.__new__(their_client)
     client.store = raw
-    client.token_database = TheirTokenDatabase(LMCacheEngineConfig.from_defaults(chunk_size=CHUNK), metadata)
+    client.token_database = their_database(LMCacheEngineConfig.from_defaults(chunk_size=CHUNK), metadata)
     return client
 
 

@@ -1,6 +1,6 @@
 """The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path": "pd_cache.adapters.lmcache", ...}'`.
 
-LMCache (0.5.6) submits tasks, polls an event descriptor of each kind, and asks for results. `LaneL2Adapter` reduces that to three methods
+LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor of each kind, and asks for results. `LaneL2Adapter` reduces that to three methods
 that work, each on the threads of a `TaskLane`; `PdCacheL2Adapter` is one over an `ObjectCache`.
 
 1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
@@ -111,6 +111,12 @@ class LaneL2Adapter(L2AdapterInterface):
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
+
+    def get_memory_tags(self) -> Any:
+        """Returns where the bytes lie: LMCache 0.5.7 asks, and says of Mooncake's pools what this says."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # 0.5.6 has none
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
     def close(self) -> None:
         """Ends all tasks, those that wait as failed, and closes the descriptors. Idempotent."""

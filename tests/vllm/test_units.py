@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.lib.store_connector import layer_groups, vllm_config
 from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
@@ -88,6 +89,10 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(h
         subscriber.follow({rank: (EventEndpoints(*addresses[rank]), came[rank].extend) for rank in range(2)})
         wait_for(lambda: all(came), what="each rank's batch was replayed")
     assert [one.ts for (one, *_) in came] == [0.0, 1.0]
+
+
+def test_the_groups_that_vllm_makes_of_deepseek_v4s_layers_are_found_in_either_version() -> None:
+    assert len(layer_groups(vllm_config())) == 5
 
 
 def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:

@@ -1,11 +1,17 @@
-"""What LMCache counts as stored, when the pool has evicted some of it."""
+"""What LMCache counts as stored, and its lookup client, in a real pool."""
 
 from __future__ import annotations
 
 import uuid
 
+import pytest
+
+from bench.lib.pool import raw_client
+from bench.suites.lookup import lmcache_client, put
 from tests.support.adapters import KINDS, PAGE, end_subject
 from tests.support.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what LMCache's imports deprecate is not ours
 
 
 def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or_deleted(pool: Pool) -> None:
@@ -24,3 +30,13 @@ def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or
         assert adapter.get_usage().total_bytes_used == PAGE
     finally:
         end_subject(subject)
+
+
+def test_the_lookup_client_of_lmcache_that_the_bench_measures_finds_what_is_under_its_keys(pool: Pool) -> None:
+    with raw_client(pool.address, transfer=pool.settings().transfer) as raw:
+        peer, tokens = lmcache_client(raw), [uuid.uuid4().int % 1000 for _ in range(512)]
+        keys = [key.to_string() for _, _, key in peer.token_database.process_tokens(tokens)]
+        assert peer.lookup(tokens) == 0
+        put(raw, keys)
+        assert (len(keys), peer.lookup(tokens)) == (2, 512)
+        pool.remove(*keys)
