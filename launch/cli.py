@@ -123,8 +123,11 @@ class _Commands(click.Group):
             said = f"{error.format_message()} The file goes after -c: {error.ctx.command_path} -c FILE."
             raise click.UsageError(said, error.ctx) from None
         except PdCacheError as error:
-            click.echo(f"pd-cache: {error}", err=True)
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+            wrong_file = isinstance(error, ConfigError)
+            click.echo(
+                "pd-cache: " + (str(error).replace("\n", "\npd-cache: ") if wrong_file else str(error)), err=True
+            )
+            ctx.exit(2 if wrong_file else 1)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -521,26 +524,63 @@ def config() -> None:
 
 
 @config.command("check")
-@click.argument("file", type=_FILE)
+@_file_option(required=False)
+@click.argument("old_file", metavar="[FILE]", type=_FILE, required=False)
 @click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
-def config_check(file: Path, file_only: bool) -> None:
-    """Read FILE as strictly as every command does, and say what is in it. vLLM itself checks its flags."""
-    from launch.engines.vllm_command import refused_flags
-    from pd_cache.cluster.machine import check_machine, local_nodes
+def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> None:
+    """Read the file as strictly as every command does, and say all that is wrong with it.
 
+    What only a node's own machine knows (memory, devices, ports, files, disks, models, libraries, what vLLM says of its flags) is checked for
+    the nodes of this machine. FILE without -c is for files of commands of earlier versions.
+    """
+    from launch.doctor.checks import library_findings
+    from launch.doctor.report import Verdict
+    from launch.engines import vllm_command as vllm
+    from launch.supervise import RoleError
+    from pd_cache.cluster import EngineNode, ProxyNode, VllmEngineConfig, machine
+
+    if old_file is not None:
+        click.echo("config check FILE ends with the next version; say config check -c FILE", err=True)
+        file = old_file
+    if file is None:
+        raise click.UsageError("Missing option '-c' / '--config'.")
     config, source = read_config(file)
-    mine = local_nodes(config)
-    if not file_only:
-        check_machine(config, source, mine)
-        for name, why in refused_flags(config, mine).items():
-            raise source.error(Problem(("engine", "args"), f"vLLM refuses the flags of {name}: {why}"))
     counts = [f"{len(nodes)} {role}" for role in ROLES if (nodes := config.by_role(role))]
     size = config.cache.chunk_size
     chunks = "chunk size by the model" if size == "auto" else f"chunks of {size} tokens"
-    click.echo(f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks}, {config.transfer.protocol}")
-    if not file_only:
-        hosts = ", ".join(sorted({node.host for node in config.nodes}))
-        click.echo(f"on this machine: {', '.join(node.name for node in mine) or f'no node; the hosts are {hosts}'}")
+    fine = f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks}, {config.transfer.protocol}"
+    if file_only:
+        click.echo(fine)
+        return
+    mine = machine.local_nodes(config)
+    problems = [*machine.machine_problems(config, mine), *machine.further_problems(config, mine)]
+    engines = (
+        [node for node in mine if isinstance(node, EngineNode)] if isinstance(config.engine, VllmEngineConfig) else []
+    )
+    ours = [node for node in mine if not isinstance(node, ProxyNode) and node not in engines]
+    if ours:
+        place = ("nodes", config.nodes.index(ours[0]))
+        problems += [Problem(place, one.found) for one in library_findings() if one.verdict is Verdict.BROKEN]
+    warnings = []
+    if isinstance(config.engine, VllmEngineConfig) and engines and machine.find_program(config.engine.executable):
+        click.echo("asking vLLM about its flags, which takes up to two minutes …", err=True)
+        try:
+            for name, why in vllm.refused_flags(config, engines).items():
+                problems.append(Problem(("engine",), f"vLLM cannot run {name}: {why}"))
+        except RoleError as error:
+            warnings.append(f"vLLM's flags are not checked: {error}")
+        if (hub := machine.missing_model(config.engine)) is not None:
+            warnings.append(
+                f"engine.model: {config.engine.model} is neither a folder nor at {hub}: vLLM will download it"
+            )
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if problems:
+        raise source.error(*problems)
+    click.echo(fine)
+    click.echo(f"on this machine: {', '.join(node.name for node in mine) or 'no node'}")
+    if others := [f"{node.name} ({node.host})" for node in config.nodes if node not in mine]:
+        click.echo(f"on others, to be checked there: {', '.join(others)}")
 
 
 @config.command("example")

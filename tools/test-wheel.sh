@@ -26,7 +26,7 @@ cd "$work/empty"
 step "pd-cache"
 pd-cache --help
 pd-cache config example local >local.yaml
-pd-cache config check local.yaml
+pd-cache config check -c local.yaml
 step "pd-cache demo"
 pd-cache demo
 step "pd-cache bench engine"

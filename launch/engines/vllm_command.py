@@ -14,25 +14,39 @@ from pd_cache.cluster import (
     Argument,
     ClusterConfig,
     DecodeNode,
-    Node,
     PrefillNode,
     VllmEngineConfig,
 )
 from pd_cache.cluster.machine import find_program
+from pd_cache.decoding import decode_json
 from pd_cache.vllm.files import NAMESPACE_FILE, TellCache
 
 _PARSE = """
-import importlib.util, sys
+import contextlib, importlib.util, io, json, sys
 from vllm.entrypoints.cli import serve
 parser = serve.FlexibleArgumentParser(prog="vllm")
 commands = parser.add_subparsers()
 for command in serve.cmd_init():
     command.subparser_init(commands)
-parser.parse_args(sys.argv[1:])
+refused = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parser.parse_args(arguments)
+    except SystemExit:
+        refused[name] = "it refuses its flags: " + said.getvalue().rpartition("error: ")[2].strip()
 if importlib.util.find_spec("pd_cache") is None:
-    parser.error("pd-cache is not installed in vLLM's environment, whose processes load its connector")
+    refused[name] = "pd-cache is not installed in its environment, whose processes load the connector"
+else:
+    try:
+        from transfer.store import load_mooncake
+        load_mooncake()
+    except Exception as error:
+        refused[name] = f"its environment cannot import Mooncake: {error}"
+print(json.dumps(refused))
 """
-"""vLLM's own parser, without what follows it; and whether vLLM will find the connector."""
+"""vLLM's own parser, without what follows it; and whether vLLM will find the connector and Mooncake."""
 _PARSE_S = 120.0
 
 
@@ -86,29 +100,29 @@ def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Pa
     return Program(node.name, (*argv, *flags(arguments)), env)
 
 
-def refused_flags(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns what vLLM's own parser says against the flags of these nodes, by the name of the node. It runs in vLLM's Python, which takes
-    seconds. Empty if all flags are good, if none of them runs vLLM, or if its program is no script of a Python."""
-    engine, engines = config.engine, [node for node in nodes if isinstance(node, PrefillNode | DecodeNode)]
-    if not isinstance(engine, VllmEngineConfig) or not engines:
-        return {}
-    with open(executable(engine.executable), "rb") as script:
+def refused_flags(config: ClusterConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
+    """Returns what vLLM says against these nodes, by their names: its own parser against their flags, or its Python against what it imports.
+
+    It runs in vLLM's Python, and takes seconds to two minutes. Raises RoleError, which says why, if vLLM cannot be asked.
+    """
+    engine = config.engine
+    assert isinstance(engine, VllmEngineConfig)
+    program = executable(engine.executable)
+    with open(program, "rb") as script:
         first = script.readline(4096).decode(errors="replace").split()
     if len(first) != 1 or not first[0].startswith("#!/") or "python" not in first[0]:
-        return {}
-    refused = {}
-    for node in engines:
-        given = ("serve", engine.model, *flags(_visible(_arguments(engine, node))))
-        try:
-            done = subprocess.run(
-                [first[0][2:], "-P", "-c", _PARSE, *given],
-                capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 2:
-            refused[node.name] = done.stderr.rpartition("error: ")[2].strip()
-    return refused
+        raise RoleError(f"{program} is no script of a Python")
+    given = {node.name: ["serve", engine.model, *flags(_visible(_arguments(engine, node)))] for node in nodes}
+    try:
+        done = subprocess.run(
+            [first[0][2:], "-P", "-c", _PARSE, json.dumps(given)],
+            capture_output=True, text=True, errors="replace", check=False, timeout=_PARSE_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise RoleError(f"{program} failed: {''.join(done.stderr.splitlines()[-1:])}")
+        return decode_json("".join(done.stdout.splitlines()[-1:]), dict[str, str])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RoleError(f"{program} did not answer: {error}") from None
 
 
 def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:

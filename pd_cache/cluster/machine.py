@@ -1,7 +1,8 @@
 """What this machine has for the nodes of a file: addresses, ports, devices, memory and files; and whether that is enough.
 
-`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. Memory is compared
-with limits only: free memory changes by the minute, and only `doctor` knows which nodes already have theirs.
+`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. `config check` alone
+refuses what nodes start without (`further_problems`). Memory is compared with limits only: free memory changes by the minute, and only
+`doctor` knows which nodes already have theirs.
 """
 
 from __future__ import annotations
@@ -21,26 +22,72 @@ import msgspec
 
 from pd_cache.cluster.checks import KeyPath, Problem
 from pd_cache.cluster.reader import Source
-from pd_cache.cluster.schema import ClusterConfig, EngineNode, EtcdDiscovery, Node, ProxyNode, VllmEngineConfig
-from pd_cache.config import LocalTier
+from pd_cache.cluster.schema import (
+    ClusterConfig,
+    EngineNode,
+    EtcdDiscovery,
+    Node,
+    ProxyNode,
+    VllmEngineConfig,
+    argument,
+    data_parallel,
+    tensor_parallel,
+)
+from pd_cache.config import DiskTier, LocalTier
+from pd_cache.weights import SUFFIXES
 from transfer.settings import rdma_devices
 
 _CAP_IPC_LOCK = 14
+_GPU_SHARE = 0.9
+"""What vLLM takes of a GPU's memory by default, at least."""
 
 
 def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) -> None:
-    """Raises ConfigError for the first problem of `machine_problems`."""
-    for problem in machine_problems(config, nodes):
-        raise source.error(problem)
+    """Raises ConfigError if there are `machine_problems`."""
+    if problems := list(machine_problems(config, nodes)):
+        raise source.error(*problems)
 
 
 def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Problem]:
     """Yields why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and `/sys` are below `root`."""
     mine = list(nodes)
-    yield from _device_problems(config)
+    yield from _device_problems(config) if mine else ()
     yield from _memory_problems(config, mine, root)
     yield from _file_problems(config, mine)
     yield from _port_problems(config, mine)
+    yield from _gpu_problems(config, mine, root)
+
+
+def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
+    """Yields what `nodes` start without, although the file names it: hosts that cannot be resolved, disks that cannot be written."""
+    named: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
+    if isinstance(config.discovery, EtcdDiscovery):
+        named += [(("discovery", "endpoints", n), host_of(one)) for n, one in enumerate(config.discovery.endpoints)]
+    for path, host in named:
+        try:
+            socket.getaddrinfo(host, None, socket.AF_INET)
+        except (OSError, UnicodeError) as error:
+            yield Problem(
+                path, f"this machine finds no IPv4 address of it: {getattr(error, 'strerror', None) or error}"
+            )
+    caching = config.caching_nodes()
+    for index, tier in enumerate(config.cache.tiers):
+        if isinstance(tier, DiskTier) and any(node in caching for node in nodes):
+            folder = next(one for one in (Path(tier.path), *Path(tier.path).parents) if one.exists())
+            if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                what = "cannot be written by this user" if folder.is_dir() else "is no folder"
+                yield Problem(("cache", "tiers", index, "path"), f"{folder} {what} on this machine")
+
+
+def missing_model(engine: VllmEngineConfig) -> Path | None:
+    """Returns where Hugging Face's cache would hold the engine's model, if it is not there. None if it is, or if `model` is no such name."""
+    if Path(engine.model).is_dir() or engine.model.startswith(("/", ".")) or "://" in engine.model:
+        return None
+    env = {**os.environ, **engine.env}
+    home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
+    hubs = (argument(engine.args, "download-dir"), env.get("HF_HUB_CACHE") or f"{home}/hub")
+    places = [Path(str(hub), f"models--{engine.model.partition(':')[0].replace('/', '--')}") for hub in hubs if hub]
+    return None if any(any(place.glob("snapshots/*/*")) for place in places) else places[-1]
 
 
 def find_program(name: str) -> str | None:
@@ -82,6 +129,17 @@ def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Pro
             yield Problem(
                 ("engine", "model"), "is not a Hugging Face model folder on this machine: it has no config.json"
             )
+        elif (folder := Path(engine.model)).is_dir() and argument(engine.args, "load-format") is None:
+            if not any(file.suffix in SUFFIXES for file in folder.iterdir()):
+                yield Problem(
+                    ("engine", "model"), f"has no weights: no file that ends with {', '.join(sorted(SUFFIXES))}"
+                )
+        elif {**os.environ, **engine.env}.get("HF_HUB_OFFLINE", "0") not in ("", "0") and (
+            place := missing_model(engine)
+        ):
+            yield Problem(
+                ("engine", "model"), f"is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it"
+            )
     files: list[tuple[KeyPath, object]] = []
     if any(isinstance(node, ProxyNode) for node in nodes):
         keys = ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file")
@@ -108,6 +166,33 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
                 yield Problem(
                     ("nodes", config.nodes.index(node), key),
                     f"another process uses this port of {node.host}; choose another port, or 0 for any free one",
+                )
+
+
+def _gpu_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path) -> Iterator[Problem]:
+    """Yields the nodes whose vLLM finds too little left of its GPU, because another node of this machine takes its share of it."""
+    engine, there = config.engine, len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    if not isinstance(engine, VllmEngineConfig):
+        return
+    shares: dict[str, dict[str, float]] = {}
+    for node in nodes:
+        if not there or not isinstance(node, EngineNode):
+            continue
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(there))), **os.environ, **engine.env, **node.env}
+        stages, share = (
+            argument(node.args, name) or argument(engine.args, name)
+            for name in ("pipeline-parallel-size", "gpu-memory-utilization")
+        )
+        ranks = tensor_parallel(engine, node) * len(data_parallel(engine, node)[1])
+        ranks *= stages if isinstance(stages, int) else 1
+        for gpu in filter(None, map(str.strip, visible["CUDA_VISIBLE_DEVICES"].split(",")[:ranks])):
+            taken = shares.setdefault(gpu, {})
+            taken[node.name] = share if isinstance(share, float) else _GPU_SHARE
+            if len(taken) > 1 and sum(taken.values()) > 1:
+                yield Problem(
+                    ("nodes", config.nodes.index(node)),
+                    f"{', '.join(taken)} together want {sum(taken.values()):.0%} of the memory of GPU {gpu} (gpu-memory-utilization); "
+                    "give each a GPU of its own, env: {CUDA_VISIBLE_DEVICES: N}, or a smaller share",
                 )
 
 

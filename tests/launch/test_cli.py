@@ -14,7 +14,7 @@ import pytest
 
 from launch.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
-from tests.support.cluster import cluster_file, complete, free_node
+from tests.support.cluster import CHUNK, cluster_file, complete, free_node
 from tests.support.leaks import alive
 from tests.support.pool import ROOT, Process
 from tests.support.waiting import wait_for
@@ -31,13 +31,13 @@ def refused(*arguments: object) -> str:
 
 def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(cli("config", "example", "two-machines").output)
-    checked = cli("config", "check", "--file-only", tmp_path / "cluster.yaml").output
+    checked = cli("config", "check", "--file-only", "-c", tmp_path / "cluster.yaml").output
     assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in checked
     assert "'nothing' is not one of 'cluster', 'local', 'pool'" in refused("config", "example", "nothing")
 
 
 @pytest.mark.parametrize(
-    "command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check"], ["demo", "-c"], ["doctor", "-c"]]
+    "command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check", "-c"], ["demo", "-c"], ["doctor", "-c"]]
 )
 def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], tmp_path: Path) -> None:
     file = cluster_file(tmp_path, cashe={})
@@ -52,7 +52,6 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
     assert "Missing option '-c'" in refused("launch", "decode")
     for command in (["up"], ["launch", "decode"], ["doctor"], ["pool", "ls"]):
         assert " The file goes after -c: main " in refused(*command, file), command
-    assert "-c" not in refused("config", "check", file, file).splitlines()[-1]
     assert "'decoder' is not one of" in refused("launch", "decoder", "-c", file)
 
 
@@ -69,9 +68,9 @@ def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(t
     ):
         engine = {"kind": "vllm", "model": model, "executable": executable}
         file = cluster_file(tmp_path, engine=engine, nodes=nodes)
-        for command in (["launch", "decode", "-c"], ["config", "check"], ["up", "-c"]):
+        for command in (["launch", "decode", "-c"], ["config", "check", "-c"], ["up", "-c"]):
             assert told in refused(*command, file)
-        cli("config", "check", "--file-only", file)
+        cli("config", "check", "--file-only", "-c", file)
 
 
 def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_pat
     for command in (["explain"], ["explain", "--prompt", file, "--cache-salt"], ["pool", "rm"], ["drain"]):
         assert "'\\udcff' is not UTF-8" in refused(*command, odd, "-c", file)
     assert "'utf-8' codec can't decode" in refused("explain", "--prompt", sys.executable, "-c", file)
-    cli("config", "check", "--file-only", file.rename(tmp_path / odd))
+    cli("config", "check", "--file-only", "-c", file.rename(tmp_path / odd))
 
 
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
@@ -187,10 +186,12 @@ def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_
         {"name": "d", "role": "decode", "host": "198.51.100.2", "port": 8200},
     ]
     elsewhere = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes)
-    shown = cli("config", "check", elsewhere).stdout
-    assert shown.endswith("on this machine: no node; the hosts are 198.51.100.1, 198.51.100.2\n")
+    shown = cli("config", "check", "-c", elsewhere).stdout
+    assert shown.endswith(
+        "on this machine: no node\non others, to be checked there: m (198.51.100.1), d (198.51.100.2)\n"
+    )
     here = cluster_file(tmp_path, nodes=[free_node("master")])
-    assert cli("config", "check", here).stdout.endswith("on this machine: master\n")
+    assert cli("config", "check", "-c", here).stdout.endswith("on this machine: master\n")
 
 
 def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +204,37 @@ def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = {"kind": "vllm", "model": "m", "executable": str(script)}
     mistyped = cluster_file(tmp_path, engine=engine | {"args": {"max-model-lne": 5}})
-    message = refused("config", "check", mistyped)
-    assert "engine.args: vLLM refuses the flags of prefill-0: unrecognized arguments: --max-model-lne=5" in message
+    message = refused("config", "check", "-c", mistyped)
+    assert "asking vLLM about its flags" in message.splitlines()[0]
+    for name in ("prefill-0", "decode-0"):
+        why = "it refuses its flags: unrecognized arguments: --max-model-lne=5"
+        assert f"engine: vLLM cannot run {name}: {why}" in message
     good = cluster_file(tmp_path, engine=engine | {"args": {"max-model-len": 5, "api-key": "secret"}})
-    cli("config", "check", good)
+    told = cli("config", "check", "-c", good).stderr
+    assert "warning: engine.model: m is neither a folder nor at " in told
+    assert "secret" not in told
+    package.rename(package.with_name("moved"))
+    assert "warning: vLLM's flags are not checked: " in cli("config", "check", "-c", good).stderr
+
+
+def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
+    (tmp_path / "file").touch()
+    tiers = [{"kind": "disk", "path": str(tmp_path / "file" / "tier"), "capacity": "1GiB"}, {"kind": "mooncake"}]
+    nodes = [free_node("master"), free_node("prefill-0"), free_node("decode-0", host="no-such-host.invalid")]
+    file = cluster_file(tmp_path, nodes=nodes, cache={"chunk_size": CHUNK, "tiers": tiers})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = refused("config", "check", "-c", file)
+    assert "nodes[2].host: 'no-such-host.invalid': this machine finds no IPv4 address of it" in told
+    assert f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
+    assert "nodes[0]: mooncake.store cannot be imported: " in told
+    assert len(told.splitlines()) == 3
+    assert all(line.startswith(f"pd-cache: {file}:") for line in told.splitlines())
+    old = cli("config", "check", "--file-only", file)
+    assert "config check FILE ends with the next version" in old.stderr
 
 
 VLLM_SERVE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from pd_cache.cluster import (
     Source,
     StoreNode,
     TlsConfig,
+    VllmEngineConfig,
     machine,
 )
 from pd_cache.cluster.machine import local_nodes
@@ -104,6 +106,54 @@ def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Pa
     assert all("does not exist on this machine, or cannot be read" in message for message in told)
     elsewhere = ClusterConfig(nodes=(ProxyNode(name="p", host=ELSEWHERE),), proxy=proxy, discovery=etcd)
     assert messages(elsewhere) == [], "they are needed where the nodes are"
+
+
+def vllm(*nodes: object, model: Path | str = "m", **engine: object) -> ClusterConfig:
+    given = {"executable": sys.executable, "model": str(model), **engine}
+    master = MasterNode(name="master", port=0, metrics_port=0)
+    return ClusterConfig(nodes=(master, *nodes), engine=VllmEngineConfig(**given))  # type: ignore[arg-type]
+
+
+def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_to_be_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, folder = DecodeNode(name="d"), tmp_path / "model"
+    write(folder, "config.json", "{}")
+    (message,) = messages(vllm(node, model=folder))
+    assert "engine.model: " in message
+    assert "has no weights: no file that ends with .bin, .gguf, " in message
+    assert messages(vllm(node, model=folder, args={"load-format": "dummy"})) == []
+    write(folder, "model.safetensors", "")
+    assert messages(vllm(node, model=folder)) == []
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    place = tmp_path / "hub" / "models--me--tiny"
+    online, offline = vllm(node, model="me/tiny"), vllm(node, model="me/tiny", env={"HF_HUB_OFFLINE": "1"})
+    assert (messages(online), machine.missing_model(online.engine)) == ([], place)  # type: ignore[arg-type]
+    (message,) = messages(offline)
+    assert f"'me/tiny': is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it" in message
+    write(place, "snapshots/0123/config.json", "{}")
+    assert (messages(offline), machine.missing_model(online.engine)) == ([], None)  # type: ignore[arg-type]
+
+
+def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
+    here = [DecodeNode(name="a"), DecodeNode(name="b")]
+    assert messages(vllm(*here), tmp_path) == [], "there is no GPU"
+    for gpu in range(4):
+        write(tmp_path, f"proc/driver/nvidia/gpus/{gpu}/information", "")
+    (message,) = messages(vllm(*here), tmp_path)
+    assert "nodes[2]: a, b together want 180% of the memory of GPU 0 (gpu-memory-utilization); give each" in message
+    assert messages(vllm(*here, args={"gpu_memory_utilization": 0.45}), tmp_path) == []
+    first, second = ({"CUDA_VISIBLE_DEVICES": text} for text in ("0,1", "2,1"))
+    apart = [DecodeNode(name="a", env=first), DecodeNode(name="b", env=second)]
+    assert messages(vllm(*apart), tmp_path) == [], "each takes the first that it sees"
+    assert "GPU 1" in messages(vllm(*apart, args={"tensor-parallel-size": 2}), tmp_path)[0]
+    assert messages(vllm(here[0], DecodeNode(name="b", host=ELSEWHERE)), tmp_path) == []
 
 
 def test_rdma_needs_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
