@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,38 +71,32 @@ def report_file(namespace_file: Path) -> Path:
 
 
 class ReportWriter:
-    """Appends reports to a file. For one thread."""
+    """Appends reports to a file, which all data-parallel ranks of a node share."""
 
     def __init__(self, file: Path, most_bytes: int = _MOST_BYTES) -> None:
-        """Begins the file anew with the first report. When it has `most_bytes`, it takes the place of the one before it."""
+        """When the file has `most_bytes`, it takes the place of the one before it."""
         self._file = file
         self._most_bytes = most_bytes
-        self._written: int | None = None
 
     def write(self, request_id: str, report: RequestReport) -> None:
         """Appends a line. Raises OSError if it cannot be written."""
-        if self._written is None:
-            _before(self._file).unlink(missing_ok=True)
-            self._file.unlink(missing_ok=True)
-            self._written = 0
         line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
-        if self._written + len(line) > self._most_bytes:
-            self._file.replace(_before(self._file))
-            self._written = 0
+        with contextlib.suppress(FileNotFoundError):  # nothing was written yet, or another rank is as far
+            if self._file.stat().st_size + len(line) > self._most_bytes:
+                self._file.replace(_before(self._file))
         with self._file.open("ab") as file:
             file.write(line)
-        self._written += len(line)
 
 
 def find_reports(file: Path, request_id: str) -> list[RequestReport]:
     """Returns the reports on a request, the latest last.
 
-    vLLM makes the ids of its requests out of the `X-Request-Id` that it is sent, with letters and numbers before and behind it. So a
-    report's id may be `request_id`, or contain it between two hyphens.
+    vLLM makes the ids of its requests out of the `X-Request-Id` that it is sent: it puts the API before it, and the number of the prompt and
+    eight random characters behind it; of `n` samples, each has its number before all that. So a report's id may be `request_id`, or such a one.
     """
     found: list[RequestReport] = []
-    wanted = f"-{request_id}-"
-    needle = request_id.encode()
+    given, needle = re.escape(request_id), request_id.encode()
+    made = re.compile(rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?")
     for one in (_before(file), file):
         try:
             lines = one.read_bytes().splitlines()
@@ -114,7 +109,7 @@ def find_reports(file: Path, request_id: str) -> list[RequestReport]:
                 read = decode_json(line, _Line)
             except UndecodableError:
                 continue  # it is being written
-            if read.id == request_id or wanted in f"-{read.id}-":
+            if read.id == request_id or made.fullmatch(read.id):
                 found.append(read.report)
     return found[-_MOST_FOUND:]
 

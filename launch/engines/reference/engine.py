@@ -357,7 +357,8 @@ class ReferenceEngine:
         if active.skip_cache:
             return None
         for one in self._streams:
-            loaded = one.prefix is not None and one.prefix.current and one.result.outcome == "hit"
+            # if its load broke off, the request looks for itself what is there
+            loaded = one.prefix is not None and one.prefix.current and one.result.tokens == one.prefix.length
             of_use = one.blocks and (one.load is not None or loaded)
             if of_use and one.prompt == active.prompt and one.generation.request.cache_salt == request.cache_salt:
                 return one

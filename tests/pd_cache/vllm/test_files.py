@@ -99,14 +99,26 @@ def test_without_a_file_health_is_vllms_own(content: bytes | None, file: Path) -
 def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file: Path) -> None:
     assert ask("/requests/abc") == (404, b'{"reports":[]}')
     writer = ReportWriter(report_file(file))
-    writer.write("cmpl-abc-0-1f2e", REPORT)
-    writer.write("cmpl-abcd-0-1f2e", RequestReport.of(1, 8))
-    for name in ("abc", "cmpl-abc-0-1f2e"):
+    writer.write("cmpl-abc-0-1f2e3d4c", REPORT)
+    for other in (
+        "cmpl-abcd-0",
+        "cmpl-abc-0-0",
+        "cmpl-x-abc-0",
+        "chatcmpl-abc-x",
+        "chatcmpl-x-abc",
+        "cmpl-abc-x-0",
+        "a-abc-0",
+    ):
+        writer.write(f"{other}-1f2e3d4c", RequestReport.of(1, 8))
+    for name in ("abc", "cmpl-abc-0-1f2e3d4c"):
         assert find_reports(report_file(file), name) == [REPORT]
     status, body = ask("/requests/abc")
     assert (status, json.loads(body)["reports"]) == (200, [msgspec.to_builtins(REPORT)])
     for name in ("ab", ""):
         assert ask(f"/requests/{name}")[0] == 404
+    for made in ("chatcmpl-one", "chatcmpl-one_3", "2_cmpl-one-0", "generate-tokens-one"):
+        writer.write(f"{made}-00112233", REPORT)
+    assert find_reports(report_file(file), "one") == [REPORT] * 4
 
 
 def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_path: Path) -> None:
@@ -119,12 +131,20 @@ def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_p
     assert find_reports(file, "r1") == []
 
 
-def test_what_an_earlier_start_or_anything_else_wrote_is_no_report(tmp_path: Path) -> None:
+def test_data_parallel_ranks_share_the_file_and_its_bound(tmp_path: Path) -> None:
     file = tmp_path / "requests"
-    ReportWriter(file).write("old", REPORT)
+    ranks = [ReportWriter(file, most_bytes=1000) for _ in range(2)]
+    for number in range(100):
+        ranks[number % 2].write(f"r{number}", REPORT)
+        assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
+    assert find_reports(file, "r99") == find_reports(file, "r98") == [REPORT]
+
+
+def test_what_is_half_written_or_wrong_is_no_report(tmp_path: Path) -> None:
+    file = tmp_path / "requests"
     ReportWriter(file).write("new", REPORT)
     with file.open("ab") as lines:
         lines.write(b'{"id": "half", "rep\n{"id": "wrong", "report": {"asked": -1}}\n\xff\n')
     assert find_reports(file, "new") == [REPORT]
-    for name in ("old", "half", "wrong"):
+    for name in ("half", "wrong"):
         assert find_reports(file, name) == []

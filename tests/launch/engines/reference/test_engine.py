@@ -319,6 +319,24 @@ def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(m
     cancelled(stream)
 
 
+def test_a_request_loads_what_the_pool_has_if_the_load_of_its_stream_broke_off(make_engine, expected):
+    cache, moved = holding(make_engine, request_of(64)), {}
+
+    def lose(call: str) -> None:
+        while call == "load" and len(cache.chunks) > 1:
+            moved.update([cache.chunks.popitem()])
+
+    cache.before = lose
+    engine = make_engine(cache, wait_ms=1)
+    stream = engine.submit(request_of(64, max_tokens=1, streams=True))
+    wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 16)
+    cache.before = lambda call: None
+    cache.chunks.update(moved)
+    tokens, stats = answered(engine, request_of(64, announced_prefix=64))
+    assert (tokens, stats.report.loaded) == (expected(request_of(64)), 63)
+    cancelled(stream)
+
+
 def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expected):
     cache = holding(make_engine, request_of(64))
     engine = make_engine(cache, wait_ms=1)
