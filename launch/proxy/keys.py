@@ -24,6 +24,7 @@ from launch.openai import ApiError, overloaded
 from launch.proxy.pins import Client
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
 from pd_cache.errors import ConfigError
+from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +207,30 @@ class _WatchedFile(msgspec.Struct):
     load: Callable[[], None]
     seen: list[bytes]
     """The digests of what was loaded."""
+    changed: list[bytes] | None = None
+    """Those of the last look, if they are others."""
     refused: list[bytes] | None = None
     """Those of what could not be used, which is logged once and tried at each look: the process may have had no file descriptor left."""
+
+    def look(self) -> None:
+        digests = _digests(self.files)
+        if digests == self.seen:
+            self.changed = self.refused = None
+            return
+        if digests != self.changed:
+            self.changed = (
+                digests  # half of a file can be valid, so a change is loaded when the next look finds the same
+            )
+            return
+        try:
+            self.load()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, it must not end its thread
+            if digests != self.refused:
+                log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
+            self.refused = digests
+        else:
+            self.seen = digests
+            log.info("%s changed and was read again", self.what)
 
 
 class WatchedFiles:
@@ -217,7 +240,7 @@ class WatchedFiles:
         self._watched: list[_WatchedFile] = []
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Calls `load` now, and on another thread whenever one of `files` changes.
+        """Calls `load` now, and on another thread whenever two looks in a row find the same change of `files`.
 
         `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
         """
@@ -226,27 +249,24 @@ class WatchedFiles:
         self._watched.append(_WatchedFile(what, files, load, seen))
 
     def look(self) -> None:
-        for one in self._watched:
-            if (digests := _digests(one.files)) == one.seen:
-                one.refused = None
-                continue
-            try:
-                one.load()
-            except Exception as error:  # noqa: BLE001 - of whatever kind: the other files go on
-                if digests != one.refused:
-                    log.error("%s changed and cannot be used; the previous contents stay in force: %s", one.what, error)
-                one.refused = digests
-            else:
-                one.seen, one.refused = digests, None
-                log.info("%s changed and was read again", one.what)
+        for watched in self._watched:
+            watched.look()
 
     def follow(self) -> threading.Event:
-        """Looks every two seconds, on a thread of its own, until the returned event is set."""
-        stop = threading.Event()
+        """Looks every two seconds until the returned event is set. Each look has a thread of its own, because one may hang: at a file of a
+        server that is gone."""
+        stop, sparse = threading.Event(), SparseLog(every_s=60.0)
 
         def follow() -> None:
+            looks: dict[str, threading.Thread] = {}
             while not stop.wait(_LOOK_S):
-                self.look()
+                for watched in self._watched:
+                    what = watched.what
+                    if what not in looks or not looks[what].is_alive():
+                        looks[what] = threading.Thread(target=watched.look, name="proxy-files", daemon=True)
+                        looks[what].start()
+                    elif sparse.admit(what) is not None:
+                        log.error("reading %s hangs; the previous contents stay in force", what)
 
         threading.Thread(target=follow, name="proxy-files", daemon=True).start()
         return stop

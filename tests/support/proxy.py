@@ -22,6 +22,7 @@ from launch.discovery import View
 from launch.proxy import nodes, routing
 from launch.proxy.app import Proxy
 from launch.proxy.direct import DirectRule
+from launch.proxy.keys import WatchedFiles
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
 from tests.support.cluster import cluster_file
@@ -290,6 +291,12 @@ def files_of(folder: Path, **texts: str) -> dict[str, str]:
     for name, text in texts.items():
         (folder / name).write_text(text)
     return {f"{name}_file": str(folder / name) for name in texts}
+
+
+def look_twice(files: WatchedFiles) -> None:
+    """Has files that have changed be read again."""
+    for _ in range(2):
+        files.look()
 
 
 def bearer(key: str, **more: str) -> dict[str, str]:

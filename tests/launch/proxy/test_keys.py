@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,23 @@ import aiohttp
 import pytest
 
 from launch.openai import ApiError
+from launch.proxy import keys as keys_module
 from launch.proxy.app import Proxy
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
 from pd_cache.errors import ConfigError
-from tests.support.proxy import Node, bearer, cluster, decode_at, decodes, files_of, proxy_process, scenario, view
+from tests.support.proxy import (
+    Node,
+    bearer,
+    cluster,
+    decode_at,
+    decodes,
+    files_of,
+    look_twice,
+    proxy_process,
+    scenario,
+    view,
+)
 from tests.support.waiting import PATIENCE_S, wait_for
 
 KEY = "sk-0123456789abcdef"
@@ -113,12 +126,37 @@ def swap_a_link(file: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, rewrite_with_equal_size_and_times, swap_a_link])
-def test_keys_that_change_are_in_force_at_the_next_look(keys: KeysFile, change: Any) -> None:
+def test_keys_that_change_are_in_force_when_two_looks_agree(keys: KeysFile, change: Any) -> None:
     change(keys.path, f"alice {KEY[:-1]}X")
-    keys.files.look()
+    look_twice(keys.files)
     assert keys.client(f"{KEY[:-1]}X") == "alice"
     with pytest.raises(ApiError, match="valid API key"):
         keys.client(KEY)
+
+
+def test_a_file_that_is_looked_at_while_it_is_written_is_loaded_only_when_it_is_whole(keys: KeysFile) -> None:
+    for text in (f"bob {KEY}", f"bob {KEY}-of-bob"):
+        keys.path.write_text(text)
+        keys.files.look()
+        assert keys.client(KEY) == "alice"
+    keys.files.look()
+    assert keys.client(f"{KEY}-of-bob") == "bob"
+
+
+def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(keys, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(keys_module, "_LOOK_S", 0.01)
+    os.mkfifo(hung := tmp_path / "hung")
+    with patch.object(keys_module, "_digests", return_value=[b"before"]):
+        keys.files.add("proxy.hung", [str(hung)], lambda: None)
+    keys.path.write_text(f"bob {KEY}-of-bob")
+    stop = keys.files.follow()
+    try:
+        wait_for(lambda: "reading proxy.hung hangs; the previous contents" in caplog.text, what="it is logged")
+        wait_for(lambda: keys.keys.may_watch(f"Bearer {KEY}-of-bob"), what="the other is read")
+    finally:
+        stop.set()
+        os.close(os.open(hung, os.O_WRONLY))
+    wait_for(lambda: not any(thread.name == "proxy-files" for thread in threading.enumerate()), what="all ended")
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])
@@ -127,14 +165,14 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
         keys.path.unlink()
     else:
         keys.path.write_text(content)
-    keys.files.look()
-    keys.files.look()
+    for _ in range(2):
+        look_twice(keys.files)
     assert keys.client(KEY) == "alice"
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "the previous contents stay in force" in line.getMessage()
     keys.path.write_text(f"bob {KEY}-of-bob")
     with patch.object(Path, "read_text", side_effect=OSError("too many open files")):
-        keys.files.look()
+        look_twice(keys.files)
     keys.files.look()
     assert keys.client(f"{KEY}-of-bob") == "bob"
 
@@ -217,11 +255,11 @@ async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_c
                 assert expected in await response.read()
         assert await shown(url) in pems["server"]
         give(certificates, tmp_path, "client", key=False)
-        files.look()  # the certificate of one, the key of the other
+        look_twice(files)  # the certificate of one, the key of the other
         assert "key values mismatch" in caplog.text
         assert await shown(url) in pems["server"]
         give(certificates, tmp_path, "client")
-        files.look()
+        look_twice(files)
         assert await shown(url) in pems["client"]
 
 

@@ -27,7 +27,7 @@ from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
 from pd_cache.errors import ConfigError
 from tests.launch.proxy.test_direct import IDS, rule
 from tests.launch.proxy.test_hints import Renewing
-from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, scenario, until
+from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, look_twice, scenario, until
 from tests.support.proxy import cluster as proxied
 from transfer.errors import Status
 
@@ -75,7 +75,7 @@ def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: P
         assert tenants.chunks("b", "quota") is None
         for text in (f"tenants: {{a: {{quota: {8 * CHUNK}}}}}", "tenants: {a: {quota: x}}"):
             (tmp_path / "tenants").write_text(text)
-            watched.look()
+            look_twice(watched)
             assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests) == (8, None)
         proxies = [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(2)]
         tenants.update(View(tuple(proxies)))
@@ -151,7 +151,7 @@ def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monk
         assert {name: len(ledger) for name, ledger in tenants._ledgers.items()} == {"a": 7, "b": 3}
         assert next(iter(tenants._ledgers["a"]._used)) == b"a94", "those that were not used for longest are forgotten"
         (tmp_path / "tenants").write_text("tenants: {b: {quota: 1GiB}}")
-        watched.look()
+        look_twice(watched)
         asyncio.run(tenants.remove())
         assert list(tenants._ledgers) == ["b"], "and those of whom the file does not name any more"
 
@@ -320,16 +320,16 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
         assert (await pin(bearer(OF_B), "one", 1))["status"] == "accepted"
         assert len(c.proxy._hints.pins) == 2
         (tmp_path / "tenants").write_text(FILE.replace(f"pins: {2 * CHUNK}", f"pins: {CHUNK}"))
-        c.proxy._files.look()
+        look_twice(c.proxy._files)
         await c.proxy._hints.renew()
         assert len(c.proxy._hints.pins) == 1, "a's has ended: it may pin less now"
         assert (await pin(bearer(OF_A), "one", 3))["tokens"] == 256
         (tmp_path / "tenants").write_text("tenants: {b: {}}")
-        c.proxy._files.look()
+        look_twice(c.proxy._files)
         await c.proxy._hints.renew()
         assert len(c.proxy._hints.pins) == 1, "a is no tenant any more"
         (tmp_path / "tenants").write_text(FILE)
-        c.proxy._files.look()
+        look_twice(c.proxy._files)
 
         busy = c.stuck_at(c.prefill[0], body(), headers=bearer(OF_A))
         async with busy, c.post(body(), headers=bearer(GATE, X_Tenant="a")) as response:
