@@ -1,6 +1,6 @@
 """The `pd-cache` command. It parses, reports and exits; the work is done elsewhere.
 
-Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be used.
+Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be used, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
+_INTERRUPTED = 128 + signal.SIGINT
 _UNCUT = 10_000
 """Columns of a table that nothing limits."""
 _EXAMPLES = Path(__file__).with_name("configs")
@@ -122,6 +124,8 @@ class _Commands(click.Group):
                 raise
             said = f"{error.format_message()} The file goes after -c: {error.ctx.command_path} -c FILE."
             raise click.UsageError(said, error.ctx) from None
+        except KeyboardInterrupt:
+            ctx.exit(_INTERRUPTED)
         except PdCacheError as error:
             wrong_file = isinstance(error, ConfigError)
             click.echo(
@@ -180,22 +184,27 @@ def launch(role: str, file: Path, name: str | None) -> None:
     help="When it is to stop, first move what its nodes hold to other machines, for at most so many seconds. A second signal ends that.",
 )
 def up(file: Path, drain_s: float | None) -> None:
-    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C."""
+    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints `ready NODE ADDRESS` for each."""
     from launch.supervise import stop_on_signals
     from launch.up import running, welcome
 
     _log_what_happens()
     config, source = read_config(file)
-    with stop_on_signals() as stop, running(config, source, stop=stop) as cluster:
-        for name, url in cluster.urls.items():
-            click.echo(f"ready {name} {url}".rstrip())
-        click.echo(welcome(cluster, file))
-        cluster.supervisor.wait(stop)
-        if drain_s is not None:
-            from launch.operate.drain import drain_local
 
-            with stop_on_signals() as hurried:
-                drain_local(file, cluster.config, drain_s, hurried)
+    def shown(line: str) -> None:
+        click.echo(line, err=not line.startswith("ready "))
+
+    with stop_on_signals() as stop, running(config, source, stop=stop, sink=shown) as cluster:
+        if not stop.is_set():
+            click.echo(welcome(cluster, file))
+            cluster.supervisor.wait(stop)
+            if drain_s is not None:
+                from launch.operate.drain import drain_local
+
+                with stop_on_signals() as hurried:
+                    drain_local(file, cluster.config, drain_s, hurried)
+    if stop.signal == signal.SIGINT:
+        raise SystemExit(_INTERRUPTED)
 
 
 @main.command()

@@ -83,8 +83,11 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._set = False
+        self.signal = 0
+        """The signal that set it; 0 if none did."""
 
-    def set(self) -> None:
+    def set(self, signum: int = 0, _frame: object = None) -> None:
+        self.signal = self.signal or signum
         self._set = True
 
     def is_set(self) -> bool:
@@ -111,7 +114,7 @@ def stop_on_signals() -> Iterator[StopFlag]:
     An exception out of a handler could leave a lock held for ever: a `threading.Condition` takes its own in Python.
     """
     flag = StopFlag()
-    before = {number: signal.signal(number, lambda *_: flag.set()) for number in stop_signals()}
+    before = {number: signal.signal(number, flag.set) for number in stop_signals()}
     # a parent may have left it ignored: then the kernel reaps our children, and nobody learns how they ended
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -346,7 +349,8 @@ class _Watched:
 class Supervisor:
     """Starts, watches and stops programs. Use it on one thread, which must live as long as the programs.
 
-    `sink` is called with whole lines, one at a time, from other threads. Tests replace `clock` (seconds), `sleep` and `spawn`.
+    `sink` is called with whole lines, one at a time, from other threads: `NAME | line`, and `ready NAME URL` whenever a program is ready. Tests
+    replace `clock` (seconds), `sleep` and `spawn`.
     """
 
     def __init__(
@@ -417,6 +421,8 @@ class Supervisor:
         """
         while self._groups:
             named = {w.process: w.program.name for w in self._groups[-1] if w.process is not None}
+            if named:
+                log.info("stopping %s", ", ".join(named.values()))
             killed = end(named, self._settings.stop_grace_s, clock=self._clock, sleep=self._sleep)
             if killed:
                 names = ", ".join(sorted(named[process] for process in killed))
@@ -431,12 +437,17 @@ class Supervisor:
         watched.tail.clear()
         watched.started = self._clock()
         program = watched.program
+        log.info("starting %s", program.name)
 
         def on_line(stream: Stream, line: str) -> None:
             if stream == "stdout" and watched.url is None:
                 words = line.split()
                 if words[:2] == ["ready", program.name] and len(words) <= 3:
-                    watched.url = words[2] if len(words) == 3 else ""
+                    try:
+                        with self._lines:
+                            self._sink(" ".join(words))
+                    finally:
+                        watched.url = words[2] if len(words) == 3 else ""
                     return
             if any(alarm in line for alarm in _FALSE_ALARMS):
                 return

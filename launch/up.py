@@ -82,7 +82,8 @@ def running(
 
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError if
     they cannot all be started, after stopping those that were, ConfigError also if they run already, and RuntimeFolderError if this user has
-    no runtime folder of their own. `sink` gets the nodes' output.
+    no runtime folder of their own. If `stop` is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line
+    `ready NAME URL` for each that is ready.
     """
     mine = local_nodes(config)
     if not mine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,16 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
     assert {said} == {node["state"] for node in shown["nodes"]}
     wait_for(lambda: not any(alive(one.pid) for one in family), 30, "every process being gone")
+
+
+def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path: Path) -> None:
+    nobody = {"kind": "etcd", "endpoints": ["127.0.0.1:1"]}
+    file = cluster_file(tmp_path, discovery=nobody, nodes=[free_node("store-0")])
+    with Process("up", program("up", "-c", file)) as up:
+        wait_for(lambda: "starting store-0" in "".join(up.errors), what="it starts")
+        assert up.stop(signal.SIGINT) == 130
+    assert up.lines == []
+    assert "stopping store-0" in "".join(up.errors)
 
 
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:

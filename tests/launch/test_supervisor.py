@@ -125,6 +125,20 @@ def test_a_group_starts_together_once_all_of_the_group_before_are_ready() -> Non
         assert supervisor.pids == {"a": 1001, "b": 1002, "c": 1003, "d": 1004}
 
 
+def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(a=[[(1, "ready a http://a:1"), (5, 1)], [(1, "ready a http://a:2")]], b=[[(2, "ready b")]])
+    said: list[str] = []
+    caplog.set_level("INFO", "launch.supervise")
+    with Supervisor(
+        SupervisorConfig(), sink=said.append, spawn=world.spawn, clock=lambda: world.now, sleep=world.sleep
+    ) as supervisor:
+        supervisor.start([fake("a"), fake("b")])
+        supervisor.wait(world.stop_after(10))
+    assert said == ["ready a http://a:1", "ready b", "ready a http://a:2"]
+    starts = ["starting a", "starting b", "a ended: exit status 1; starting it again in 1 s", "starting a"]
+    assert [record.getMessage() for record in caplog.records] == [*starts, "stopping b", "stopping a"]
+
+
 def test_stop_runs_through_the_groups_in_reverse_once_and_kills_who_ignores_it_after_the_grace() -> None:
     world = World(**{name: [[(0, f"ready {name}")]] for name in "abcd"})
     world.stubborn = {"c"}
@@ -234,7 +248,7 @@ def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_ar
     )
     with supervising(said.append) as supervisor:
         supervisor.start([program("a", f"print({chr(10).join(lines)!r})\n{NORMAL}")])
-    assert said == ["a | E1 x.cpp:2] real"]
+    assert said == ["a | E1 x.cpp:2] real", "ready a http://127.0.0.1:1"]
 
 
 def test_a_program_that_does_not_exist_stops_the_others() -> None:
