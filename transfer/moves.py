@@ -191,7 +191,7 @@ class Moves:
         # 1. objects of silent peers are left out: each would hold this thread for seconds
         if not buffers and self.peers.any_silent(now):
             buffers = self._buffers(part.keys)
-        # of this step alone: a silent peer's trial must not begin where none of its objects is read, and so never end
+        # only this step's keys: a trial of a peer ends only when a read of its objects ends
         where = {key: buffers[key].transport_endpoint for key in part.keys if key in buffers}
         wanted = self._from_others_than_silent_peers(part.keys, where, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part

@@ -57,9 +57,9 @@ class ProxyMetrics:
             ["action", "outcome"],
         )
         self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")
-        self.pinned_bytes = gauge("pd_cache_proxy_pinned_bytes", "What these may take of the pool's memory")
+        self.pinned_bytes = gauge("pd_cache_proxy_pinned_bytes", "The most bytes that pinned prompts take in the pool")
         self.pinned_objects = gauge(
-            "pd_cache_proxy_pinned_objects", "Objects of these that the pool has; 0 if it does not answer"
+            "pd_cache_proxy_pinned_objects", "Objects of pinned prompts that the pool has; 0 if it does not answer"
         )
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests",

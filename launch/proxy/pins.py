@@ -108,14 +108,14 @@ class Client(NamedTuple):
 
     @property
     def holder(self) -> str:
-        """Who has a share of what there is little of: a tenant, or a client without one."""
+        """The name that limits apply to: the tenant's, or the client's if it has no tenant."""
         return self.tenant or self.name
 
 
 def fair(holder: str, held: int, free: int) -> bool:
-    """Returns whether a client or tenant that has `held` of something may have one more while `free` are left: if it has fewer than are free.
+    """Returns whether a holder of `held` items may take another one: only if more than `held` are free.
 
-    So one alone takes at most half, and the next always finds some. Without keys, all clients are one, which may take all.
+    So a single holder takes at most half, and the next one always finds some. Without keys, all clients are one holder, which may take all.
     """
     return held < free if holder else free > 0
 

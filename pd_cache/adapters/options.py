@@ -25,7 +25,7 @@ from transfer.settings import Bytes, ByteSize, TransferSettings, decode_custom
 
 
 class AdapterOptions(Section, frozen=True, kw_only=True):
-    """The pool's `master`, and what should not be the default."""
+    """The options that all adapters have. Only `master` is required."""
 
     master: MasterAddress
     """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""

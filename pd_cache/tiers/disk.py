@@ -100,7 +100,7 @@ class ObjectFolder:
         assert file_bytes % PAGE == 0
         self.file_bytes = file_bytes
         self.root = path / str(file_bytes)
-        """The folder that this process has taken; the one above it before that."""
+        """This process's own folder, once it has taken one; until then the folder above."""
         self._base = self.root
         self._direct = direct and bool(_DIRECT)
         self._lock = -1
@@ -337,7 +337,7 @@ class LocalDiskBackend(StorageBackend):
         self.changed = threading.Condition()
         """Guards the fields below, and says when one of them changed."""
         self.state = Status.TIER_OFF
-        """What puts are answered: OK if the tier takes them, NO_SPACE or READ_ONLY if it is only read, TIER_OFF or CLOSED."""
+        """The status that puts get: OK, or why the tier takes none. With NO_SPACE and READ_ONLY it still serves reads."""
         self.trouble = ""
         """Why the state is not OK; empty before the folder was opened for the first time."""
         self._strikes = {True: 0, False: 0}

@@ -196,7 +196,7 @@ class Fetched:
         self.tier: TierKind = "pool"
 
     def when_checked(self, call: Callable[[Fetched], None]) -> None:
-        """Has `call` run after the first check, which leaves its outcome in `reason`. For tiers; the last to ask is called first."""
+        """Registers `call`, which the first check runs after it has set `reason`. Calls run in reverse order. For tiers."""
         self._when_checked.append(call)
 
     def check(self, payload_checksum: int | None = None) -> str:

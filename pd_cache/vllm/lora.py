@@ -49,7 +49,7 @@ class Adapters:
     """Identifies the adapters of one engine. `of` and `close` are called on the scheduler's thread."""
 
     def __init__(self, served: str = "") -> None:
-        """`served` says what else changes an adapter's KV: how the engine applies adapters."""
+        """`served` describes the engine's settings that change an adapter's KV."""
         self._served = served
         self._known: dict[tuple[str, str], Adapter] = {}
         """By name and path, as in vLLM's block hashes."""

@@ -82,7 +82,7 @@ class SchedulerSide:
         self._loads: list[LoadOp] = []
         self._expecting = False
         self._refused = False
-        """Whether vLLM has asked about a request in this step, and then found too few blocks for it. It asks about none behind that one."""
+        """True if vLLM ran out of blocks for a request in this step. It then asks about no request behind it."""
         self._loads_nothing = False
         """Whether nothing is loaded in the next step, because vLLM refuses blocks to each load and nothing else goes on."""
         self._holding: dict[str, int] = {}
