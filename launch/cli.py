@@ -29,6 +29,8 @@ from pd_cache.errors import ConfigError, PdCacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rich.console import Console
+
     from launch.operate.pool import PoolReport
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -48,24 +50,27 @@ def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
 
 
-def _answer(as_json: bool, value: object, *shown: object) -> None:
-    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the terminal. Where there is none, such
-    as in a pipe, no line is cut, unless COLUMNS says where."""
-    if as_json:
-        click.echo(msgspec.json.encode(value).decode())
-        return
+def _output() -> Console:
+    """Returns the terminal, or another output such as a pipe, in which no line is cut unless COLUMNS says where."""
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_UNCUT)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNCUT)
+
+
+def _answer(as_json: bool, value: object, *shown: object) -> None:
+    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the output."""
+    if as_json:
+        click.echo(msgspec.json.encode(value).decode())
+        return
+    console = _output()
     for text in shown:
         if isinstance(text, str):
             click.echo(text)
         else:
             with console.capture() as captured:
                 console.print(text)
-            click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+            print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _running(file: Path) -> ClusterConfig:
@@ -226,10 +231,11 @@ def status(file: Path, as_json: bool) -> None:
 
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
-    from launch import status as shown
+    from launch.operate.status import as_dict, status_table
+    from launch.watched import cluster_status
 
-    found = shown.cluster_status(_running(file))
-    _answer(as_json, shown.as_dict(found), shown.status_table(found))
+    found = cluster_status(_running(file))
+    _answer(as_json, as_dict(found), status_table(found))
     if not found.well:
         raise SystemExit(1)
 
@@ -244,14 +250,25 @@ def status(file: Path, as_json: bool) -> None:
     show_default=True,
     help="How often each node is asked, in seconds.",
 )
-def top(file: Path, once: bool, interval: float) -> None:
+@_json_option
+def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory, evictions, misses.
 
     `h` shows the keys, `q` ends.
     """
-    from launch.operate.top import top as shown
+    from launch.operate import top as shown
+    from launch.watched import cluster_status
 
-    shown(_running(file), once=once, interval_s=interval)
+    config, console = _running(file), _output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars and arrows are question marks where the locale has none
+    if not (once or as_json) and console.is_terminal and not console.is_dumb_terminal:
+        shown.follow(config, console, interval)
+        return
+    status = cluster_status(config, 2, interval)  # two answers, so that there are rates
+    width = console.width if console.is_terminal else min(console.width, shown.WIDEST)
+    nodes = [node.figures() for node in status.nodes]
+    _answer(as_json, {"discovery": status.source, "nodes": nodes}, shown.plain(status, config.name, width))
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""What the nodes' metrics say of the cache, at one moment and over time; for `status`, `top` and `/ui` alike. Pure.
+"""What the nodes' metrics say of the cache, at one moment and over time. Pure.
 
 `read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead of names of metrics. A
 `NodeHistory` makes rates, shares and quantiles of one reading after another: a counter that is lower than before has begun at zero
@@ -271,10 +271,8 @@ class NodeHistory:
     """The readings of one node, as increments: of the last minute, and some before it, which only trends show."""
 
     def __init__(self, since_start: bool = False) -> None:
-        """`since_start`: what a node counted before its first reading belongs to the last minute, too, if the node says when it started."""
+        """`since_start`: what a node counted before its first reading belongs to the last minute, too."""
         self.last: NodeReading | None = None
-        self.readings = 0
-        """How many readings there were."""
         self._since_start = since_start
         self._steps: deque[_Increment] = deque(maxlen=_MOST_STEPS)
 
@@ -284,10 +282,9 @@ class NodeHistory:
         if before is not None and reading.at <= before.at:
             return
         self.last = reading
-        self.readings += 1
         if before is None:
-            if self._since_start and reading.started is not None:
-                seconds = max(1.0, time.time() - reading.started)
+            if self._since_start:
+                seconds = math.inf if reading.started is None else max(1.0, time.time() - reading.started)
                 self._steps.append(_Increment(reading.at, seconds, reading.counts, reading.buckets))
             return
         buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}

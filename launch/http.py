@@ -91,12 +91,13 @@ def _first_key(file: str) -> str:
 
 
 class BadStatus(OSError):
-    """An answer with another status than 2xx. The message has the status, and the beginning of the body."""
+    """An answer with another status than 2xx, and its body. The message has the status, and the beginning of the body."""
 
     def __init__(self, status: int, body: bytes = b"") -> None:
         told = one_line(body[:300].decode(errors="replace"))
         super().__init__(f"it answers {status}{told and ': ' + told}")
         self.status = status
+        self.body = body
 
 
 def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: bytes | None = None) -> bytes:

@@ -1,76 +1,89 @@
-"""`pd-cache status`: the nodes that discovery finds and what each is doing, asked of each, in one table.
+"""What the cluster is: its nodes, its masters, the pool's memory, and what does not work. `status`, `top`, `doctor` and `/ui` print it. Pure.
 
-Nodes are asked for `/health`, and then as `pd-cache top` asks them. A node that does not answer gets a row that says so. Beside the rows
-there is what no node knows alone: whether discovery answers, which master leads, and which nodes will never share a hit with the others.
+`NodeStatus` is one node at one moment, `ClusterStatus` all of them. `WatchedNodes` makes both of what nodes answer (`watched.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import msgspec
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from launch.discovery import View, open_directory
-from launch.figures import NodeReading, shown_age
-from launch.http import NOBODY, Access, BadStatus, proxy_access
-from launch.masters import LEADER, MasterHealth, Segment
-from launch.versions import known_versions
-from launch.watched import ask_node, get_text, page_of, why_not_asked
-from pd_cache.cluster import ClusterConfig, NodeRecord, Skew, differences, mooncake_skew, read_about
+from launch.discovery import View
+from launch.figures import NodeHistory, NodeReading, Rates, merged_sources
+from launch.masters import LEADER, Segment
+from pd_cache.cluster import About, NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
-from pd_cache.decoding import decode_json, one_line
 
-_SYNC_S = 5.0
-_AT_A_TIME = 16
-NOT_ASKED = "not asked"
-NO_ANSWER = "no answer"
+NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
+"""`degraded`: it answers, and something of it does not work. `down`: it was asked and does not answer. `asking`: its first answer has not come
+yet. `not asked`: there is no address to ask it at."""
+_ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
+
+
+def page_of(record: NodeRecord) -> str:
+    """Returns the address at which a node answers `/health` and `/metrics`; empty if it takes no questions."""
+    return record.address if record.address.startswith(("http://", "https://")) else record.metrics or ""
+
+
+class NodeAnswer(NamedTuple):
+    """What came of asking one node."""
+
+    name: str
+    at: float
+    """When, by `time.monotonic()`."""
+    reading: NodeReading | None = None
+    """What its metrics say; None if they were not read."""
+    down: str = ""
+    """Why it does not answer; empty if it does."""
+    trouble: str = ""
+    """What does not work, as far as its answers say; empty if all works."""
+    about: About = About()
+    leads: str = ""
+    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
+    segments: tuple[Segment, ...] | None = None
+    """For a master: the segments that it knows; None if it has not said so."""
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
-    """One row."""
+    """One node at one moment."""
 
     record: NodeRecord
     """As registered, or as the file says, completed by the node's own answers."""
-    state: str = "up"
-    """`up`, `degraded` (it answers, but not all of it works), `not asked`, or why nothing is known."""
+    state: NodeState = "up"
+    why: str = ""
+    """Why it is not `up`; empty if it is."""
     difference: str = ""
     """How its namespace differs from that of most nodes; empty if it does not."""
     reading: NodeReading = NodeReading(at=0.0)
-    """What its metrics say; nothing if they were not read."""
+    """What its metrics say; without figures if they were not read."""
+    rates: Rates | None = None
+    history: NodeHistory = msgspec.field(default_factory=NodeHistory)
+    silent_s: float | None = None
+    """For how long it has not answered; None if it never did."""
     leads: str = ""
-    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
-    segments: tuple[str, ...] = ()
-    """The names of the segments that it gives to the pool, as far as they are known."""
-    pool: list[Segment] | None = None
-    """For a master: the segments that it knows, if it has said so."""
-    memory: str = ""
-    """`draining` or `drained` if the pool puts nothing into its segments any more (`pd-cache drain`); otherwise empty."""
+    """See `NodeAnswer.leads`."""
+    segments: tuple[Segment, ...] = ()
+    """The memory that the pool has from it, as the master says. For a master, all that it knows."""
 
     @property
     def name(self) -> str:
         return self.record.name
 
     @property
-    def asked(self) -> bool:
-        """Whether there is a way to ask it."""
-        return not self.state.startswith(NOT_ASKED)
-
-    @property
-    def silent(self) -> bool:
-        """Whether it was asked and did not answer."""
-        return self.state.startswith(NO_ANSWER)
+    def role(self) -> str:
+        return self.record.role
 
     @property
     def answers(self) -> bool:
         """Whether its process runs, even if it says that not all of it works."""
-        return self.asked and not self.silent
+        return self.state in ("up", "degraded")
+
+    @property
+    def well(self) -> bool:
+        """Whether it has no known problem."""
+        return self.state in ("up", "not asked") and not self.difference
 
     @property
     def host(self) -> str:
@@ -78,22 +91,61 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return host_of(page_of(self.record) or self.record.address)
 
     @property
-    def hit_rate(self) -> float | None:
-        """Tokens that were loaded of tokens that were asked for, since the start; None without prompts."""
-        tokens = {source: count for (kind, source), count in self.reading.counts.items() if kind == "tokens"}
-        asked = sum(tokens.values())
-        return tokens.get("loaded", 0.0) / asked if asked else None
+    def memory(self) -> str:
+        """`draining` or `drained` if the pool puts nothing into its memory any more (`pd-cache drain`); otherwise empty."""
+        own = self.segments if self.role != "master" else ()
+        return " ".join(sorted({segment.shown_status for segment in own} - {""}))
+
+    @property
+    def hit(self) -> float | None:
+        """The hit rate; None without prompts."""
+        return None if self.rates is None else self.rates.hit
+
+    @property
+    def moves(self) -> Rates | None:
+        """Its rates, if it is of a role that loads and stores."""
+        return None if self.role in ("proxy", "master") else self.rates
+
+    @property
+    def p99(self) -> float | None:
+        """The 99th percentile of what matters most at this node: its first token or byte, or else its lookups."""
+        quantiles = {} if self.rates is None else self.rates.quantiles
+        return next((quantiles[name][1] for name in ("first byte", "first token", "lookup") if name in quantiles), None)
 
     @property
     def in_flight(self) -> int | None:
         """Requests that wait or run; None if it does not say."""
-        told = [one for one in (self.reading.queued, self.reading.running) if one is not None]
-        return int(sum(told)) if told else None
+        known = [count for count in (self.reading.queued, self.reading.running) if count is not None]
+        return int(sum(known)) if known else None
 
-    @property
-    def well(self) -> bool:
-        """Whether it has no known problem."""
-        return (self.state == "up" or self.state.startswith(NOT_ASKED)) and not self.difference
+    def figures(self) -> dict[str, object]:
+        """Returns what it does now, for `top --json` and `/ui`: rates by the names of `Rates`, gauges by those of `NodeReading`."""
+        reading, rates = self.reading, self.rates
+        shown = dict.fromkeys(Rates.__struct_fields__) if rates is None else msgspec.to_builtins(rates)
+        if self.moves is None:
+            shown |= dict.fromkeys(("load", "store", "lookups"))
+        return {
+            "name": self.name,
+            "role": self.role,
+            "state": self.state,
+            "why": self.why,
+            "hit": self.hit,
+            **shown,
+            "queued": reading.queued,
+            "running": reading.running,
+            "staging": reading.staging,
+            "staging_used": reading.staging_used,
+        }
+
+
+# --- the cluster -------------------------------------------------------------------------------------------------------
+
+
+class Trouble(NamedTuple):
+    """A problem that no single node shows."""
+
+    found: str
+    repair: str
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
@@ -104,21 +156,25 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     fresh: bool
     """Whether discovery answers. If not, the list may lack nodes, and may have nodes that are gone."""
     nodes: list[NodeStatus]
+    """In the order of a request's way."""
     weights: list[str] = []
     """Which version of each model's weights is current, if they have changed, and which processes have another one."""
-    segments: list[Segment] | None = None
+    segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master knows it; None if none says so."""
     elected: bool = False
     """Whether etcd elects one of several masters."""
+    sources: dict[str, float] | None = None
+    """The parts of prompts' tokens that came from each of `figures.SOURCES`, at the nodes that prompts reach first: prefill nodes, or if these
+    had no prompts, decode nodes."""
 
     @property
     def view(self) -> View:
         """The nodes as discovery would show them, completed by their own answers."""
-        return View(tuple(row.record for row in self.nodes))
+        return View(tuple(node.record for node in self.nodes))
 
     @property
     def masters(self) -> list[NodeStatus]:
-        return [node for node in self.nodes if node.record.role == "master"]
+        return [node for node in self.nodes if node.role == "master"]
 
     @property
     def leading(self) -> list[NodeStatus]:
@@ -126,28 +182,32 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return [node for node in self.masters if node.leads == LEADER]
 
     @property
-    def problems(self) -> list[str]:
-        """Problems that no single row shows, and what to do about them."""
-        problems, leading, skew = list[str](), [node.name for node in self.leading], self.skew
-        promised = sum(node.record.capacity.segment_bytes for node in self.nodes if not node.silent)
-        mounted = sum(segment.size_bytes for segment in self.segments or ())
-        if not leading and any(node.asked for node in self.masters):
-            what = f"none of {len(self.masters)} masters leads" if self.elected else "the master does not lead"
-            problems.append(f"{what}: there are no hits, and nothing is stored; {_NO_LEADER[self.elected]}")
-        elif len(leading) > 1:
-            what = f"{len(leading)} masters lead ({', '.join(leading)}): each knows only some of the keys"
-            problems.append(f"{what}; {_TWO_LEADERS[self.elected]}")
-        elif leading and self.segments is not None and mounted < promised:
-            what = f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give"
-            problems.append(f"{what}; {_NO_MEMORY}")
-        if skew is not None and skew.fails:
-            problems.append(f"{skew.found}: {SKEW_FAILS}")
-        return problems
-
-    @property
     def skew(self) -> Skew | None:
         """How versions of Mooncake differ that do not work together, or were not tried together."""
-        return mooncake_skew(row.record for row in self.nodes)
+        return mooncake_skew(node.record for node in self.nodes)
+
+    @property
+    def troubles(self) -> list[Trouble]:
+        """What is wrong with the pool."""
+        leading, elected = [node.name for node in self.leading], self.elected
+        promised = sum(node.record.capacity.segment_bytes for node in self.nodes if node.state != "down")
+        mounted = sum(segment.size_bytes for segment in self.segments or ())
+        if not leading and any(node.state not in ("asking", "not asked") for node in self.masters):
+            what = f"none of {len(self.masters)} masters leads" if elected else "the master does not lead"
+            return [Trouble(f"{what}: there are no hits, and nothing is stored", _NO_LEADER[elected])]
+        if len(leading) > 1:
+            what = f"{len(leading)} masters lead ({', '.join(leading)}): each knows only some of the keys"
+            return [Trouble(what, _TWO_LEADERS[elected])]
+        if leading and self.segments is not None and mounted < promised:
+            what = f"{leading[0]} has {shown_bytes(mounted)} of the {shown_bytes(promised)} that nodes give"
+            return [Trouble(what, _NO_MEMORY)]
+        return []
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems that no single node shows, and what to do about them."""
+        skew = [f"{self.skew.found}: {SKEW_FAILS}"] if self.skew is not None and self.skew.fails else []
+        return [f"{trouble.found}; {trouble.repair}" for trouble in self.troubles] + skew
 
     @property
     def well(self) -> bool:
@@ -170,152 +230,143 @@ _NO_MEMORY = (
 )
 
 
-# --- asking ------------------------------------------------------------------------------------------------------------
+# --- over time ---------------------------------------------------------------------------------------------------------
 
 
-def cluster_status(config: ClusterConfig) -> ClusterStatus:
-    """Asks discovery, then every node, all at the same time; each has a few seconds to answer."""
-    access = proxy_access(config)
-    with open_directory(config) as directory:
-        synced, view = directory.wait_synced(_SYNC_S), directory.view()
-        with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-status") as threads:
-            rows = list(threads.map(lambda record: _ask(record, access), view.nodes))
-    differing = differences(row.record for row in rows)
-    for row in rows:
-        row.difference = differing.get(row.name, "")
-        if row.name in view.doubted:
-            row.state += "; not registered again since discovery was away"
-    fresh = synced and view.stale_since is None
-    source = _source(config, view, synced)
-    found = ClusterStatus(source, fresh, rows, elected=config.masters.ha)
-    segments = next((row.pool for row in found.leading if row.pool is not None), None)
-    for row in rows:
-        mine = {segment.shown_status for segment in segments or () if segment.segment_name in row.segments}
-        row.memory = " ".join(sorted(filter(None, mine)))
-    return msgspec.structs.replace(found, segments=segments, weights=_weights(rows))
+class _Watched(msgspec.Struct):
+    """One node, its last answer and its history."""
+
+    record: NodeRecord
+    history: NodeHistory
+    last: NodeAnswer | None = None
+    answered: float | None = None
+    """When it last answered."""
 
 
-def _weights(rows: Iterable[NodeStatus]) -> list[str]:
-    lines = []
-    for model, one in known_versions(row.record.versions for row in rows if row.record.versions).items():
-        current, others = one.current.label, one.lagging()
-        if current or others:
-            lines.append(f"weights of {one_line(model)}: version {current or '(first)'} is current")
-        if others:
-            lines[-1] += (
-                f"; {one_line(', '.join(others))} does not have it and loads nothing: run `pd-cache reset` when all nodes have the "
-                f"same weights{f', with --version {current} if it is these' if current else ''}"
+class WatchedNodes:
+    """What is known of the nodes. The time comes from the caller."""
+
+    def __init__(
+        self,
+        discovery: str = "static",
+        *,
+        elected: bool = False,
+        stale_s: float = 10.0,
+        since_start: bool = False,
+        asked: Callable[[NodeRecord], object] = page_of,
+    ) -> None:
+        """`discovery`, `elected`: its kind, and as of `ClusterStatus`. `stale_s`: after how many seconds without an answer a node counts as down,
+        even if it was not asked since. `since_start`: shares and quantiles are those since the nodes' start, and not of the last minute. `asked`:
+        which nodes are asked."""
+        self._discovery = discovery
+        self._elected = elected
+        self._stale_s = stale_s
+        self._since_start = since_start
+        self._asked = asked
+        self._view, self._synced = View(()), True
+        self._nodes: dict[str, _Watched] = {}
+        self._compared: list[NodeRecord] = []
+        self._differences: dict[str, str] = {}
+
+    @property
+    def asked(self) -> list[NodeRecord]:
+        """The nodes to ask."""
+        return [record for record in self._view.nodes if self._asked(record)]
+
+    def update(self, view: View, synced: bool = True) -> None:
+        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced`: as of `Directory.wait_synced`."""
+        self._view, self._synced, nodes = view, synced, {}
+        for record in view.nodes:
+            node = self._nodes.get(record.name) or _Watched(record, NodeHistory(self._since_start))
+            node.record = record
+            nodes[record.name] = node
+        self._nodes = nodes
+
+    def take(self, answers: Iterable[NodeAnswer]) -> None:
+        """Takes in what nodes answered. Ignores nodes that are gone."""
+        for answer in answers:
+            if (node := self._nodes.get(answer.name)) is None:
+                continue
+            if answer.reading is None:
+                node.history.silent(answer.at)
+            else:
+                node.history.add(answer.reading)
+            if not answer.down:
+                node.answered = answer.at
+            elif node.last is not None:  # what it said of itself before stays
+                answer = answer._replace(about=node.last.about)
+            node.last = answer
+
+    def status(self, now: float) -> ClusterStatus:
+        """Returns the cluster as it is now."""
+        watched = sorted(
+            self._nodes.values(),
+            key=lambda node: (_ROLES.index(node.record.role) if node.record.role in _ROLES else len(_ROLES), node.record.name),
+        )  # fmt: skip
+        nodes = [self._node(node, now) for node in watched]
+        if (records := [node.record for node in nodes]) != self._compared:
+            self._compared, self._differences = records, differences(records)
+        said = [node.last.segments for node in watched if node.last is not None and node.last.leads == LEADER]
+        segments = next((listed for listed in said if listed is not None), None)
+        for node in nodes:
+            node.difference = self._differences.get(node.name, "")
+            last = node.history.last
+            names = (node.record.address,) if node.role == "store" else () if last is None else last.segments
+            node.segments = tuple(
+                segment for segment in segments or () if node.role == "master" or segment.segment_name in names
             )
-    return lines
-
-
-def _source(config: ClusterConfig, view: View, synced: bool) -> str:
-    kind = str(config.discovery.__struct_config__.tag)
-    if not synced:
-        return f"{kind}, which does not answer: these are the nodes of the file"
-    if view.stale_since is not None:
-        silent = time.monotonic() - view.stale_since
-        return f"{kind}, which has not answered for {silent:.0f} s: these are the nodes that were there before"
-    return kind
-
-
-def _ask(record: NodeRecord, access: Access) -> NodeStatus:
-    """`access`: key and certificates for proxies."""
-    row = NodeStatus(record=record)
-    if record.role == "store" and not record.address.endswith(":0"):
-        row.segments = (record.address,)
-    if not (url := page_of(record)):
-        row.state = f"{NOT_ASKED}: {why_not_asked(record)}"
-        return row
-    try:
-        if record.role == "master":
-            health = decode_json(get_text(f"{url}/health"), MasterHealth)
-            waits = health.role == LEADER and not health.service_ready
-            row.leads = "leads, but does not serve yet" if waits else health.role
-            with contextlib.suppress(OSError, ValueError):  # the process that has started it says its versions
-                row.record = record.telling(read_about(get_text(f"{record.versions}/health")))
-        else:
-            told = read_about(get_text(f"{url}/health", access if record.role == "proxy" else NOBODY))
-            row.record = msgspec.structs.replace(record, version=told.version or record.version).telling(told)
-    except BadStatus as error:
-        if error.status >= 500:
-            row.state = f"degraded: /health answers {error.status}"
-    except (OSError, ValueError) as error:
-        row.state = f"{NO_ANSWER}: {error}"
-        return row
-    if record.role == "proxy" and access.guarded and not access.key:  # this machine has no readable key for its metrics
-        return row
-    answer = ask_node(record, access)
-    if answer.reading is None:
-        row.state = f"degraded: its metrics: {answer.why}"
-        return row
-    row.reading, row.pool = answer.reading, answer.segments
-    row.segments = answer.reading.segments or row.segments
-    if answer.reading.pool_up is False:
-        row.state = "degraded: its pool does not answer"
-    return row
-
-
-# --- showing -----------------------------------------------------------------------------------------------------------
-
-
-def status_table(status: ClusterStatus) -> Group:
-    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below the table."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("node", "role"):
-        table.add_column(column, no_wrap=True)
-    for column in ("state", "up for", "hit", "holds", "in flight"):
-        table.add_column(column, overflow="fold")
-    details = []
-    for row in status.nodes:
-        state = row.state.partition(":")[0].partition(";")[0]
-        reading = row.reading
-        held = [f"{tier} {shown_bytes(size)}" for tier, size in reading.tier_bytes.items() if size]
-        table.add_row(
-            row.name,
-            row.record.role,
-            escape(", ".join(filter(None, (state, row.leads, row.memory)))),
-            "" if reading.started is None else shown_age(max(0.0, time.time() - reading.started)),
-            "" if row.hit_rate is None else f"{row.hit_rate:.1%}",
-            escape("\n".join(held)),
-            "" if row.in_flight is None else str(row.in_flight),
+        source, stale = self._discovery, self._view.stale_since
+        if not self._synced:
+            source += ", which does not answer: these are the nodes of the file"
+        elif stale is not None:
+            source += f", which has not answered for {now - stale:.0f} s: these are the nodes that were there before"
+        return ClusterStatus(
+            source,
+            self._synced and stale is None,
+            nodes,
+            segments=segments,
+            elected=self._elected,
+            sources=self._sources(now),
         )
-        if state != row.state:
-            details.append(Text(f"{row.name}: {row.state}", "" if row.well else "red"))
-        if reading.errors:
-            errors = ", ".join(f"{reason} {count:.0f}" for reason, count in reading.errors.items())
-            details.append(Text(f"{row.name}: errors since its start: {errors}", "yellow"))
-    differing = [Text(f"{row.name}: {row.difference}", "yellow") for row in status.nodes if row.difference]
-    problems = [Text(problem, "red") for problem in status.problems]
-    weights = [Text(line) for line in status.weights]
-    if (skew := status.skew) is not None and not skew.fails:
-        differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
-    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
 
+    def _sources(self, now: float) -> dict[str, float] | None:
+        def of(role: str) -> list[NodeHistory]:
+            return [node.history for node in self._nodes.values() if node.record.role == role]
 
-def as_dict(status: ClusterStatus) -> dict[str, object]:
-    """Returns the cluster's state for scripts: a node's record and its row are one."""
-    nodes = [
-        {
-            **msgspec.to_builtins(row.record),
-            "state": row.state,
-            "difference": row.difference,
-            "up_since": row.reading.started,
-            "hit_rate": row.hit_rate,
-            "bytes_by_tier": row.reading.tier_bytes,
-            "in_flight": row.in_flight,
-            "errors": row.reading.errors,
-            "leads": row.leads,
-            "segments": row.segments,
-            "tenants": row.reading.tenants,
-            "memory": row.memory,
-        }
-        for row in status.nodes
-    ]
-    return {
-        "discovery": status.source,
-        "well": status.well,
-        "problems": status.problems,
-        "weights": status.weights,
-        "nodes": nodes,
-    }
+        found = (merged_sources(of(role), of("cache-server"), now) for role in ("prefill", "decode"))
+        return next((sources for sources in found if sources is not None), None)
+
+    def _node(self, node: _Watched, now: float) -> NodeStatus:
+        last = node.last or NodeAnswer(node.record.name, now)
+        state, why = self._state(node, last, now)
+        found = NodeStatus(record=node.record.telling(last.about), state=state, why=why, history=node.history)
+        if node.answered is not None:
+            found.silent_s = now - node.answered
+        if found.answers:
+            found.leads, found.rates = last.leads, node.history.rates(now)
+            found.reading = last.reading or found.reading
+        return found
+
+    def _state(self, node: _Watched, last: NodeAnswer, now: float) -> tuple[NodeState, str]:
+        if not page_of(node.record):
+            more = "; its memory shows at the master" if node.record.role == "store" else ""
+            return "not asked", f"it has no metrics_port{more}"
+        if not self._asked(node.record):
+            return "not asked", ""
+        if last.down:
+            return "down", last.down
+        if node.answered is None:
+            return "asking", ""
+        if now - node.answered > self._stale_s:
+            return "down", "no answer yet"
+        troubles = [last.trouble] if last.trouble else []
+        if node.record.name in self._view.doubted:
+            troubles.append("not registered again since discovery was away")
+        if (reading := last.reading) is not None:
+            if reading.pool_up is False:
+                troubles.append("calls do not go to the pool: its breaker is open, or its client is not")
+            if reading.tiers_off:
+                troubles.append(f"switched off: {', '.join(reading.tiers_off)}")
+            if reading.nodes_down:
+                troubles.append(f"leaves {reading.nodes_down} of its nodes alone")
+        return ("degraded", "; ".join(troubles)) if troubles else ("up", "")

@@ -104,7 +104,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
-        "launch.status._SYNC_S",
+        "launch.watched.SYNC_S",
         "launch.watched.TIMEOUT_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",

@@ -33,73 +33,71 @@ from transfer.settings import BreakerSettings, Placement, Timeouts
 
 def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
     """Judges what `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If no node answers, the last finding says so."""
-    check, up = "cluster.discovery", "pd-cache up -c FILE"
+    nodes, ours, up = status.nodes, pd_cache.__version__, "pd-cache up -c FILE"
+    check = "cluster.discovery"
     if status.fresh:
-        yield ok(check, f"{status.source}: {len(status.nodes)} nodes")
+        yield ok(check, f"{status.source}: {len(nodes)} nodes")
     else:
         yield broken(
             check, status.source, why="nodes that come are not found, and those that left are still asked",
             repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
         )  # fmt: skip
     check = "cluster.node"
-    if not any(row.answers for row in status.nodes):
-        asked = sum(row.asked for row in status.nodes)
+    if not any(node.answers for node in nodes):
+        asked = sum(node.state != "not asked" for node in nodes)
         yield broken(
-            check, f"no node of this cluster answers: {asked} of {len(status.nodes)} can be asked",
+            check, f"no node of this cluster answers: {asked} of {len(nodes)} can be asked",
             why="nothing of it runs, or this machine does not reach it",
             repair=f"start it: {up}; what each node said: pd-cache status -c FILE",
         )  # fmt: skip
         return
-    for row in status.nodes:
-        if row.silent:
+    for node in nodes:
+        found = f"{node.state}: {node.why}"
+        if node.state == "down":
             yield broken(
-                check, row.state, row.name, why=f"a {row.record.role} node is missing",
-                repair=f"on {row.host}: {up}; or pd-cache launch {row.record.role} -c FILE --node {row.name}",
+                check, found, node.name, why=f"a {node.role} node is missing",
+                repair=f"on {node.host}: {up}; or pd-cache launch {node.role} -c FILE --node {node.name}",
             )  # fmt: skip
-        elif row.state.startswith("degraded"):
+        elif node.state == "degraded":
             yield broken(
-                check, row.state, row.name, why="it answers, and says that not all of it works",
+                check, found, node.name, why="it answers, and says that not all of it works",
                 repair="its log, and the other findings about it",
             )  # fmt: skip
-        elif row.asked:
-            yield ok(check, row.state, row.name)
-    skew = status.skew
-    problems = [problem for problem in status.problems if skew is None or not problem.startswith(skew.found)]
-    for problem in problems:
-        found, _, repair = problem.partition("; ")
-        yield broken("cluster.pool", found, why="chunks are not found, or have no room", repair=repair)
-    if not problems:
+        elif node.answers:
+            yield ok(check, node.state, node.name)
+    for trouble in status.troubles:
+        yield broken("cluster.pool", trouble.found, why="chunks are not found, or have no room", repair=trouble.repair)
+    if not status.troubles:
         yield ok("cluster.pool", f"{len(status.leading)} master leads, and has the memory that nodes give")
-    check, ours = "cluster.version", pd_cache.__version__
-    if same := [row.name for row in status.nodes if row.record.version == ours]:
+    check = "cluster.version"
+    if same := [node.name for node in nodes if node.record.version == ours]:
         yield ok(check, f"{ours} on {', '.join(same)}")
-    for row in status.nodes:
-        if row.record.version not in ("", ours):
+    for node in nodes:
+        if node.record.version not in ("", ours):
             yield warning(
-                check, f"{row.record.version}, and {ours} here", row.name,
+                check, f"{node.record.version}, and {ours} here", node.name,
                 why="versions may name chunks in other ways, and cache servers refuse engines of another one",
-                repair=f"on {row.host}: install the wheel of pd-cache {ours}, as README.md says",
+                repair=f"on {node.host}: install the wheel of pd-cache {ours}, as README.md says",
             )  # fmt: skip
     check, repair = (
         "cluster.mooncake",
         "pip install the same version of Mooncake's wheel on all of them, the master first",
     )
-    versions = sorted({row.record.mooncake for row in status.nodes if row.record.mooncake})
-    if skew is not None and skew.fails:
-        yield broken(check, skew.found, why=SKEW_FAILS, repair=repair)
-    elif skew is not None:
-        yield warning(check, skew.found, why=SKEW_UNTRIED, repair=repair)
+    versions = sorted({node.record.mooncake for node in nodes} - {""})
+    if (skew := status.skew) is not None:
+        make, why = (broken, SKEW_FAILS) if skew.fails else (warning, SKEW_UNTRIED)
+        yield make(check, skew.found, why=why, repair=repair)
     else:
         yield ok(check, ", ".join(versions)) if versions else skipped(check, "no node says its version of Mooncake")
-    check, known = "cluster.fingerprint", [row for row in status.nodes if row.record.fingerprint]
-    if known and not any(row.difference for row in known):
-        yield ok(check, f"{', '.join(row.name for row in known)}: one namespace, so they share hits")
-    usual = {row.record.model for row in known if not row.difference}
-    for row in known:
-        if row.difference:  # nodes that serve another model are not meant to share hits
-            make = broken if row.record.model in usual else warning
+    check, known = "cluster.fingerprint", [node for node in nodes if node.record.fingerprint]
+    if known and not any(node.difference for node in known):
+        yield ok(check, f"{', '.join(node.name for node in known)}: one namespace, so they share hits")
+    usual = {node.record.model for node in known if not node.difference}
+    for node in known:
+        if node.difference:  # nodes that serve another model are not meant to share hits
+            make = broken if node.record.model in usual else warning
             yield make(
-                check, row.difference, row.name, why="what one of them stores, the other computes again",
+                check, node.difference, node.name, why="what one of them stores, the other computes again",
                 repair="make cache and engine of the file, and the model's folder, the same on both",
             )  # fmt: skip
 

@@ -20,8 +20,8 @@ import msgspec
 
 from launch.discovery import known_master
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
-from launch.status import cluster_status
 from launch.supervise import StopFlag, end, spawn_child
+from launch.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes, shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
@@ -83,12 +83,13 @@ def drain(
         there = ", ".join(giving) or "there is none"
         raise ConfigError(f"expected a node that gives memory to the pool ({there}), got {name}: {what}")
     if not status.leading or status.segments is None:
-        said = "; ".join(f"{master.name}: {master.state}" for master in status.masters) or "none is known"
+        said = "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters) or "none is known"
         raise PdCacheError(f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`")
-    own = next((one for one in status.segments if one.segment_name in row.segments), None)
+    own = next(iter(row.segments), None)
     if own is None:
-        named = ", ".join(row.segments) or "unknown: give the node a `port`, or a `metrics_port`"
-        raise PdCacheError(f"the master knows no segment of {name} (its name: {named}); is {name} running?")
+        unknown = row.state == "not asked" and row.record.address.endswith(":0")
+        hint = " If it does, give it a `port` or a `metrics_port`" if unknown else ""
+        raise PdCacheError(f"the master knows no segment of {name}: does {name} run?{hint}")
     state = Drain(node=name, segment=own.segment_name, bytes=own.allocator_used_bytes)
     if own.status == "DRAINED":
         return msgspec.structs.replace(state, outcome="drained")

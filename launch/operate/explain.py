@@ -20,7 +20,8 @@ from launch.discovery import View
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
 from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
 from launch.proxy.prefixes import PromptNamer
-from launch.status import NodeStatus, cluster_status
+from launch.status import NodeStatus
+from launch.watched import cluster_status
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
@@ -84,8 +85,8 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     nodes = cluster_status(config).nodes
     rows = [row for role in ("proxy", "prefill", "decode") for row in nodes if row.record.role == role]
     names = {row.record.address.rstrip("/"): row.name for row in rows}
-    unanswered = {row.name: row.state for row in rows if row.silent}
-    records = [row.record for row in rows if not row.silent]
+    unanswered = {row.name: f"down: {row.why}" for row in rows if row.state == "down"}
+    records = [row.record for row in rows if row.state != "down"]
     access = proxy_access(config)
 
     def asked(record: NodeRecord, asked_for: str) -> Sequence[HopReport]:
@@ -171,8 +172,8 @@ def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | N
         for row in rows:
             one = ExplainedNode(row.name, row.record.role)
             explained.append(one)
-            if row.silent:
-                one.detail = row.state
+            if row.state == "down":
+                one.detail = f"down: {row.why}"
                 continue
             try:
                 tokens = prompt if isinstance(prompt, list) else _tokenized(row.record, prompt)

@@ -25,8 +25,9 @@ from rich.text import Text
 from launch.discovery import known_master
 from launch.figures import tenant_cells
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
-from launch.status import ClusterStatus, cluster_status
+from launch.status import ClusterStatus
 from launch.versions import known_versions
+from launch.watched import cluster_status
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
@@ -183,7 +184,7 @@ def survey(config: ClusterConfig) -> PoolReport:
         for name, counts in row.reading.tenants.items():
             before = tenants.get(name, {})
             tenants[name] = {kind: before.get(kind, 0.0) + counts.get(kind, 0.0) for kind in before | counts}
-    return PoolReport(namespaces=spaces, segments=status.segments or [], tenants=tenants)
+    return PoolReport(namespaces=spaces, segments=list(status.segments or ()), tenants=tenants)
 
 
 def _leading(status: ClusterStatus) -> str:

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from launch.status import cluster_status
 from launch.versions import Told, known_versions, tell_all
+from launch.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import UnavailableError

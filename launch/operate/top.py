@@ -1,12 +1,11 @@
 """`pd-cache top`: what the nodes do now, in a terminal of any size. docs/monitoring.md says what its figures mean.
 
-`Screen` (pure) is what the user looks at: rows in an order, the selected node, and what keys do. `draw` makes lines of it, `top` is the loop.
+`Screen` (pure) is what the user looks at: nodes in an order, the selected node, and what keys do. `draw` makes lines of it, `follow` is the loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import os
@@ -26,11 +25,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from launch.discovery import Directory, open_directory
+from launch.discovery import open_directory
 from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age, tenant_cells
 from launch.http import proxy_access
-from launch.supervise import StopFlag, stop_on_signals
-from launch.watched import TIMEOUT_S, Asker, NodeRow, WatchedNodes
+from launch.status import ClusterStatus, NodeStatus
+from launch.supervise import stop_on_signals
+from launch.watched import SYNC_S, Asker, watched_nodes
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line
@@ -38,15 +38,15 @@ from pd_cache.reasons import MEANINGS
 
 Key = Literal["up", "down", "sort", "reverse", "follow", "back", "help", "quit"]
 
-_SYNC_S, _TICK_S, _REDRAW_S = 5.0, 0.1, 0.5
+_TICK_S, _REDRAW_S = 0.1, 0.5
 _STALE_S = 10.0
-"""After how many seconds without a new reading a node counts as silent. The time from one question to the next is added."""
-_PLAIN_WIDTH = 200
+"""After how many seconds without an answer a node counts as down. The time from one question to the next is added."""
+WIDEST = 200
 """The width of one table where there is no terminal to say one."""
 _DETAILS = 14
 """The most lines about the selected node below the table."""
 _BARS = "▁▂▃▄▅▆▇█"
-_STYLES = {"up": "green", "ill": "yellow", "silent": "red", "asking": "dim", "-": "dim", "DOWN": "bold red"}
+_STYLES = {"up": "green", "degraded": "yellow", "down": "red", "asking": "dim", "not asked": "dim", "DOWN": "bold red"}
 _KEYS: dict[bytes, Key] = {
     b"q": "quit", b"Q": "quit", b"\x04": "quit", b"j": "down", b"k": "up", b"s": "sort", b"r": "reverse",
     b"f": "follow", b"\r": "follow", b"\n": "follow", b"h": "help", b"?": "help", b"\x1b": "back", b"\x1b[A": "up", b"\x1b[B": "down",
@@ -57,6 +57,8 @@ _HELP = """
 s             next order              r            the other way round
 h or ?        this help               q            end
 
+state         up; degraded: it answers, but not all of it works; down: it
+              does not answer; asking; not asked: it has no address for it
 hit           the part of the last minute's prompt tokens that was loaded;
               in the first line: at the prefill nodes
 engine        the part that was in the engine's own cache
@@ -117,10 +119,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Screen:
-    """The nodes, their order, and the one that is selected."""
+    """The cluster as it was last seen, the order of its nodes, and the one that is selected."""
 
-    def __init__(self, nodes: WatchedNodes) -> None:
-        self.nodes = nodes
+    def __init__(self, status: ClusterStatus) -> None:
+        self.status = status
         self.order: Column = COLUMNS[0]
         self.reversed = False
         self.selected = ""
@@ -128,22 +130,22 @@ class Screen:
         self.following = False
         self.helping = False
 
-    def rows(self, now: float) -> list[NodeRow]:
-        """Returns all nodes in the chosen order, figures from the largest down. Nodes without a figure come last, and then silent ones."""
-        rows = self.nodes.rows(now)
-        if self.selected not in (row.name for row in rows):
-            self.selected, self.following = rows[0].name if rows else "", False
+    def nodes(self) -> list[NodeStatus]:
+        """Returns all nodes in the chosen order, figures from the largest down. Nodes without a figure come last, and then those that are down."""
+        nodes = self.status.nodes
+        if self.selected not in (node.name for node in nodes):
+            self.selected, self.following = nodes[0].name if nodes else "", False
         if self.order.figure is None:
-            rows = rows[::-1] if self.reversed else rows
+            nodes = nodes[::-1] if self.reversed else nodes
         else:
-            known = [(value, row) for row in rows if (value := self.order.figure(row)) is not None]
+            known = [(value, node) for node in nodes if (value := self.order.figure(node)) is not None]
             known.sort(key=lambda pair: pair[0], reverse=not self.reversed)
-            rows = [row for _, row in known] + [row for row in rows if self.order.figure(row) is None]
-        return sorted(rows, key=_is_silent)
+            nodes = [node for _, node in known] + [node for node in nodes if self.order.figure(node) is None]
+        return sorted(nodes, key=_is_down)
 
-    def press(self, key: Key, now: float) -> bool:
+    def press(self, key: Key) -> bool:
         """Does what a key stands for. Returns False if it ends the program."""
-        names = [row.name for row in self.rows(now)]
+        names = [node.name for node in self.nodes()]
         match key:
             case "quit":
                 return False
@@ -164,8 +166,8 @@ class Screen:
         return True
 
 
-def _is_silent(row: NodeRow) -> bool:
-    return row.state == "silent"
+def _is_down(node: NodeStatus) -> bool:
+    return node.state == "down"
 
 
 class Column(NamedTuple):
@@ -174,75 +176,78 @@ class Column(NamedTuple):
     title: str
     width: int
     rank: int
-    cell: Callable[[NodeRow], str]
+    cell: Callable[[NodeStatus], str]
     left: bool = False
-    figure: Callable[[NodeRow], float | None] | None = None
+    figure: Callable[[NodeStatus], float | None] | None = None
     """What rows can be sorted by."""
 
 
-def _pair(row: NodeRow, *timings: str) -> str:
-    found = {} if row.rates is None else row.rates.quantiles
-    return next((f"{seconds(found[one][0]):>5} {seconds(found[one][1]):>5}" for one in timings if one in found), "")
+def _pair(node: NodeStatus, *timings: str) -> str:
+    found = {} if node.rates is None else node.rates.quantiles
+    return next((f"{seconds(found[name][0]):>5} {seconds(found[name][1]):>5}" for name in timings if name in found), "")
 
 
-def _source(row: NodeRow, name: str) -> str:
-    sources = None if row.rates is None else row.rates.sources
+def _source(node: NodeStatus, name: str) -> str:
+    sources = None if node.rates is None else node.rates.sources
     if sources is None or (sources["loaded"] and name != "engine"):  # it does not say from which tier
         return ""
     return percent(sources[name]) if sources[name] else "-"
 
 
-def _moved(row: NodeRow, what: Literal["load", "store", "lookups"]) -> float | None:
-    """Proxies and masters move nothing."""
-    return None if row.rates is None or row.role in ("proxy", "master") else getattr(row.rates, what)
+def _moved(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float | None:
+    return None if node.moves is None else getattr(node.moves, what)
 
 
-def _queue(row: NodeRow) -> str:
-    return "+".join(short(one) for one in (row.reading.queued, row.reading.running) if one is not None)
+def _queue(node: NodeStatus) -> str:
+    return "+".join(short(count) for count in (node.reading.queued, node.reading.running) if count is not None)
 
 
-def _staging(row: NodeRow) -> float | None:
-    return (row.reading.staging_used or 0.0) / row.reading.staging if row.reading.staging else None
+def _staging(node: NodeStatus) -> float | None:
+    return (node.reading.staging_used or 0.0) / node.reading.staging if node.reading.staging else None
 
 
-def _breaker(row: NodeRow) -> str:
-    return {None: "", True: "up", False: "DOWN"}[row.reading.pool_up]
+def _breaker(node: NodeStatus) -> str:
+    return {None: "", True: "up", False: "DOWN"}[node.reading.pool_up]
 
 
-def _given(row: NodeRow) -> str:
-    if any(segment.shown_status for segment in row.segments) and row.role != "master":
+def _evicted(node: NodeStatus) -> float | None:
+    return sum(node.rates.evictions.values()) if node.rates is not None and node.rates.evictions else None
+
+
+def _given(node: NodeStatus) -> str:
+    if node.memory:
         return "drain"  # the details say how far it is
-    size = sum(segment.size_bytes for segment in row.segments)
-    return percent(sum(segment.allocator_used_bytes for segment in row.segments) / size) if size else ""
+    size = sum(segment.size_bytes for segment in node.segments)
+    return percent(sum(segment.allocator_used_bytes for segment in node.segments) / size) if size else ""
 
 
-def _trend(row: NodeRow, width: int) -> str:
-    moved = [sum(both) for both in zip(row.history.trend("load"), row.history.trend("store"), strict=True)]
-    return sparkline(moved if row.role != "proxy" else [], width)
+def _trend(node: NodeStatus, width: int) -> str:
+    moved = [sum(both) for both in zip(node.history.trend("load"), node.history.trend("store"), strict=True)]
+    return sparkline(moved if node.role != "proxy" else [], width)
 
 
 _TREND = "trend"
 COLUMNS = (
-    Column("node", 14, 0, lambda row: row.name, left=True),
-    Column("role", 12, 12, lambda row: row.role, left=True),
-    Column("state", 6, 0, lambda row: row.state, left=True),
-    Column("hit", 4, 0, lambda row: percent(row.hit), figure=lambda row: row.hit),
-    Column("engine", 6, 6, lambda row: _source(row, "engine")),
-    Column("memory", 6, 6, lambda row: _source(row, "memory")),
-    Column("disk", 4, 6, lambda row: _source(row, "disk")),
-    Column("pool", 4, 6, lambda row: _source(row, "pool")),
-    Column("load/s", 6, 0, lambda row: rate(_moved(row, "load")), figure=lambda row: _moved(row, "load")),
-    Column("store/s", 7, 0, lambda row: rate(_moved(row, "store")), figure=lambda row: _moved(row, "store")),
-    Column("look/s", 6, 0, lambda row: rate(_moved(row, "lookups")), figure=lambda row: _moved(row, "lookups")),
-    Column("p50   p99", 11, 0, lambda row: _pair(row, "first byte", "first token", "lookup"), figure=lambda row: row.p99),
-    Column("lookup 50 99", 12, 7, lambda row: _pair(row, "lookup")),
-    Column("queue", 6, 0, _queue, figure=lambda row: row.reading.queued),
-    Column("staging", 7, 8, lambda row: percent(_staging(row))),
+    Column("node", 14, 0, lambda node: node.name, left=True),
+    Column("role", 12, 12, lambda node: node.role, left=True),
+    Column("state", 9, 0, lambda node: node.state, left=True),
+    Column("hit", 4, 0, lambda node: percent(node.hit), figure=lambda node: node.hit),
+    Column("engine", 6, 6, lambda node: _source(node, "engine")),
+    Column("memory", 6, 6, lambda node: _source(node, "memory")),
+    Column("disk", 4, 6, lambda node: _source(node, "disk")),
+    Column("pool", 4, 6, lambda node: _source(node, "pool")),
+    Column("load/s", 6, 0, lambda node: rate(_moved(node, "load")), figure=lambda node: _moved(node, "load")),
+    Column("store/s", 7, 0, lambda node: rate(_moved(node, "store")), figure=lambda node: _moved(node, "store")),
+    Column("look/s", 6, 0, lambda node: rate(_moved(node, "lookups")), figure=lambda node: _moved(node, "lookups")),
+    Column("p50   p99", 11, 0, lambda node: _pair(node, "first byte", "first token", "lookup"), figure=lambda node: node.p99),
+    Column("lookup 50 99", 12, 7, lambda node: _pair(node, "lookup")),
+    Column("queue", 6, 0, _queue, figure=lambda node: node.reading.queued),
+    Column("staging", 7, 8, lambda node: percent(_staging(node))),
     Column("breaker", 7, 8, _breaker),
-    Column("evict/s", 7, 9, lambda row: rate(row.evicted) if row.rates is not None and row.rates.evictions else "", figure=lambda row: row.evicted),
+    Column("evict/s", 7, 9, lambda node: rate(_evicted(node)), figure=_evicted),
     Column("gives", 5, 10, _given),
-    Column("why computed", 22, 11, lambda row: "" if row.rates is None else ", ".join(one for one, _, _ in row.rates.missed), left=True),
-    Column(_TREND, 8, 1, lambda row: _trend(row, _PLAIN_WIDTH), left=True),
+    Column("why computed", 22, 11, lambda node: "" if node.rates is None else ", ".join(reason for reason, _, _ in node.rates.missed), left=True),
+    Column(_TREND, 8, 1, lambda node: _trend(node, WIDEST), left=True),
 )  # fmt: skip
 
 
@@ -268,9 +273,9 @@ def columns_for(width: int) -> list[Column]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[NodeRow], width: int, screen: Screen | None = None) -> RenderableType:
-    """Returns the rows as a table that is as wide as `width`; silent nodes come last, with the reason in place of figures."""
-    columns, silent = columns_for(width), list[Text]()
+def table(nodes: Sequence[NodeStatus], width: int, screen: Screen | None = None) -> RenderableType:
+    """Returns the nodes as a table that is as wide as `width`; those that are down come last, with the reason in place of figures."""
+    columns, down = columns_for(width), list[Text]()
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
         chosen = screen is not None and column.title == screen.order.title
@@ -278,16 +283,16 @@ def table(rows: Sequence[NodeRow], width: int, screen: Screen | None = None) -> 
             Text(column.title, "bold underline" if chosen else "bold"),
             width=column.width, no_wrap=True, justify="left" if column.left else "right",
         )  # fmt: skip
-    for row in rows:
-        style = "reverse" if screen is not None and row.name == screen.selected else ""
-        if row.state == "silent":
-            since = "" if row.silent_s is None else f" for {shown_age(row.silent_s)}"
-            line = Text(f"{row.name:<{COLUMNS[0].width}} ", style, no_wrap=True, overflow="ellipsis")
-            silent.append(line.append(f"silent no answer{since}: {row.why}", "red"))
+    for node in nodes:
+        style = "reverse" if screen is not None and node.name == screen.selected else ""
+        if _is_down(node):
+            since = "" if node.silent_s is None else f" for {shown_age(node.silent_s)}"
+            line = Text(f"{node.name:<{COLUMNS[0].width}} ", style, no_wrap=True, overflow="ellipsis")
+            down.append(line.append(f"down{since}: {node.why}", "red"))
         else:
-            cells = [_trend(row, one.width) if one.title == _TREND else one.cell(row) for one in columns]
+            cells = [_trend(node, column.width) if column.title == _TREND else column.cell(node) for column in columns]
             shown.add_row(*(Text(text, _STYLES.get(text, "")) for text in cells), style=style)
-    return Group(shown, *silent)
+    return Group(shown, *down)
 
 
 def _bar(used: float, size: float, name: str = "") -> str:
@@ -295,7 +300,7 @@ def _bar(used: float, size: float, name: str = "") -> str:
     return f"{'█' * full}{'·' * (20 - full)} {shown_bytes(int(used))} of {shown_bytes(int(size))}  {name}"
 
 
-def details(row: NodeRow, width: int) -> RenderableType:
+def details(node: NodeStatus, width: int) -> RenderableType:
     """Returns all that is known of one node."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(width=8)
@@ -305,58 +310,63 @@ def details(row: NodeRow, width: int) -> RenderableType:
         if parts:
             grid.add_row(label, Text("  ".join(parts), style))
 
-    reading, rates = row.reading, row.rates or Rates()
-    if row.why:
-        add("why", row.why, style=_STYLES[row.state])
+    reading, rates = node.reading, node.rates or Rates()
+    for why in filter(None, (node.why, node.difference)):
+        add("why", why, style=_STYLES[node.state])
     add("tokens", *(f"{name} {percent(part)}" for name, part in (rates.sources or {}).items() if part))
-    add("p50/p99", *(f"{name} {' / '.join(_pair(row, name).split())}" for name in TIMINGS if _pair(row, name)))
+    add("p50/p99", *(f"{name} {' / '.join(_pair(node, name).split())}" for name in TIMINGS if _pair(node, name)))
     if reading.staging:
         add("staging", _bar(reading.staging_used or 0.0, reading.staging))
-    state = [f"pool {_breaker(row).lower()}"] if _breaker(row) else []
+    state = [f"pool {_breaker(node).lower()}"] if _breaker(node) else []
     state += [f"{tier} holds {shown_bytes(int(size))}" for tier, size in reading.tier_bytes.items() if size]
     state += [f"{tier} evicts {rate(value)}/s" for tier, value in rates.evictions.items() if value]
     add("now", *state, *([f"{rate(rates.requests)} requests/s"] if rates.requests else []))
-    for one in row.segments:
-        name = f"{one_line(one.segment_name)}  {one.shown_status}".rstrip()
-        add("gives", _bar(one.allocator_used_bytes, one.size_bytes, name))
+    for segment in node.segments:
+        name = f"{one_line(segment.segment_name)}  {segment.shown_status}".rstrip()
+        add("gives", _bar(segment.allocator_used_bytes, segment.size_bytes, name))
     for tenant, counts in reading.tenants.items():
         size, quota, hit, evicted = tenant_cells(counts)
         add("tenant", tenant, f"{size} of {quota}" if quota else "", f"hit {hit or '-'}", f"{evicted} chunks evicted")
     for reason, tokens, when in rates.missed[:5]:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {shown_age(when)} ago: {reason}: {meaning}")
-    if row.role in ("prefill", "decode", "cache-server"):
+    if node.role in ("prefill", "decode", "cache-server"):
         for name in TRENDS:
-            trend = row.history.trend(name)
+            trend = node.history.trend(name)
             bars = sparkline(trend, min(len(trend), width - 17))
             add(
                 "look/s" if name == "lookups" else f"{name}/s",
                 f"{rate(max(trend, default=0.0)):>6} {bars}",
                 style="cyan",
             )
-    title = Text.assemble((row.name, "bold"), f" {row.role}  {row.record.address}  ", (row.state, _STYLES[row.state]))
+    title = Text.assemble(
+        (node.name, "bold"), f" {node.role}  {node.record.address}  ", (node.state, _STYLES[node.state])
+    )
     return Group(Rule(title, align="left", style="dim"), grid)
 
 
-def _summary(nodes: WatchedNodes, rows: Sequence[NodeRow], source: str, now: float) -> Text:
+def summary(status: ClusterStatus, name: str) -> Text:
     """Returns the first line: the cluster as a whole."""
-    line = Text.assemble((f"{len(rows)} nodes", "bold"), no_wrap=True)
-    if silent := sum(row.state == "silent" for row in rows):
-        line.append(f", {silent} silent", "bold red")
-    if (sources := nodes.sources(now)) is not None:
+    nodes, line = status.nodes, Text(no_wrap=True)
+    line.append(f"{len(nodes)} nodes", "bold")
+    if down := sum(map(_is_down, nodes)):
+        line.append(f", {down} down", "bold red")
+    for trouble in status.troubles:
+        line.append(f", {trouble.found.partition(':')[0]}", "bold red")
+    if (sources := status.sources) is not None:
         parts = ", ".join(f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed")
         line.append(f"   hit {percent(hit_rate(sources))}", "bold").append(f" ({parts})" if parts else "")
     # what engines load and store; a cache server moves the same bytes for them
-    rates = [row.rates for row in rows if row.rates is not None and row.role in ("prefill", "decode")]
-    for name, value in {" load": sum(one.load for one in rates), "store": sum(one.store for one in rates)}.items():
-        line.append(f"  {name} {short(value) if value >= 0.5 else '0 '}B/s")
-    return line.append(f"   {source}", "dim")
+    rates = [node.rates for node in nodes if node.rates is not None and node.role in ("prefill", "decode")]
+    for what, value in {" load": sum(each.load for each in rates), "store": sum(each.store for each in rates)}.items():
+        line.append(f"  {what} {short(value) if value >= 0.5 else '0 '}B/s")
+    return line.append(f"   {name}, {status.source}", "dim")
 
 
-def draw(screen: Screen, width: int, height: int, now: float, source: str = "") -> Layout:
-    """Returns the whole screen."""
-    rows = screen.rows(now)
-    chosen = next((row for row in rows if row.name == screen.selected), None)
+def draw(screen: Screen, width: int, height: int, name: str) -> Layout:
+    """Returns the whole screen. `name`: the cluster's."""
+    nodes = screen.nodes()
+    chosen = next((node for node in nodes if node.name == screen.selected), None)
     order = f"{screen.order.title}{' reversed' if screen.reversed else ''}"
     keys = f"↑↓ select  Enter follow  s sort: {order}  r reverse  h help  q end"
     body = Layout()
@@ -365,87 +375,58 @@ def draw(screen: Screen, width: int, height: int, now: float, source: str = "") 
     elif chosen is None or screen.following:
         body.update("" if chosen is None else details(chosen, width))
     else:
-        most = max(1, height - 3 - max(0, min(_DETAILS, height - 3 - min(len(rows), 8))))
-        first = max(0, min(rows.index(chosen) - most + 1, len(rows) - most))  # so that the selected one is in sight
-        seen = rows[first : first + most]
+        most = max(1, height - 3 - max(0, min(_DETAILS, height - 3 - min(len(nodes), 8))))
+        first = max(0, min(nodes.index(chosen) - most + 1, len(nodes) - most))  # so that the selected one is in sight
+        seen = nodes[first : first + most]
         body.split_column(
             Layout(table(seen, width, screen), size=len(seen) + 1), Layout(details(chosen, width), minimum_size=0)
         )
     layout = Layout()
     layout.split_column(
-        Layout(_summary(screen.nodes, rows, source, now), size=1),
+        Layout(summary(screen.status, name), size=1),
         body,
         Layout(Text(keys, "dim", no_wrap=True, overflow="ellipsis"), size=1),
     )
     return layout
 
 
+def plain(status: ClusterStatus, name: str, width: int) -> Group:
+    """Returns one table of all nodes, for where nothing can follow."""
+    return Group(summary(status, name), table(sorted(status.nodes, key=_is_down), width))
+
+
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-def top(config: ClusterConfig, *, once: bool = False, interval_s: float = 2.0) -> None:
-    """Shows the nodes until `q` or a signal. Prints them once, as plain text, if `once` is set, or if standard output is no terminal or one that
-    cannot move its cursor (`TERM=dumb`).
-
-    `interval_s`: how often each node is asked.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # bars and arrows are question marks where the locale has none
-    console, source = Console(), f"{config.name}, {config.discovery.__struct_config__.tag}"
-    once = once or not console.is_terminal or console.is_dumb_terminal
-    nodes = WatchedNodes(_STALE_S + interval_s, since_start=once)
-    with (
-        stop_on_signals() as stop,
-        open_directory(config) as directory,
-        contextlib.closing(Asker(proxy_access(config), interval_s)) as asker,
-    ):
-        directory.wait_synced(_SYNC_S)
-        if not once:
-            _follow(console, directory, asker, nodes, source, stop)
-            return
-        # every node is asked twice, so that there are rates; this is too short only where this machine is slow
-        deadline = time.monotonic() + 5 * TIMEOUT_S + 2 * interval_s
-        while not stop.wait(_TICK_S):
-            now = time.monotonic()
-            nodes.update(directory.view().nodes)
-            nodes.take(asker.poll(nodes.asked, now))
-            rows = sorted(nodes.rows(now), key=_is_silent)
-            if now > deadline or all(row.state in ("-", "silent") or row.history.readings > 1 for row in rows):
-                break
-        else:
-            return
-    width = console.width if console.is_terminal else max(console.width, _PLAIN_WIDTH)
-    plain = Console(width=width, highlight=False)
-    with plain.capture() as captured:
-        plain.print(_summary(nodes, rows, source, now), table(rows, width), sep="\n")
-    for line in captured.get().splitlines():
-        print(line.rstrip())
-
-
-def _follow(
-    console: Console, directory: Directory, asker: Asker, nodes: WatchedNodes, source: str, stop: StopFlag
-) -> None:
-    screen, drawn, size = Screen(nodes), 0.0, console.size
+def follow(config: ClusterConfig, console: Console, interval_s: float) -> None:
+    """Shows the nodes until `q` or a signal. `interval_s`: how often each node is asked."""
+    watched = watched_nodes(config, stale_s=_STALE_S + interval_s)
     # lines of the log, such as those about discovery, would spoil the screen, which shows the same
     logging.disable(logging.CRITICAL)
-    with keyboard() as typed, Live(console=console, screen=True, auto_refresh=False) as live:
+    screen, drawn, size = Screen(watched.status(0.0)), 0.0, console.size
+    with contextlib.ExitStack() as stack:
+        stop, directory = stack.enter_context(stop_on_signals()), stack.enter_context(open_directory(config))
+        asker = stack.enter_context(contextlib.closing(Asker(proxy_access(config), interval_s)))
+        directory.wait_synced(SYNC_S)
+        typed = stack.enter_context(keyboard())
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
         while not stop.is_set():
-            view, now = directory.view(), time.monotonic()
-            nodes.update(view.nodes)
-            answers = asker.poll(nodes.asked, now)
-            nodes.take(answers)
+            now = time.monotonic()
+            watched.update(directory.view(), directory.wait_synced(0.0))
+            answers = asker.poll(watched.asked, now)
+            watched.take(answers)
             keys = typed(_TICK_S)
-            if not all(screen.press(key, now) for key in keys):
+            if not all(map(screen.press, keys)):
                 return
             if keys or answers or size != console.size or now - drawn >= _REDRAW_S:
                 drawn, size = now, console.size
-                stale = "" if view.stale_since is None else f", silent for {now - view.stale_since:.0f} s"
-                live.update(draw(screen, size.width, size.height, now, source + stale), refresh=True)
+                screen.status = watched.status(now)
+                live.update(draw(screen, size.width, size.height, config.name), refresh=True)
 
 
 def read_keys(typed: bytes) -> list[Key]:
     """Returns the keys among what was typed. Ignores all others."""
-    return [_KEYS[one] for one in re.findall(rb"(?s)\x1b[\[O][^@-~]*[@-~]?|.", typed) if one in _KEYS]
+    return [_KEYS[key] for key in re.findall(rb"(?s)\x1b[\[O][^@-~]*[@-~]?|.", typed) if key in _KEYS]
 
 
 @contextlib.contextmanager

@@ -133,12 +133,14 @@ class Proxy:
     async def _health(self, request: web.Request) -> web.Response:
         now = time.monotonic()
         nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.pools.items()}
-        healthy = any(nodes["decode"].values()) and not self.requests.admission.closing
-        body: dict[str, Any] = {"status": "ok" if healthy else "unavailable"}
+        reason = "" if any(nodes["decode"].values()) else "no decode node can be reached"
+        if self.requests.admission.closing:
+            reason = "it is being stopped"
+        body: dict[str, Any] = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
         if self._keys.may_watch(request.headers.get("Authorization")):
             body |= {"version": pd_cache.__version__, "mooncake": mooncake_version(), **nodes}
             body |= self._pools.describe(now)
-        return web.json_response(body, status=200 if healthy else 503)
+        return web.json_response(body, status=503 if reason else 200)
 
     async def _samples(self, request: web.Request) -> web.Response:
         self._keys.check_watcher(request.headers.get("Authorization"))

@@ -123,8 +123,9 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
             record = msgspec.structs.replace(record, capacity=capacity)
         if told.streams:
             record = msgspec.structs.replace(record, streams=True)
-        if told.mooncake:  # vLLM may run in an environment of its own
-            record = msgspec.structs.replace(record, mooncake=told.mooncake)
+        # vLLM may run in an environment of its own
+        versions = told.version or record.version, told.mooncake or record.mooncake
+        record = msgspec.structs.replace(record, version=versions[0], mooncake=versions[1])
         if record.fingerprint is not None:
             return record
         return msgspec.structs.replace(

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
 from launch.doctor.probe import advertised_findings
@@ -23,13 +24,13 @@ from launch.engines.reference.protocol import parse_completion
 from launch.figures import NodeHistory, read_node, read_samples
 from launch.masters import MasterHealth, read_copies, read_segments
 from launch.openai import ApiError
+from launch.operate.status import as_dict, status_table
 from launch.operate.top import Screen, draw
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
-from launch.watched import NodeAnswer, WatchedNodes
+from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
@@ -247,7 +248,7 @@ _CONSOLE = Console(file=io.StringIO(), width=200)
 
 
 def _show(row: NodeStatus) -> None:
-    status = ClusterStatus("etcd", True, [row], {"x": "why"})
+    status = ClusterStatus("etcd", True, [row])
     table, shown = status_table(status), msgspec.json.encode(as_dict(status))
     json.loads(shown)
     if zlib.crc32(shown) % 32 == 0:  # to draw it takes a hundred times as long as to read
@@ -303,7 +304,6 @@ def _metrics(data: bytes) -> None:
     reading = read_node(read_samples(data.decode(errors="replace")), 2.0)
     row = NodeStatus(record=_RECORDS[0], reading=reading)
     assert row.in_flight is None or row.in_flight >= 0
-    assert row.hit_rate is None or row.hit_rate >= 0
     _show(row)
     history = NodeHistory()
     history.add(_OLDER)
@@ -313,12 +313,12 @@ def _metrics(data: bytes) -> None:
     assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
     assert all(0 <= low <= high for low, high in rates.quantiles.values())
     watched = WatchedNodes()
-    watched.update(_WATCHED)
+    watched.update(View(_WATCHED))
     for at, known in ((0.0, _OLDER), (2.0, reading)):
         watched.take([NodeAnswer(record.name, at, known) for record in _WATCHED])
     for width in (80, 200):
         console = Console(file=io.StringIO(), width=width, height=24)
-        console.print(draw(Screen(watched), width, 24, 2.0))
+        console.print(draw(Screen(watched.status(2.0)), width, 24, "name"))
         lines = console.file.getvalue().split("\n")
         assert all(line.isprintable() and len(line) <= width for line in lines)
 

@@ -108,8 +108,8 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
         assert f"http://127.0.0.1:{running_config(file).by_role('proxy')[0].port}" == urls["proxy"]
     assert running_config(file) is None
     shown = cli_json("status", "-c", file, code=1)
-    said = "no answer: its port is 0 in this file: `up` chooses it, and this user has none running"
-    assert {said} == {node["state"] for node in shown["nodes"]}
+    said = "down", "its port is 0 in this file: `up` chooses it, and this user has none running"
+    assert {said} == {(node["state"], node["why"]) for node in shown["nodes"]}
     wait_for(lambda: not any(alive(one.pid) for one in family), 30, "every process being gone")
 
 
@@ -176,7 +176,8 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
-def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
+def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     file = cluster_file(tmp_path, nodes=[free_node("master")])
     for command, line in (
         ("status", "and this user has none running"),

@@ -205,7 +205,7 @@ def test_a_reset_finds_model_and_master_from_a_file_that_names_neither(cluster, 
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.status._SYNC_S", 0.5)  # for an etcd that nobody answers for
+    monkeypatch.setattr("launch.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     found = cli_json("status", "-c", file, code=1)
     assert found["discovery"] == "etcd, which does not answer: these are the nodes of the file"

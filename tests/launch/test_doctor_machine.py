@@ -52,9 +52,9 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
     }
 
 
-def node(name: str, role: str = "prefill", state: str = "up", difference: str = "", **fields: Any) -> NodeStatus:
+def node(name: str, role: str = "prefill", state: str = "up", why: str = "", difference: str = "", **fields: Any) -> NodeStatus:  # fmt: skip
     record = NodeRecord(name=name, role=role, **{"address": "http://10.0.0.1:8100", **fields})
-    return NodeStatus(record=record, state=state, difference=difference)
+    return NodeStatus(record=record, state=state, why=why, difference=difference)
 
 
 # --- libraries -------------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
     assert [(one.about, one.verdict) for one in of_cluster("fingerprint", rows)] == [("c", verdict)]
 
 
-def test_a_silent_node_is_to_be_started_and_one_that_is_not_well_is_not() -> None:
+def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not() -> None:
     rows = [
-        node("a", state="no answer: refused"),
+        node("a", state="down", why="refused"),
         node("b"),
-        node("c", state="degraded: /health answers 503"),
-        node("s", state="not asked: store"),
+        node("c", state="degraded", why="/health answers 503"),
+        node("s", state="not asked", why="it has no metrics_port"),
     ]
     found = {one.about: (one.verdict, one.repair) for one in of_cluster("node", rows)}
     assert set(found) == {"a", "b", "c"}
@@ -228,8 +228,8 @@ def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
     store = node("s", "store", address="10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))
     master = node("m", "master", address="10.0.0.1:50051")
     master.leads = LEADER
-    given = [Segment("10.0.0.1:9", GIB, "")]
+    given = (Segment("10.0.0.1:9", GIB, ""),)
     assert [one.verdict for one in of_cluster("pool", [master, store], segments=given)] == [Verdict.OK]
-    (found,) = of_cluster("pool", [master, store], segments=[])
+    (found,) = of_cluster("pool", [master, store], segments=())
     assert found.found == "m has 0 B of the 1.0 GiB that nodes give"
     assert found.repair.startswith("start those that do not run")

@@ -15,8 +15,8 @@ import pytest
 from launch.masters import Segment, begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
 from launch.operate.drain import Drain, drain, drain_local
-from launch.status import cluster_status
 from launch.supervise import StopFlag
+from launch.watched import cluster_status
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, run_program
@@ -185,10 +185,10 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
         helped = cli("drain", "store-0", "-c", two_stores.file).stdout
         assert "store-0 is drained (20 objects moved" in helped
     two_stores.stop("store-0")
-    assert "the master knows no segment of store-0 (its name: 127.0.0.1:" in refused()
+    assert "the master knows no segment of store-0: does store-0 run?" in refused()
     two_stores.kill("master")
     metrics = two_stores.metrics.removeprefix("http://")
-    assert f"no master that leads has answered (master: no answer: {metrics}: Connection refused)" in refused()
+    assert f"no master that leads has answered (master: down {metrics}: Connection refused)" in refused()
 
 
 def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callable[..., Pool]) -> None:

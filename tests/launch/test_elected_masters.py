@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.status import cluster_status
 from launch.up import LocalCluster
+from launch.watched import cluster_status
 from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, fetched, free_node, kill, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd

@@ -56,7 +56,7 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         ("http://10.0.0.9:1", "damaged"),
         ("decode-1", "damaged"),
     ], "one that is dead has a name, too"
-    assert explained["unanswered"] == {"decode-1": "no answer: 127.0.0.1:1: Connection refused"}
+    assert explained["unanswered"] == {"decode-1": "down: 127.0.0.1:1: Connection refused"}
 
 
 def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("[1, 2, 3]")
     asked = ("-c", example_file("local"))
     nodes = cli_json("explain", "--prompt", tmp_path / "prompt", *asked, code=1)["nodes"]
-    assert all(one["detail"].startswith("no answer: ") for one in nodes)
+    assert all(one["detail"].startswith("down: ") for one in nodes)
     unanswered = cli_json("explain", "abc", *asked, code=1)["unanswered"]
     assert {"proxy"} < set(unanswered)
 

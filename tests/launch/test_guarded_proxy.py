@@ -16,13 +16,14 @@ from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
 from bench.suites.serve import clusters_proxy
 from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, proxy_certificate, trusting
-from launch.status import NodeStatus, cluster_status
+from launch.status import NodeStatus
+from launch.watched import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port
 from tests.support.proxy import files_of, proxy_process
 
-NO_DECODE_NODE = ("up", "degraded: /health answers 503")
+NO_DECODE_NODE = (("up", ""), ("degraded", "/health answers 503: no decode node can be reached"))
 """Before and after the proxy found out that the only one of its file does not run."""
 KEY, WATCHING = "sk-0123456789abcdef", "watch-0123456789abcdef"
 
@@ -53,7 +54,7 @@ def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guard
     assert guarded.url.startswith("https://127.0.0.1:")
     row = proxy_row(guarded)
     assert row.record.address == guarded.url
-    assert row.state in NO_DECODE_NODE
+    assert (row.state, row.why.partition(";")[0]) in NO_DECODE_NODE
     assert row.in_flight == 0
     assert row.reading.started is not None
 
@@ -64,7 +65,7 @@ def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(
     try:
         assert proxy_access(guarded.config).key == ""
         row = proxy_row(guarded)
-        assert row.state in NO_DECODE_NODE
+        assert (row.state, row.why.partition(";")[0]) in NO_DECODE_NODE
         assert row.in_flight is None
         with pytest.raises(BadStatus, match="401"):
             fetch(f"{guarded.url}/metrics", access=proxy_access(guarded.config))

@@ -225,7 +225,7 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
     finally:
         reader.unblock(memory)
     (unreached,) = [one.found for one in report.findings if (one.check, one.about) == ("cluster.node", "prefill-1")]
-    assert unreached.startswith(f"no answer: {memory.address}:8100: "), unreached
+    assert unreached.startswith(f"down: {memory.address}:8100: "), unreached
     assert ("transfer.segment", segment) in broken(report)
 
     hosts.hosts["decode-1"].cut()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 import pytest
 
+from launch.discovery import View
 from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment
-from launch.status import ClusterStatus, NodeStatus, as_dict, status_table
+from launch.operate.status import as_dict, status_table
+from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.support.cli import drawn
 
@@ -21,21 +24,21 @@ def master(name: str, leads: str) -> NodeStatus:
     return NodeStatus(record=record, leads=leads)
 
 
-def store(size: int, state: str = "not asked") -> NodeStatus:
+def store(size: int, state: str = "not asked", why: str = "") -> NodeStatus:
     record = NodeRecord(name="s", role="store", address="10.0.0.1:3", capacity=Capacity(segment_bytes=size))
-    return NodeStatus(record=record, state=state)
+    return NodeStatus(record=record, state=state, why=why)
 
 
 @pytest.mark.parametrize(
     ("nodes", "segments", "problem"),
     [
-        ([master("a", "leader"), master("b", "standby"), store(GIB)], [Segment("10.0.0.1:3", GIB, "")], None),
+        ([master("a", "leader"), master("b", "standby"), store(GIB)], (Segment("10.0.0.1:3", GIB, ""),), None),
         ([master("a", "leader"), store(GIB)], None, None),
         ([store(GIB)], None, None),
         ([master("a", "standby"), master("b", "candidate")], None, "none of 2 masters leads"),
         ([master("a", "leads, but does not serve yet"), master("b", "standby")], None, "none of 2 masters leads"),
         ([master("a", "leader"), master("b", "leader")], None, "2 masters lead (a, b): each knows only some of the keys"),
-        ([master("a", "leader"), store(GIB)], [], "a has 0 B of the 1.0 GiB that nodes give; start those that do not run"),
+        ([master("a", "leader"), store(GIB)], (), "a has 0 B of the 1.0 GiB that nodes give; start those that do not run"),
     ],
     ids=["well", "memory unknown", "no master registered", "none leads", "warming up", "two lead", "memory elsewhere"],
 )  # fmt: skip
@@ -50,9 +53,9 @@ def test_one_master_leads_and_has_the_memory_that_nodes_give(nodes, segments, pr
 @pytest.mark.parametrize("leads", ["", "leader"])
 def test_of_masters_that_are_not_elected_nothing_is_said_of_etcd(leads: str) -> None:
     nodes = [master("a", leads), *([master("b", leads)] if leads else []), store(GIB)]
-    (problem,) = ClusterStatus("static", True, nodes, segments=[]).problems
+    (problem,) = ClusterStatus("static", True, nodes, segments=()).problems
     assert "etcd" not in problem
-    (problem,) = ClusterStatus("static", True, [master("a", "leader"), store(GIB)], segments=[]).problems
+    (problem,) = ClusterStatus("static", True, [master("a", "leader"), store(GIB)], segments=()).problems
     assert "etcd" not in problem
 
 
@@ -82,13 +85,16 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
         assert ("Mooncake" in shown, status.well) == (bool(line), well)
 
 
-def engine() -> NodeStatus:
+def engine(reading: NodeReading | None = None, **fields: Any) -> NodeStatus:
     record = NodeRecord(name="e", role="decode", address="http://10.0.0.1:4")
-    return NodeStatus(record=record, reading=read_node(read_samples(METRICS), 0.0))
+    watched = WatchedNodes(since_start=True)
+    watched.update(View((msgspec.structs.replace(record, **fields),)))
+    watched.take([NodeAnswer(fields.get("name", "e"), 0.0, reading or read_node(read_samples(METRICS), 0.0))])
+    return watched.status(0.0).nodes[0]
 
 
 def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated() -> None:
-    assert engine().hit_rate == 0.6
+    assert engine().hit == 0.6
 
 
 def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> None:
@@ -101,25 +107,25 @@ def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> Non
 def test_eighty_columns_show_every_word() -> None:
     row = engine()
     row.reading = msgspec.structs.replace(row.reading, started=0.0, running=3.0)
-    status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "no answer: timed out")])
+    status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "down", "timed out")])
     shown = " ".join(drawn(status_table(status)).split())
     assert "…" not in shown
-    for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: no answer: timed out"):
+    for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: down: timed out"):
         assert part in shown
 
 
 def test_eighty_columns_have_a_line_for_each_node() -> None:
-    record = NodeRecord(name="prefill-10", role="cache-server", address="http://10.0.0.1:4")
     tokens = {("tokens", "loaded"): 98.5, ("tokens", "computed"): 1.5}
     started = time.time() - 200_000
     reading = NodeReading(at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8)
-    row = NodeStatus(record=record, reading=reading, memory="draining")
+    row = engine(reading, name="prefill-10", role="cache-server")
+    row.segments = (Segment("10.0.0.1:9", GIB, "", status="DRAINING"),)
     text = drawn(status_table(ClusterStatus("etcd", True, [row] * 3)))
     cells = ["prefill-10", "cache-server", "up,", "draining", "56", "h", "98.5%", "pool", "84.0", "GiB", "12"]
     assert [line.split() for line in text.splitlines()[2:]] == [cells] * 3
 
 
 def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:
-    nodes = [master("a", "leader"), store(GIB, "no answer: timed out")]
-    status = ClusterStatus("static", True, nodes, segments=[])
+    nodes = [master("a", "leader"), store(GIB, "down", "timed out")]
+    status = ClusterStatus("static", True, nodes, segments=())
     assert (status.problems, status.well) == ([], False)

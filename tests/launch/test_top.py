@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from launch.discovery import View
 from launch.figures import NodeReading
 from launch.masters import Segment
 from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
+from launch.status import NodeAnswer, WatchedNodes
 from launch.supervise import end, spawn_child
-from launch.watched import NodeAnswer, WatchedNodes
 from pd_cache.cluster import NodeRecord
-from tests.support.cli import cli, program, run_program
+from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import cluster_file
 from tests.support.pool import ROOT, free_port
 from tests.support.waiting import PATIENCE_S
@@ -30,8 +31,8 @@ from tests.support.waiting import PATIENCE_S
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
-def cluster(count: int = 12, long: bool = False) -> Screen:
-    """A cluster with something in every column, and a node that is silent."""
+def cluster(count: int = 12, long: bool = False, *later: NodeAnswer) -> Screen:
+    """A cluster with something in every column, and a node that is down."""
     watched = WatchedNodes()
     tail = "-with-a-name-that-is-longer-than-any-column" * long
     records = [
@@ -41,7 +42,7 @@ def cluster(count: int = 12, long: bool = False) -> Screen:
         )
         for number in range(count)
     ]  # fmt: skip
-    watched.update(records)
+    watched.update(View(tuple(records)))
     for at in (0.0, 2.0, 4.0):
         reading = NodeReading(
             at=at,
@@ -54,63 +55,65 @@ def cluster(count: int = 12, long: bool = False) -> Screen:
             buckets={timing: {0.001: 5 * at, math.inf: 6 * at} for timing in ("lookup", "first token", "retrieve")},
             queued=3, running=128, staging=1e9, staging_used=3e8, pool_up=True, tier_bytes={"memory": 1e9},
         )  # fmt: skip
-        segments = [Segment("h:1", 1 << 30, "", 1 << 29)]
+        leading = {"leads": "leader", "segments": (Segment("h:1", 1 << 30, "", 1 << 29),)}
         watched.take(
-            NodeAnswer(record.name, at, reading, segments=segments if record.role == "master" else None)
+            NodeAnswer(record.name, at, reading, **leading if record.name.startswith("n5") else {})
             for record in records[:7] + records[8:]
         )
-    watched.take(NodeAnswer(one.name, 4.0, None, "Connection refused\\x1b[2J" + "x" * 300) for one in records[7:8])
-    return Screen(watched)
+    watched.take(NodeAnswer(one.name, 4.0, down="Connection refused\\x1b[2J" + "x" * 300) for one in records[7:8])
+    watched.take(later)
+    return Screen(watched.status(5.0))
 
 
 def shown(screen: Screen, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
-        console.print(draw(screen, width, height, 5.0, "source"))
+        console.print(draw(screen, width, height, "name"))
     return captured.get().rstrip("\n").split("\n")
 
 
 def names(screen: Screen) -> list[str]:
-    return [row.name for row in screen.rows(5.0)]
+    return [node.name for node in screen.nodes()]
 
 
 def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last() -> None:
-    screen = cluster(6)
+    screen = cluster(6, False, NodeAnswer("n2", 5.0, NodeReading(at=5.0, counts={("bytes", "retrieve"): 9e9})))
     assert names(screen) == ["n0", "n1", "n2", "n3", "n4", "n5"], "in the order of a request's way"
     for _ in range(2):
-        screen.press("sort", 5.0)
-    screen.nodes.take([NodeAnswer("n2", 6.0, NodeReading(at=6.0, counts={("bytes", "retrieve"): 9e9}))])
+        screen.press("sort")
     assert (screen.order.title, names(screen)[0], set(names(screen)[-3:])) == ("load/s", "n2", {"n0", "n4", "n5"})
-    screen.press("reverse", 5.0)
+    screen.press("reverse")
     assert (names(screen)[2], set(names(screen)[-3:])) == ("n2", {"n0", "n4", "n5"})
 
 
 def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
     screen = cluster(6)
-    screen.press("up", 5.0)
+    screen.press("up")
     assert screen.selected == "n0"
     for key in ("down", "sort", "follow"):
-        screen.press(key, 5.0)
+        screen.press(key)
     assert (screen.selected, screen.following) == ("n1", True)
-    screen.nodes.update([NodeRecord(name="other", role="decode", address="http://h:1")])
+    watched = WatchedNodes()
+    watched.update(View((NodeRecord(name="other", role="decode", address="http://h:1"),)))
+    screen.status = watched.status(5.0)
     names(screen)
     assert (screen.selected, screen.following) == ("other", False)
-    screen.press("down", 5.0)
+    screen.press("down")
     assert screen.selected == "other"
     many = cluster(200)
     for _ in range(200):
-        many.press("down", 5.0)
+        many.press("down")
     assert many.selected == names(many)[-1]
     assert any(line.startswith(many.selected) for line in shown(many, 80, 24)), "it is in sight"
 
 
 def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble() -> None:
-    screen = Screen(WatchedNodes())
+    screen = Screen(WatchedNodes().status(0.0))
     for key in ("up", "down", "sort", "follow", "help", "back"):
-        assert screen.press(key, 0.0)
+        assert screen.press(key)
     assert not screen.helping
     assert shown(screen, 80, 24)[0].startswith("0 nodes")
-    assert not screen.press("quit", 0.0)
+    assert not screen.press("quit")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50), (1, 3)])
@@ -120,7 +123,7 @@ def test_the_screen_fits_any_terminal(size: tuple[int, int]) -> None:
         lines = shown(screen, *size)
         assert len(lines) <= size[1]
         assert all(len(line) <= size[0] for line in lines)
-        screen.press(key, 5.0)
+        screen.press(key)
 
 
 def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> None:
@@ -129,12 +132,11 @@ def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> Non
     assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
 
 
-def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_silent() -> None:
+def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down() -> None:
     rows = {line.split()[0]: line for line in shown(cluster(), 200, 50) if line.strip()}
     for text in ("prefill", "up", "70%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
         assert text in rows["n1"]
-    assert "silent" in rows["n7"]
-    assert "no answer: Connection refused" in rows["n7"]
+    assert "down: Connection refused" in rows["n7"]
     assert "\x1b[2J" not in rows["n7"]
 
 
@@ -166,10 +168,9 @@ def test_keys(typed: bytes, keys: list[str]) -> None:
 
 
 def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
-    screen = cluster()
-    screen.selected = "n5"  # a master
-    odd = [Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)]
-    screen.nodes.take([NodeAnswer(screen.selected, 5.0, NodeReading(at=5.0), segments=odd)])
+    odd = Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)
+    screen = cluster(12, False, NodeAnswer("n5", 5.0, NodeReading(at=5.0), leads="leader", segments=odd))
+    screen.selected = "n5"
     lines = shown(screen, 120, 40)
     assert any("\\x1b[2J" in line for line in lines)
     assert not any("\x1b" in line or "\x07" in line for line in lines)
@@ -190,16 +191,19 @@ def file(tmp_path: Path, well: int, mute: int) -> Path:
 
 
 def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:
-    done = run_program("top", "-c", file, "--interval", "0.5")
+    done = run_program("top", "-c", file, "--interval", "0.5", COLUMNS="200")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("4 nodes, 3 silent")
+    assert lines[0].startswith("4 nodes, 3 down, the master does not lead ")
     rows = {line.split()[0]: line for line in lines[2:]}
     assert "up" in rows["prefill-0"].split()
-    assert "M" in rows["prefill-0"], "its rate"
-    assert "silent" in rows["decode-0"].split()
+    assert rows["prefill-0"].split()[3][-1] in "kM", "its rate"
+    assert "down: " in rows["decode-0"]
     assert "refused" in rows["decode-1"]
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
+    nodes = {node["name"]: node for node in cli_json("top", "-c", file, "--interval", "0.5")["nodes"]}
+    assert (nodes["prefill-0"]["state"], nodes["decode-0"]["state"]) == ("up", "down")
+    assert nodes["prefill-0"]["load"] > 0
 
 
 @pytest.mark.parametrize("seconds", ["0.1", "60"])

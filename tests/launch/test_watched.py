@@ -9,11 +9,13 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from launch.discovery import file_records
+from launch.discovery import View, file_records
 from launch.figures import NodeReading
+from launch.health_server import Response, serving
 from launch.http import NOBODY
 from launch.masters import Segment
-from launch.watched import Asker, NodeAnswer, WatchedNodes, ask_node, page_of
+from launch.status import NodeAnswer, NodeStatus, WatchedNodes, page_of
+from launch.watched import Asker, ask_node
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, NodeRecord
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -31,25 +33,31 @@ def answer(name: str, at: float, load: float = 0.0, **fields: object) -> NodeAns
 @pytest.fixture
 def watched() -> WatchedNodes:
     found = WatchedNodes()
-    found.update([DECODE, MASTER, PREFILL, STORE])
+    found.update(View((DECODE, MASTER, PREFILL, STORE)))
     found.take([answer("prefill-0", 0.0), answer("decode-0", 0.0)])
     found.take([answer("prefill-0", 2.0, 200.0), answer("decode-0", 2.0, 800.0)])
     return found
 
 
-def test_a_node_that_does_not_answer_is_silent_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
-    watched.take([answer("decode-0", 3.0, 800.0, queued=7.0), NodeAnswer("decode-0", 4.0, None, "refused")])
-    row = watched.rows(5.0)[1]
-    assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == ("silent", "refused", 2.0, None, None)
+def nodes(watched: WatchedNodes, now: float) -> list[NodeStatus]:
+    return watched.status(now).nodes
+
+
+def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
+    watched.take([answer("decode-0", 3.0, 800.0, queued=7.0), NodeAnswer("decode-0", 4.0, down="refused")])
+    row = nodes(watched, 5.0)[1]
+    assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == ("down", "refused", 2.0, None, None)
     watched.take([answer("decode-0", 7.0, 900.0)])
-    row = watched.rows(7.0)[1]
+    row = nodes(watched, 7.0)[1]
     assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
 
 
-def test_a_node_that_has_not_answered_for_long_is_silent_too(watched: WatchedNodes) -> None:
-    assert [row.name for row in watched.rows(2.0)] == ["prefill-0", "decode-0", "store-0", "master"], "a request's way"
-    assert [row.state for row in watched.rows(12.0)] == ["up", "up", "-", "asking"]
-    assert [row.state for row in watched.rows(12.1)] == ["silent", "silent", "-", "asking"]
+def test_a_node_that_has_not_answered_for_long_is_down_too(watched: WatchedNodes) -> None:
+    assert [row.name for row in nodes(watched, 2.0)] == ["prefill-0", "decode-0", "store-0", "master"], (
+        "a request's way"
+    )
+    assert [row.state for row in nodes(watched, 12.0)] == ["up", "up", "not asked", "asking"]
+    assert [row.state for row in nodes(watched, 12.1)] == ["down", "down", "not asked", "asking"]
 
 
 @pytest.mark.parametrize(
@@ -60,17 +68,17 @@ def test_a_node_that_has_not_answered_for_long_is_silent_too(watched: WatchedNod
         ({"nodes_down": 2}, "leaves 2 of its nodes alone"),
     ],
 )
-def test_a_node_that_says_that_something_does_not_work_is_ill(watched, fields, why):
+def test_a_node_that_says_that_something_does_not_work_is_degraded(watched, fields, why):
     watched.take([answer("decode-0", 4.0, **fields)])
-    row = watched.rows(4.0)[1]
-    assert (row.state, row.why[: len(why)]) == ("ill", why)
+    row = nodes(watched, 4.0)[1]
+    assert (row.state, row.why[: len(why)]) == ("degraded", why)
 
 
 def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched: WatchedNodes) -> None:
     own, other = Segment("10.0.0.3:50052", 100, "", 40), Segment("10.0.0.1:13000", 100, "", 7)
-    watched.take([NodeAnswer("master", 3.0, NodeReading(at=3.0), segments=[own, other])])
+    watched.take([NodeAnswer("master", 3.0, NodeReading(at=3.0), leads="leader", segments=(own, other))])
     watched.take([answer("prefill-0", 4.0, segments=("10.0.0.1:13000",))])
-    assert [row.segments for row in watched.rows(4.0)] == [(other,), (), (own,), (own, other)]
+    assert [row.segments for row in nodes(watched, 4.0)] == [(other,), (), (own,), (own, other)]
 
 
 def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_prompts(watched: WatchedNodes) -> None:
@@ -78,9 +86,9 @@ def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_pr
         return NodeReading(at=at, counts={("tokens", "computed"): computed, ("tokens", "loaded"): pool})
 
     watched.take([NodeAnswer("decode-0", 4.0, tokens(4.0, 10, 90))])
-    assert watched.sources(4.0)["computed"] == 0.1
+    assert watched.status(4.0).sources["computed"] == 0.1
     watched.take([NodeAnswer("prefill-0", 4.0, tokens(4.0, 60, 40))])
-    assert watched.sources(4.0)["computed"] == 0.6
+    assert watched.status(4.0).sources["computed"] == 0.6
 
 
 # --- asking ---
@@ -93,8 +101,29 @@ def record(name: str, port: int) -> NodeRecord:
 def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
     answer = ask_node(record("a", well), NOBODY)
     assert answer.reading.at == answer.at <= time.monotonic()
-    assert ask_node(record("b", port := free_port()), NOBODY).why == f"127.0.0.1:{port}: Connection refused"
-    assert "this user has none running" in ask_node(record("c", 0), NOBODY).why
+    assert ask_node(record("b", port := free_port()), NOBODY).down == f"127.0.0.1:{port}: Connection refused"
+    assert "this user has none running" in ask_node(record("c", 0), NOBODY).down
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"status": "unavailable", "reason": "no decode node can be reached"}', ": no decode node can be reached"),
+        (b'{"status": "starting"}', ": starting"),
+        (b"", ""),
+        (b"\x1b[2J<html>", ""),
+    ],
+)
+def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(
+    body: bytes, why: str, watched: WatchedNodes
+) -> None:
+    def respond(path: str, _: bytes | None) -> Response:
+        return Response(503, body) if path == "/health" else Response(200, b"pd_cache_pool_up 1\n")
+
+    with serving("127.0.0.1", 0, respond, 8) as (_, port):
+        watched.take([ask_node(record("decode-0", port), NOBODY)])
+    row = nodes(watched, time.monotonic())[1]
+    assert (row.state, row.why, row.reading.pool_up) == ("degraded", f"/health answers 503{why}", True)
 
 
 def test_a_store_is_asked_where_it_answers(well: int) -> None:
@@ -117,9 +146,9 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
         NodeRecord(name="c", role="cache-server", address="ipc:///run/x"),
         NodeRecord(name="s", role="store", address="h:1"),
     ]
-    watched.update(records)
+    watched.update(View(tuple(records)))
     why = "it has no metrics_port"
-    assert [row[2:4] for row in watched.rows(1.0)] == [("-", why), ("-", f"{why}; its memory shows at the master")]
+    assert [(row.state, row.why) for row in nodes(watched, 1.0)] == [("not asked", why), ("not asked", f"{why}; its memory shows at the master")]  # fmt: skip
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +162,7 @@ def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monk
             return sum(one.name == "well" and one.reading is not None for one in answers) >= 20
 
         wait_for(enough, what="answers of the one that is well")
-    whys = {one.why.removeprefix(f"127.0.0.1:{mute}: ") for one in answers if one.name != "well"}
+    whys = {one.down.removeprefix(f"127.0.0.1:{mute}: ") for one in answers if one.name != "well"}
     assert whys <= {"no whole answer within 0.2 s", "timed out"}
 
 
@@ -145,15 +174,15 @@ def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_int
     def ask(record: NodeRecord, _: object) -> NodeAnswer:
         asked.append(record.name)
         let.wait(PATIENCE_S)
-        return NodeAnswer(record.name, 0.0, None, "refused")
+        return NodeAnswer(record.name, 0.0, down="refused")
 
     monkeypatch.setattr("launch.watched.ask_node", ask)
-    asker, nodes = Asker(NOBODY, 2.0), [record("a", 1)]
+    asker, records = Asker(NOBODY, 2.0), [record("a", 1)]
     for now in (50.0, 51.0, 51.5):
-        assert asker.poll(nodes, now) == []
+        assert asker.poll(records, now) == []
     let.set()
-    wait_for(lambda: asker.poll(nodes, 51.5), what="its answer")
-    nodes.append(record("b", 2))  # whose answer shows that what was due before it was asked
-    wait_for(lambda: "b" in [one.name for one in asker.poll(nodes, later)], what="its answer")
+    wait_for(lambda: asker.poll(records, 51.5), what="its answer")
+    records.append(record("b", 2))  # whose answer shows that what was due before it was asked
+    wait_for(lambda: "b" in [one.name for one in asker.poll(records, later)], what="its answer")
     asker.close()
     assert asked.count("a") == times

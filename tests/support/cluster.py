@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor import DoctorReport, Verdict
 from launch.masters import keys_at
-from launch.status import cluster_status
 from launch.up import LocalCluster, running
+from launch.watched import cluster_status
 from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
 from pd_cache.cluster import ClusterConfig, dump_config, load_config, read_config
 from tests.support.cli import program
@@ -137,7 +137,7 @@ def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     file.write_text(dump_config(_with_ports(load_config(file))))
     config, source = read_config(file)
     with running(config, source) as cluster:
-        wait_for(lambda: all(row.state == "up" or not row.asked for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
+        wait_for(lambda: all(row.state in ("up", "not asked") for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
         yield cluster
 
 

@@ -60,7 +60,7 @@ function drawFigures(state) {
   const saved = SAVED.reduce((total, tier) => total + sum(hour, tier), 0);
   const tiles = [
     [state.requests_s < 9.95 ? state.requests_s.toFixed(1) : short(state.requests_s), `requests a second, ${state.running} in flight`],
-    [short(sum(hour, "errors")), "errors (5xx) in the last hour", sum(hour, "errors") ? "silent" : ""],
+    [short(sum(hour, "errors")), "errors (5xx) in the last hour", sum(hour, "errors") ? "down" : ""],
     [seconds(state.first_token[0]) || "–", known(state.first_token[0]) ? `first token, median of the hour; 99 % within ${seconds(state.first_token[1])}` : "first token: needs streamed answers"],
     [percent(hit(hour)) || "–", `hit in the last hour; ${percent(hit(last)) || "–"} in 5 minutes`],
     [short(Math.round(saved)), "tokens that hits saved in the last hour"],
@@ -103,11 +103,11 @@ function drawPicture(state) {
   function place(node, x, y) {
     places[node.name] = { x, y, node };
     const group = svg("g", {});
-    group.append(svg("rect", { x, y, width: card.w, height: card.h, rx: 7, class: `card ${node.state === "-" ? "none" : node.state}` }));
-    group.append(svg("circle", { cx: x + 11, cy: y + 14, r: 4, class: `dot ${node.state === "-" ? "none" : node.state}` }));
+    group.append(svg("rect", { x, y, width: card.w, height: card.h, rx: 7, class: `card ${node.state}` }));
+    group.append(svg("circle", { cx: x + 11, cy: y + 14, r: 4, class: `dot ${node.state}` }));
     group.append(svg("text", { x: x + 20, y: y + 18, class: "name" }, cut(node.name, letters)));
-    if (node.state === "silent") {
-      group.append(svg("text", { x: x + 8, y: y + 36, class: "q" }, narrow ? "no answer" : cut("no answer: " + node.why, Math.floor(card.w / 6.2))));
+    if (node.state === "down") {
+      group.append(svg("text", { x: x + 8, y: y + 36, class: "q" }, cut(narrow ? "down" : "down: " + node.why, Math.floor(card.w / 6.2))));
     } else {
       const moves = [node.load >= 0.5 ? "↓ " + rate(node.load) : "", node.store >= 0.5 ? "↑ " + rate(node.store) : ""].filter((text) => text);
       group.append(svg("text", { x: x + 8, y: y + 35, class: "q" }, (narrow ? moves[0] : moves.join("   ")) || "idle"));
@@ -210,20 +210,21 @@ function drawSlow(state) {
 }
 
 function drawNodes(state) {
+  const first = (node) => (node.quantiles || {})["first token"] || [];
   const columns = [
     { name: "node", cell: (node) => node.name, as: "title break" },
     { name: "role", cell: (node) => node.role },
-    { name: "state", cell: (node) => el("span", { class: node.state === "-" ? "" : node.state }, node.state === "-" ? "not asked" : node.state) },
+    { name: "state", cell: (node) => el("span", { class: node.state }, node.state) },
     { name: "hit", cell: (node) => percent(node.hit), n: true },
     { name: "loads", cell: (node) => rate(node.load), n: true },
     { name: "stores", cell: (node) => rate(node.store), n: true },
     { name: "lookups/s", cell: (node) => (known(node.lookups) ? short(node.lookups) : ""), n: true },
-    { name: "first token p50", cell: (node) => seconds(node.p50), n: true },
-    { name: "p99", cell: (node) => seconds(node.p99), n: true },
+    { name: "first token p50", cell: (node) => seconds(first(node)[0]), n: true },
+    { name: "p99", cell: (node) => seconds(first(node)[1]), n: true },
     { name: "queue", cell: (node) => (known(node.queued) ? `${short(node.queued)}+${short(node.running || 0)}` : ""), n: true },
     { name: "staging", cell: (node) => (node.staging ? percent(node.staging_used / node.staging) : ""), n: true },
-    { name: "evicted/s", cell: (node) => (node.evicted ? short(node.evicted) : ""), n: true },
-    { name: "why", cell: (node) => node.why || node.missed.join(", "), as: "whole break" },
+    { name: "evicted/s", cell: (node) => short(Object.values(node.evictions || {}).reduce((all, some) => all + some, 0) || NaN), n: true },
+    { name: "why", cell: (node) => node.why || (node.missed || []).slice(0, 3).map(([reason]) => reason).join(", "), as: "whole break" },
   ];
   $("nodes").replaceChildren(table(columns, state.nodes.filter((node) => node.role !== "proxy"), true));
 }
@@ -312,8 +313,9 @@ function draw() {
 }
 function verdict(state) {
   if (!state.serves) return ["down", "down: no decode node can be reached, requests are answered 503"];
-  const troubled = state.nodes.filter((node) => node.state === "silent" || node.state === "ill").length;
-  return troubled ? ["ill", `serving, but ${troubled} of ${state.nodes.length} nodes are silent or ill`] : ["live", "serving"];
+  const count = (of) => state.nodes.filter((node) => node.state === of).length;
+  const troubles = ["down", "degraded"].filter(count).map((of) => `${count(of)} of ${state.nodes.length} nodes ${of}`).concat(state.problems);
+  return troubles.length ? ["degraded", `serving, but ${troubles.join("; ")}`] : ["up", "serving"];
 }
 function say(state, text) {
   if ($("state").textContent !== text) $("state").textContent = text;

@@ -28,7 +28,8 @@ from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
-from launch.watched import Asker, NodeRow, WatchedNodes, page_of
+from launch.status import WatchedNodes, page_of
+from launch.watched import Asker
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
 
@@ -78,6 +79,9 @@ class UiPages:
         app.router.add_get("/ui/events", self._follow, allow_head=False)
         app.router.add_get("/ui/requests/{id}", self._explain)
         app.on_shutdown.append(self._close)
+        app.on_cleanup.append(
+            self._stop
+        )  # the handler of the last follower may have been cancelled before it has waited
 
     async def _page(self, name: str, request: web.Request) -> web.Response:
         if not self._keys.may_watch(_authorization(request)):
@@ -144,9 +148,10 @@ class UiPages:
         self._nodes = WatchedNodes(asked=_asked)  # a pause would look like one long interval
         self._task = asyncio.create_task(self._watch())
 
-    async def _stop(self) -> None:
+    async def _stop(self, app: web.Application | None = None) -> None:
         if (task := self._task) is not None:
-            task.cancel()
+            if not task.cancelling():  # once: it then waits for the questions under way
+                task.cancel()
             await asyncio.wait([task])
             if self._task is task:  # nobody has followed since
                 self._task = None
@@ -158,7 +163,7 @@ class UiPages:
             while True:
                 ends = time.monotonic() + _INTERVAL_S
                 while (now := time.monotonic()) < ends:
-                    self._nodes.update(self._view.nodes)
+                    self._nodes.update(self._view)
                     self._nodes.take(asker.poll(self._nodes.asked, now))
                     await asyncio.sleep(_INTERVAL_S / 8)
                 self._events.clear()
@@ -180,12 +185,14 @@ class UiPages:
 
     def state(self, client: str | None) -> dict[str, Any]:
         """Returns what one event says. `client`: whose requests it may name; None for all."""
-        self._nodes.update(self._view.nodes)
+        self._nodes.update(self._view)
         now, minutes = time.monotonic(), self._recent.minutes()
-        rows = self._nodes.rows(now)
-        names = {row.record.address: row.name for row in rows}
-        owners = {one.segment_name: row.name for row in rows if row.role != "master" for one in row.segments}
-        segments = sorted(self._nodes.segments, key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
+        status = self._nodes.status(now)
+        names = {node.record.address: node.name for node in status.nodes}
+        owners = {
+            one.segment_name: node.name for node in status.nodes if node.role != "master" for one in node.segments
+        }
+        segments = sorted(status.segments or (), key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
             "version": pd_cache.__version__,
             "cluster": self._cluster,
@@ -195,7 +202,8 @@ class UiPages:
             "first_token": [first_token_within(minutes, part) for part in (0.5, 0.99)],
             "running": self._metrics.running._value.get(),
             "requests_s": self._recent.rate(),
-            "nodes": [_shown_node(row) for row in rows],
+            "nodes": [node.figures() for node in status.nodes],
+            "problems": [trouble.found for trouble in status.troubles],
             "segments": [
                 {
                     "name": one_line(one.segment_name),
@@ -225,30 +233,6 @@ class UiPages:
 def _asked(record: NodeRecord) -> bool:
     """Returns whether the page asks a node. This proxy has no keys for proxies."""
     return record.role != "proxy" and bool(page_of(record))
-
-
-def _shown_node(row: NodeRow) -> dict[str, Any]:
-    reading, rates = row.reading, row.rates
-    first = None if rates is None else rates.quantiles.get("first token")
-    moves = None if row.role == "master" else rates
-    return {
-        "name": row.name,
-        "role": row.role,
-        "state": row.state,
-        "why": row.why,
-        "hit": row.hit,
-        "load": None if moves is None else moves.load,
-        "store": None if moves is None else moves.store,
-        "lookups": None if moves is None else moves.lookups,
-        "p50": None if first is None else first[0],
-        "p99": None if first is None else first[1],
-        "evicted": None if rates is None else row.evicted,
-        "missed": [] if rates is None else [reason for reason, _, _ in rates.missed[:3]],
-        "queued": reading.queued,
-        "running": reading.running,
-        "staging": reading.staging,
-        "staging_used": reading.staging_used,
-    }
 
 
 def _shown_slow(one: EndedRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:

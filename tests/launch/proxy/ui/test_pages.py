@@ -100,7 +100,7 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
             assert response.headers["Content-Type"] == "text/event-stream"
             event = await Follower(response).until(lambda event: named(event, "prefill-0")["load"])
         node = named(event, "prefill-0")
-        assert (node["state"], node["hit"], node["missed"]) == ("up", 0.0, ["evicted"])
+        assert (node["state"], node["hit"], node["missed"][0][0]) == ("up", 0.0, "evicted")
         assert event["minutes"][-1] is None or event["minutes"][-1]["pool"] == 200
         (slow,) = event["slow"]
         assert (slow["id"], [hop["node"] for hop in slow["hops"]]) == ("mine", ["prefill-0", "decode-0"])
@@ -159,6 +159,7 @@ async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
             segments = request.path == "/get_segments_detail"
             return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(request)
 
+        master.health = answers(200, {"role": "leader", "service_ready": True})
         master.default, node.default = behaviour, says(b'pd_cache_segment_bytes{segment="h:1"} 100\n')
         records = (
             NodeRecord(name="decode-0", role="decode", address=node.url),

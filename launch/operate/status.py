@@ -1,0 +1,77 @@
+"""`pd-cache status`: the cluster as one table, and as one JSON object."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from launch.figures import shown_age
+from launch.status import SKEW_UNTRIED, ClusterStatus
+from pd_cache.cluster.machine import shown_bytes
+
+
+def status_table(status: ClusterStatus) -> Group:
+    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below the table."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("node", "role"):
+        table.add_column(column, no_wrap=True)
+    for column in ("state", "up for", "hit", "holds", "in flight"):
+        table.add_column(column, overflow="fold")
+    details, differing = [], []
+    for node in status.nodes:
+        reading = node.reading
+        held = [f"{tier} {shown_bytes(size)}" for tier, size in reading.tier_bytes.items() if size]
+        table.add_row(
+            node.name,
+            node.role,
+            escape(", ".join(filter(None, (node.state, node.leads, node.memory)))),
+            "" if reading.started is None else shown_age(max(0.0, time.time() - reading.started)),
+            "" if node.hit is None else f"{node.hit:.1%}",
+            escape("\n".join(held)),
+            "" if node.in_flight is None else str(node.in_flight),
+        )
+        if node.why:
+            details.append(Text(f"{node.name}: {node.state}: {node.why}", "" if node.well else "red"))
+        if reading.errors:
+            errors = ", ".join(f"{reason} {count:.0f}" for reason, count in reading.errors.items())
+            details.append(Text(f"{node.name}: errors since its start: {errors}", "yellow"))
+        if node.difference:
+            differing.append(Text(f"{node.name}: {node.difference}", "yellow"))
+    if (skew := status.skew) is not None and not skew.fails:
+        differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
+    weights, problems = map(Text, status.weights), [Text(problem, "red") for problem in status.problems]
+    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
+
+
+def as_dict(status: ClusterStatus) -> dict[str, object]:
+    """Returns the cluster's state for scripts: a node's record and what it says are one object."""
+    nodes = [
+        {
+            **msgspec.to_builtins(node.record),
+            "state": node.state,
+            "why": node.why,
+            "difference": node.difference,
+            "up_since": node.reading.started,
+            "hit_rate": node.hit,
+            "bytes_by_tier": node.reading.tier_bytes,
+            "in_flight": node.in_flight,
+            "errors": node.reading.errors,
+            "leads": node.leads,
+            "segments": [segment.segment_name for segment in node.segments if node.role != "master"],
+            "tenants": node.reading.tenants,
+            "memory": node.memory,
+        }
+        for node in status.nodes
+    ]
+    return {
+        "discovery": status.source,
+        "well": status.well,
+        "problems": status.problems,
+        "weights": status.weights,
+        "nodes": nodes,
+    }
