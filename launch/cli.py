@@ -539,7 +539,7 @@ def _send_hint(
             raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
     given = {name: value for name, value in payload.items() if value is not None}
     answer = pins.send_action(_running(file), kind, given, action_id)
-    _answer(as_json, answer, pins.answer_text(answer))
+    _answer(as_json, answer, pins.answer_text(kind, answer))
     if answer.status == "refused":
         raise SystemExit(1)
 

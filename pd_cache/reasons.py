@@ -312,7 +312,7 @@ class HopReport(msgspec.Struct, frozen=True):
     hop: str
     """`prefill` or `decode`."""
     node: str
-    """The node's URL, or its name."""
+    """The node's URL, or its name; empty for a client that may not see it."""
     report: RequestReport | None = None
     """None if the node has none on it."""
 

@@ -43,14 +43,14 @@ def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], actio
     return answer
 
 
-def answer_text(answer: ActionAnswer) -> str:
+def answer_text(kind: str, answer: ActionAnswer) -> str:
     """Returns what `pin`, `release` and `prefetch` print."""
     if answer.status == "refused":
         return f"refused: {answer.reason}"
     clipped = f" ({answer.reason})" if answer.reason else ""
     if answer.released is not None:
         return f"{answer.released} released"
-    if answer.node:
-        return f"{answer.node} loads {answer.in_pool} of {answer.tokens} tokens; for {answer.ttl_s:g} s, its next request goes there{clipped}"
+    if kind == "kv.prefetch":
+        return f"{answer.node or 'a decode node'} loads {answer.in_pool} of {answer.tokens} tokens; for {answer.ttl_s:g} s, its next request goes there{clipped}"
     kept = f"{answer.tokens} tokens for {answer.ttl_s:g} s{clipped}"
     return f"{answer.action_id}: keeps {kept}; the pool has {answer.in_pool} of them now"

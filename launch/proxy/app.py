@@ -32,6 +32,7 @@ from launch.proxy.requests import REQUEST_ID, Requests
 from launch.proxy.tenants import LOOK_S, Tenants
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.reasons import HopReport, Trip
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.settings import mooncake_version
 
@@ -157,8 +158,11 @@ class Proxy:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _trip(self, request: web.Request) -> web.Response:
-        client = self._keys.visible_client(request.headers.get("Authorization"))
-        return web.json_response(msgspec.to_builtins(self.requests.trips.get(request.match_info["id"], client)))
+        client = self._keys.visible_client(authorization := request.headers.get("Authorization"))
+        trip = self.requests.trips.get(request.match_info["id"], client)
+        if not self._keys.may_watch(authorization):
+            trip = Trip(trip.client, tuple(HopReport(hop.hop, "", hop.report) for hop in trip.hops))
+        return web.json_response(msgspec.to_builtins(trip))
 
 
 async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]) -> NoReturn:

@@ -287,7 +287,8 @@ class CacheQuery:
         app.router.add_post("/query", self._answer)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        client = self._keys.visible_client(request.headers.get("Authorization"))
+        self._keys.check_watcher(authorization := request.headers.get("Authorization"))
+        client = self._keys.visible_client(authorization)
         share = BodyShare(self._bodies)
         try:
             body = await read_body(request, share, _LARGEST, _READ_S)

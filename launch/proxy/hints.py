@@ -23,6 +23,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -76,14 +77,13 @@ class Sender(NamedTuple):
     """Where hints come from."""
 
     client: Client
-    name: Callable[[Completion], Awaitable[NamedPrompt | None]]
-    """Returns what the prompt of a body is known by; None if that cannot be found out."""
-    prefetch: Callable[[Completion, NamedPrompt], Awaitable[str]]
-    """Has a node load a prompt and hold it for `PREFETCH_S`. Returns the node's URL. Raises ApiError, which says why not, if none does."""
-    own: NamedPrompt | None = None
-    """With `within`: what the completion's prompt is known by."""
-    within: bool = False
-    """Whether they came with a completion."""
+    name: Callable[[Completion], Awaitable[NamedPrompt | str]]
+    """Returns what the prompt of a body is known by, or why that cannot be found out."""
+    prefetch: Callable[[Completion, NamedPrompt], Awaitable[str | None]]
+    """Has a node load a prompt and hold it for `PREFETCH_S`. Returns the node's URL, or None if this client may not see it. Raises ApiError,
+    which says why not, if no node does."""
+    own: NamedPrompt | str | None = None
+    """What the prompt of the completion that they came with is known by, or why that is not known; None if they came by themselves."""
     hashes: bool = True
     """Whether it may name prompts by block hashes. Those of another tenant can be guessed."""
 
@@ -108,8 +108,8 @@ class Hints:
         self._clock = clock
         self._tenant_room = tenant_room
         self._view = View(())
-        self._pool: int | OSError | ValueError = ValueError("it was not asked for yet")
-        """The pool's size, or why it is not known."""
+        self._pool: int | None = None
+        """The pool's size, as far as it is known."""
         self._asked = -math.inf
         """When it was asked for."""
         self._asking = asyncio.Lock()
@@ -227,25 +227,25 @@ class Hints:
     async def _target(self, payload: dict[str, msgspec.Raw], known: HintPayload, sender: Sender) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in TARGETS if field in payload]
-        if len(given) > 1 or (not given and not sender.within):
+        if len(given) > 1 or (not given and sender.own is None):
             raise ApiError(400, f"the payload must have exactly one of {', '.join(TARGETS)}")
-        named, direct = sender.own, self._direct
+        named: NamedPrompt | str | None = sender.own
+        direct = self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
         if known.block_hashes is not None and not sender.hashes:
             raise ApiError(400, "block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
-            named = self._recent.get((sender.client, known.request_id))
-            if named is None:
+            recent = self._recent.get((sender.client, known.request_id))
+            if recent is None:
                 raise ApiError(400, "this proxy does not know the prompt of such a request of this client (any more)")
-            named = await direct.look_up_again(named, known.request_id)
+            named = await direct.look_up_again(recent, known.request_id)
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
         elif given:
             named = await sender.name(self._completion(payload))
-        if named is None:
-            why = direct.blind or "its tokens do not identify it, or no node has returned them in time"
-            raise ApiError(400, f"the prompt cannot be named: {why}")
+        if named is None or isinstance(named, str):
+            raise ApiError(400, f"the prompt cannot be named: {named or direct.blind}")
         if not named.names:
             raise ApiError(400, f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}")
         return named
@@ -266,13 +266,11 @@ class Hints:
         """Returns how many chunks all pins may have. Raises ApiError if that is not known."""
         async with self._asking:  # a master that hangs takes one thread, however many hints come
             if self._clock() - self._asked >= self.renew_s:
-                try:
+                with suppress(OSError, ValueError):
                     self._pool = await asyncio.to_thread(self._pool_bytes, self._view)
-                except (OSError, ValueError) as error:
-                    self._pool = error if isinstance(self._pool, Exception) else self._pool
                 self._asked = self._clock()
-        if isinstance(self._pool, Exception):
-            raise ApiError(400, f"the size of the pool is not known: {self._pool}")
+        if self._pool is None:
+            raise ApiError(400, "the size of the pool is not known: no master has answered")
         share = self._pool * self._config.max_share / max(1, len(self._view.by_role("proxy")))
         return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
 

@@ -132,10 +132,10 @@ class Keys:
 
         Only monitors' keys may see all, if clients need keys. Raises ApiError 401 if the client may see none.
         """
-        if self._monitors is None:
-            return client if (client := self.client(authorization)).name else None
-        self.check_watcher(authorization)
-        return None
+        if self._monitors is not None and (self._clients is None or self.may_watch(authorization)):
+            self.check_watcher(authorization)
+            return None
+        return client if (client := self.client(authorization)).name else None
 
     def check_watcher(self, authorization: str | None) -> None:
         """Raises ApiError 401 if the client may not see answers that name nodes."""

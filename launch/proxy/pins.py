@@ -74,7 +74,7 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     released: int | None = None
     """How many pins have ended."""
     node: str | None = None
-    """The node that loads the prompt."""
+    """The node that loads the prompt, for clients that may see nodes."""
 
 
 class HintsAnswer(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.decoding import one_line
 from pd_cache.reasons import HopReport, RequestReport, Trip
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers
@@ -263,13 +264,13 @@ class Requests:
         told = await self._hints.take(body, self._sender(exchange))
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
-    def _sender(self, exchange: Exchange, own: NamedPrompt | None = None, *, within: bool = False) -> Sender:
-        async def name(completion: Completion) -> NamedPrompt | None:
+    def _sender(self, exchange: Exchange, own: NamedPrompt | str | None = None) -> Sender:
+        async def name(completion: Completion) -> NamedPrompt | str:
             completion.isolate(exchange.client.tenant)
             return (await self._judge(exchange, completion, completion.prompt(), name=True))[1]
 
         prefetch = partial(self._prefetch, exchange)
-        return Sender(exchange.client, name, prefetch, own, within, not self._keys.has_tenants)
+        return Sender(exchange.client, name, prefetch, own, not self._keys.has_tenants)
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
@@ -352,7 +353,8 @@ class Requests:
             holder = exchange.client.holder  # prompts that others prefetch cost it nothing
             name = bool(completion.hints) or any(one.holder == holder for one in self._prefetched.values())
             name = name or self._tenants.counts(tenant)
-            why, named = await self._judge(exchange, completion, prompt, name=name)
+            why, known = await self._judge(exchange, completion, prompt, name=name)
+            named = None if isinstance(known, str) else known
             if completion.scores_prompt():
                 why = why or "scored"
             self._tenants.note(tenant, named, exchange.until_answered)
@@ -364,7 +366,7 @@ class Requests:
                 _, exchange.decodes, stream = self._prefetched.pop(last)
                 exchange.until_answered.callback(stream.cancel)
         if completion.hints is not None:
-            taking = self._hints.taken(completion.hints, self._sender(exchange, named, within=True))
+            taking = self._hints.taken(completion.hints, self._sender(exchange, known))
             exchange.hinted = asyncio.create_task(taking)
         result: str
         if why is not None:
@@ -392,35 +394,42 @@ class Requests:
 
     async def _judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
-    ) -> tuple[Why | None, NamedPrompt | None]:
-        """Returns why the prompt needs no prefill node, and what it is known by; None for what is not known.
+    ) -> tuple[Why | None, NamedPrompt | str]:
+        """Returns why the prompt needs no prefill node, or None, and what it is known by, or why that is not known.
 
         `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
         """
         direct = self._direct
         why = direct.why(prompt.tokens)
         if why is not None and not name:
-            return why, None
+            return why, "not asked for"
         # a tenant that sends many prompts at a time would exceed its quota by those that are not named
         if self._judging >= MAX_WAITING and not self._tenants.counts(exchange.client.tenant):
-            return why, None
-        if not direct.can_tell(completion.model(), prompt.tokens) or not completion.plain():
-            return why, None
+            return why, f"{MAX_WAITING} others are being looked up; try again"
+        if not direct.can_tell(completion.model(), prompt.tokens):
+            return why, direct.blind or "it is too long, or for another model"
+        if not completion.plain():
+            return why, "its tokens do not identify it"
         self._judging += 1
         try:
             async with asyncio.timeout(direct.timeout_s):
                 tokens = completion.token_ids()
                 if tokens is None:
                     tokens = await self._tokenize(exchange, completion)
-                if tokens is None or ((why := direct.why(len(tokens))) is not None and not name):
-                    return why, None
+                if tokens is None:
+                    return why, "no decode node has returned its tokens"
+                if (why := direct.why(len(tokens))) is not None and not name:
+                    return why, "not asked for"
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
-        except (TimeoutError, ValueError):
-            return why, None
+        except TimeoutError:
+            return why, f"its tokens were not there or not looked up within {direct.timeout_s:g} s"
+        except ValueError as error:
+            return why, one_line(str(error))
         finally:
             self._judging -= 1
-        found = 0 if named is None else named.pool_tokens or 0
-        return direct.why(len(tokens), found), named
+        if named is None:
+            return direct.why(len(tokens)), direct.blind or "it is too long"
+        return direct.why(len(tokens), named.pool_tokens or 0), named
 
     async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
         """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
@@ -559,7 +568,7 @@ class Requests:
         task.add_done_callback(lambda _: share.give_back())
         return task
 
-    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str:
+    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
         """Has the decode node that a request with this prompt would get load it; the request will go there. See `hints.Sender`."""
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._pools["decode"], named.names[-1]
@@ -568,9 +577,9 @@ class Requests:
             raise ApiError(400, "no decode node can be asked")
         streams = pool.streams(node)
         if not streams and not self._direct.grouped:
-            raise ApiError(400, f"{node} loads nothing before its request comes (handoff.stream, docs/hints.md)")
+            raise ApiError(400, "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)")
         if not streams and not self._direct.why(named.tokens, named.pool_tokens or 0):
-            raise ApiError(400, f"{node} would compute it, because the pool lacks too much of it (docs/hints.md)")
+            raise ApiError(400, "a decode node would compute it, because the pool lacks too much of it (docs/hints.md)")
         holder = exchange.client.holder
         held = sum(one.holder == holder for one in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
@@ -595,8 +604,10 @@ class Requests:
         asyncio.get_running_loop().call_later(PREFETCH_S, ended)
         await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
         if failed():
-            raise ApiError(400, f"{node} has no room for it, or has refused it")
-        return node
+            status = stream.result()
+            why = {0: "no answer", 200: "no room"}.get(status, f"status {status}")
+            raise ApiError(400, f"the decode node does not load it: {why}")
+        return node if self._keys.may_watch(exchange.request.headers.get("Authorization")) else None
 
     # --- the decode hop ------------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -39,6 +41,7 @@ from tests.support.proxy import (
     message,
     scenario,
     until,
+    view,
 )
 from transfer.errors import Status
 
@@ -223,7 +226,9 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
         for _ in range(100):
             await asyncio.sleep(0)
         answers.set()
-        assert {(await one)["reason"] for one in asking} == {"the size of the pool is not known: no answer"}
+        assert {(await one)["reason"] for one in asking} == {
+            "the size of the pool is not known: no master has answered"
+        }
         assert len(asked) == 1
         k.now, k.hints._pool_bytes = 2.0, lambda view: 100 * k.direct.chunk_bytes
         assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted"
@@ -237,7 +242,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
         (message("kv.prefetch", {"request_id": "r"}), "a node needs the prompt itself"),
         (message("kv.prefetch", {"tokens": IDS, "prompt": TEXT}), "exactly one of"),
         (message("kv.prefetch", {"tokens": [1] * 255}), "no whole chunk"),
-        (message("kv.prefetch", {"tokens": IDS}), "loads nothing before its request comes"),
+        (message("kv.prefetch", {"tokens": IDS}), "load nothing before its request comes"),
         (message("kv.share", {"tokens": IDS}), "kv.share 1.0 is not supported"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, version="2.0"), "kv.retain 2.0 is not supported"),
         (message("kv.retain", {"tokens": IDS}), "ttl_s"),
@@ -258,7 +263,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
         (message("kv.retain", {"tokens": [1] * 255, "ttl_s": 9}), "no whole chunk"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "model": "adapter"}), "only prompts for the model base"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "`cache_salt` must be text"),
-        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named"),
+        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named: its tokens do not identify it"),
         (message("kv.release", {"action_id": "none"}), "no such pin"),
         (message("kv.release", {"action_id": 7}), "action_id"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "once": 1}), "once"),
@@ -397,7 +402,7 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
         assert not c.proxy.requests._prefetched
 
         c.decode[0].script = c.decode[1].script = [answers(503)]
-        assert "no room" in (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"]
+        assert "status 503" in (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"]
         c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
         monkeypatch.setattr(requests, "PREFETCH_S", 0.5)
         for _ in range(2):
@@ -420,7 +425,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         c.decode[0].script = c.decode[1].script = [answers(503)]
         with monkeypatch.context() as patient:
             patient.setattr(requests, "_PREFETCH_REFUSED_S", 60.0)
-            assert "no room" in (await prefetch())["reason"]
+            assert "status 503" in (await prefetch())["reason"]
         assert not c.proxy.requests._prefetched
         c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
         told, again = await asyncio.gather(prefetch(), prefetch())
@@ -441,6 +446,33 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         await c.ask({"prompt": [*IDS, 9]})
         assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
         assert not c.proxy.requests._prefetched
+
+
+@scenario
+async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_path: Any) -> None:
+    files = files_of(tmp_path, api_keys="ann key-of-ann-0123456789\n", monitor_keys="eve key-of-eve-0123456789\n")
+    async with pinning(streams=True, **files) as c:
+        prefetch = partial(c.hint, "kv.prefetch", {"tokens": IDS}, headers=bearer("key-of-ann-0123456789"))
+        c.decode[0].script = [hangs]
+        told = await prefetch()
+        assert (told["status"], "node" in told) == ("accepted", False)
+        c.proxy.update(view([], [c.decode[0].url]))  # which takes no streams
+        assert "load nothing before its request" in (await prefetch())["reason"]
+        c.proxy._hints._asked, c.proxy._hints._pool = -math.inf, None
+        with patch.object(c.proxy._hints, "_pool_bytes", side_effect=OSError("10.0.0.1:9003: refused")):
+            retain = c.hint("kv.retain", {"tokens": IDS, "ttl_s": 9}, headers=bearer("key-of-ann-0123456789"))
+            assert (await retain)["reason"] == "the size of the pool is not known: no master has answered"
+
+
+@scenario
+async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for_that_reason(monkeypatch) -> None:
+    monkeypatch.setattr(requests, "MAX_WAITING", 0)
+    reason = "the prompt cannot be named: 0 others are being looked up; try again"
+    async with pinning() as c:
+        assert (await c.hint("kv.retain", {"tokens": IDS, "ttl_s": 9}))["reason"] == reason
+        hints = json.loads(message("kv.retain", {"ttl_s": 9}))
+        async with c.post({"prompt": IDS, "kv_hints": hints}) as response:
+            assert json.loads(response.headers[HEADER])["actions"][0]["reason"] == reason
 
 
 @scenario

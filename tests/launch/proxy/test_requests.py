@@ -450,8 +450,9 @@ async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_mon
         seen = {}
         for name in ("alice", "bob", "carol", "watch", ""):
             async with c.get("/requests/same", headers=by(name)) as response:
-                seen[name] = (await response.json())["client"] if response.status == 200 else response.status
-        if monitors:
-            assert seen == {"alice": 401, "bob": 401, "carol": 401, "watch": "bob", "": 401}
-        else:
-            assert seen == {"alice": "alice", "bob": "bob", "carol": 404, "watch": 401, "": 401}
+                told = await response.json()
+                hops = [hop["node"] for hop in told.get("hops", [])]
+                seen[name] = (told["client"], hops) if response.status == 200 else response.status
+        named, unnamed = [c.decode[0].url], [""]
+        own = {name: (name, unnamed if monitors else named) for name in ("alice", "bob")}
+        assert seen == {**own, "carol": 404, "watch": ("bob", named) if monitors else 401, "": 401}
