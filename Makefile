@@ -114,4 +114,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(NEXT_VENV) $(SGLANG_VENV) $(LMCACHE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(NEXT_VENV) $(SGLANG_VENV) $(LMCACHE_VENV) build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,6 +20,7 @@ import pd_cache
 from launch.cli import example_file, main
 from launch.demo import comments
 from pd_cache import CacheEngineBuilder, LoadStoreOp
+from pd_cache.cluster import parse_config
 from tests.support.cli import printed
 from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
@@ -150,6 +151,12 @@ def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
 def test_the_demo_says_of_its_prompts_what_the_page_says() -> None:
     said = [f"prompt {number}: {comment}" for number, comment in enumerate(comments(2304), start=1)]
     assert "\n".join(said) in README
+
+
+def test_the_file_of_a_second_model_is_a_whole_file() -> None:
+    file = ROOT / "docs" / "operating.md"
+    (text,) = [block for block in blocks("yaml", file.read_text()) if block.startswith("name:")]
+    assert {node.role for node in parse_config(text, file)[0].nodes} == {"master", "prefill", "decode", "proxy"}
 
 
 def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_flags_for_vllm() -> None:
