@@ -11,6 +11,9 @@ The chunks may still be on their way when the answer arrives. The decode node wa
 A proxy may send the prompt to the decode node before that, in a request of its own (a *stream*), so that the node loads chunks as they
 appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request at the first byte of the
 answer, or when no prefill node computes the prompt any more.
+
+If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the names that the client gave them: vLLM
+names them by hashes of their content.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class _Params(msgspec.Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     pd_cache: Announcement | None = None
+    media_hashed: bool | None = None
 
     def __post_init__(self) -> None:
         if self.do_remote_decode and self.do_remote_prefill:
@@ -79,6 +83,8 @@ class Handoff(msgspec.Struct, frozen=True):
     announce: bool = False
     """Whether another node decodes this prompt, so that this node has to say what it stored."""
     announced: Announcement | None = None
+    media_hashed: bool = False
+    """Whether the names of the prompt's images are hashes of their content."""
 
 
 def read_params(params: object) -> Handoff:
@@ -97,14 +103,15 @@ def read_params(params: object) -> Handoff:
     except (ValueError, RecursionError) as error:
         message, _, path = str(error).partition(" - at `$")
         raise BadParams(path.strip(".`"), message[:1].lower() + message[1:]) from None
-    return Handoff(bool(known.do_remote_decode), known.pd_cache if known.do_remote_prefill else None)
+    announced = known.pd_cache if known.do_remote_prefill else None
+    return Handoff(bool(known.do_remote_decode), announced, bool(known.media_hashed))
 
 
-def write_params(announcement: Announcement) -> dict[str, Any]:
+def write_params(announcement: Announcement, *, media_hashed: bool = False) -> dict[str, Any]:
     """Returns the `kv_transfer_params` for a prefill node's answer."""
     ours = msgspec.to_builtins(announcement)
     if not announcement.further:
         del ours["further"]
     if not announcement.stream:
         del ours["stream"]
-    return {"do_remote_prefill": True, "pd_cache": ours}
+    return {"do_remote_prefill": True, "pd_cache": ours, **({"media_hashed": True} if media_hashed else {})}

@@ -39,6 +39,7 @@ MissReason = Literal[
     "deadline",
     "no_staging",
     "no_blocks",
+    "media_unidentified",
     "not_asked",
     "error",
 ]
@@ -64,6 +65,7 @@ MEANINGS: dict[MissReason, str] = {
     "deadline": "a deadline passed first",
     "no_staging": "no staging memory, or no thread for the transfer, came free in time",
     "no_blocks": "the engine had too few free blocks for the load",
+    "media_unidentified": "what names the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
     "not_asked": "the cache was not asked: the request excludes it, its prompt cannot be named, or an earlier load of it failed",
     "error": "an error that has no reason of its own; the node's log has it",
 }

@@ -11,7 +11,7 @@ import codecs
 import contextlib
 import ctypes
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import http_exceptions, web
@@ -120,9 +120,7 @@ def _too_large(most: int) -> ApiError:
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_ONE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"null")
-_REMOTE_DECODE = msgspec.Raw(msgspec.json.encode({"do_remote_decode": True, "do_remote_prefill": False}))
-_STREAM = msgspec.Raw(msgspec.json.encode(write_params(Announcement(stream=True))))
+_ONE, _NULL, _TEXT = msgspec.Raw(b"1"), msgspec.Raw(b"null"), msgspec.Raw(b'"text"')
 _TOKENIZED = (
     "model",
     "prompt",
@@ -163,6 +161,8 @@ _NOT_FOR_ONE_TOKEN = (
 
 
 _MOST_FIELDS = 1000
+_MOST_NAMED = 1000
+"""The most messages of a chat whose images, audio or video the client names."""
 _MOST_COLONS = 50_000
 """The most colons outside of the fields of `_Large`. As many fields take 12 MiB until they are counted."""
 
@@ -207,13 +207,20 @@ class HandedOver(msgspec.Struct, frozen=True):
         return bytes(self.kv_transfer_params) != b"null"
 
 
-class _TextPart(msgspec.Struct, frozen=True, gc=False):
-    type: Literal["text"]
+class _ContentPart(msgspec.Struct, frozen=True, gc=False):
+    type: msgspec.Raw = _NULL
+    uuid: msgspec.Raw = _NULL
+    """The client's name for an image, audio or video."""
 
 
-class _TextMessage(msgspec.Struct, frozen=True, gc=False):
+class _ChatMessage(msgspec.Struct, frozen=True, gc=False):
     role: str
-    content: str | list[str | _TextPart] | None = None
+    content: str | list[str | _ContentPart] | None = None
+
+    def media(self) -> list[_ContentPart]:
+        """Returns the parts that may be other than text. vLLM ignores the type of a part with a name."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, _ContentPart) and (part.type, part.uuid) != (_TEXT, _NULL)]
 
 
 class Completion:
@@ -245,6 +252,20 @@ class Completion:
                 shown = raw[:40].decode(errors="replace")
                 what = f"`{name}` must be an integer of at least 0, not {shown}"
                 raise ApiError(400, what, param=name, code="invalid_value") from None
+        self._media: bool | None = False
+        """Whether a chat has images, audio or video; None if it cannot be read."""
+        if self._chat and self._prompt.find(b"[", 1) > 0:  # otherwise no message has parts
+            try:
+                media = [message.media() for message in decode_json(self._prompt, list[_ChatMessage])]
+            except UndecodableError:
+                self._media = None
+                return
+            self._media = any(media)
+            named = [place for place, parts in enumerate(media) if any(part.uuid != _NULL for part in parts)]
+            if len(named) > _MOST_NAMED:
+                raise ApiError(400, f"More than {_MOST_NAMED} messages have parts with a `uuid`", param=prompt)
+            if named:
+                self._fields[prompt] = _without_media_ids(self._prompt, named)
 
     @property
     def path(self) -> str:
@@ -261,14 +282,7 @@ class Completion:
 
     def plain(self) -> bool:
         """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or documents."""
-        if any(bytes(self._fields.get(name, b"null")) != b"null" for name in _UNTOLD):
-            return False
-        try:
-            if self._chat:
-                decode_json(self._prompt, list[_TextMessage])
-        except UndecodableError:
-            return False
-        return True
+        return self._media is False and all(self._fields.get(name, _NULL) == _NULL for name in _UNTOLD)
 
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
@@ -312,26 +326,47 @@ class Completion:
 
     def for_prefill(self) -> bytes:
         """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
-        return self._one_token(_REMOTE_DECODE)
+        return self._one_token({"do_remote_decode": True, "do_remote_prefill": False})
 
     def for_stream(self) -> bytes:
         """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not answer it."""
-        return self._one_token(_STREAM)
+        return self._one_token(write_params(Announcement(stream=True)))
 
     def for_load(self) -> bytes:
         """Returns the body that has a decode node load what the pool has of the prompt, and compute the rest."""
-        return self._one_token(_NULL)
+        return self._one_token({})
 
-    def _one_token(self, transfer: msgspec.Raw) -> bytes:
+    def _one_token(self, transfer: dict[str, Any]) -> bytes:
         fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_ONE_TOKEN}
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
-        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: transfer}
+        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: self._transfer(transfer)}
         return msgspec.json.encode(fields)
+
+    def _transfer(self, params: dict[str, Any]) -> msgspec.Raw:
+        if self._media:  # without the client's names; see `_without_media_ids`
+            params = {**params, "media_hashed": True}
+        return msgspec.Raw(msgspec.json.encode(params or None))
 
     def for_decode(self, handoff: HandedOver | None) -> bytes:
         """Returns the client's body, with what the prefill node handed over."""
-        return msgspec.json.encode({**self._fields, **({_TRANSFER: handoff.kv_transfer_params} if handoff else {})})
+        params = handoff.kv_transfer_params if handoff else self._transfer({})
+        return msgspec.json.encode({**self._fields, **({} if params == _NULL else {_TRANSFER: params})})
+
+
+def _without_media_ids(messages: bytes, places: list[int]) -> msgspec.Raw:
+    """Returns a chat's messages without the names that the client gave, in the messages at these places, to images, audio and video.
+
+    vLLM takes whatever comes under a name for what it has cached under this name, even if another client sent that, and even if the name is
+    the hash of other content. Without a name, vLLM hashes the content.
+    """
+    kept = decode_json(messages, list[msgspec.Raw])
+    for place in places:
+        message = decode_json(bytes(kept[place]), dict[str, msgspec.Raw])
+        parts = decode_json(bytes(message["content"]), list[str | dict[str, msgspec.Raw]])
+        bare = [part if isinstance(part, str) else {key: part[key] for key in part if key != "uuid"} for part in parts]
+        kept[place] = msgspec.Raw(msgspec.json.encode({**message, "content": bare}))
+    return msgspec.Raw(msgspec.json.encode(kept))
 
 
 def check_fields(body: bytes) -> None:

@@ -177,6 +177,9 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     stored."""
     store_generated: bool = False
     """Whether to store generated tokens as well as prompts."""
+    trust_media_ids: bool = False
+    """Whether the names that clients give to images, audio and video (`uuid`) are unique among all clients, and change with the content. If
+    not, a prompt with media is stored and found only if it has a `cache_salt`, or comes by a proxy, which removes these names."""
     revision: LineOrEmpty = ""
     """Identifies the weights in place of the digest of their files, for models that are not read from files."""
 

@@ -65,6 +65,7 @@ from pd_cache.vllm.model import (
     drafted_up_to,
     drafter_identity,
     fitted,
+    hashes_media,
     model_identity,
     place_of,
 )
@@ -179,6 +180,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=vllm_config.parallel_config.world_size,
                 dense=kv_cache_config.prefix_cache_retention_interval != 0,
                 drafted_up_to=drafted_up_to(vllm_config),
+                hashes_media=hashes_media(vllm_config),
             )
             self._scheduler = SchedulerSide(
                 plan,

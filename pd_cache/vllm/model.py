@@ -159,7 +159,9 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
     """
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
-    return _identity(model, revision, vllm_config.cache_config.cache_dtype, config=config)
+    media = model.multimodal_config
+    prepared = {} if media is None or not media.mm_processor_kwargs else {"media": media.mm_processor_kwargs}
+    return _identity(model, revision, vllm_config.cache_config.cache_dtype, config=config, **prepared)
 
 
 def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
@@ -171,6 +173,13 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
     speculative = vllm_config.speculative_config
     kv_cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
     return _identity(speculative.draft_model_config, revision, kv_cache_dtype, method=speculative.method)
+
+
+def hashes_media(vllm_config: VllmConfig) -> bool:
+    """Returns whether vLLM names an image that has no name of the client's by a hash of its content. Without both of the caches that need
+    such names, vLLM numbers images (`_process_mm_uuids` in its `renderers/base.py`)."""
+    media = vllm_config.model_config.multimodal_config
+    return vllm_config.cache_config.enable_prefix_caching or (media is not None and media.mm_processor_cache_gb > 0)
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:

@@ -37,6 +37,8 @@ class ChunkPlan:
     """Whether to store all of a window: vLLM keeps more of windows than the ends of prompts, by its `prefix_cache_retention_interval`."""
     drafted_up_to: int | None = None
     """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
+    hashes_media: bool = False
+    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM numbers images."""
 
     @cached_property
     def chunk(self) -> int:
@@ -247,6 +249,8 @@ class PromptChunks:
         """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
         could be taken for another. Counts a request without a digest once."""
         adapter = tracked.adapter
+        if not self.identified(tracked):
+            return False
         if adapter is not None and not (digest := adapter.digest):
             if not tracked.refused:
                 tracked.refused = True
@@ -257,13 +261,26 @@ class PromptChunks:
             tracked.identity = digest
         return not self._by_tokens or tracked.request.prompt_embeds is None
 
+    def identified(self, tracked: TrackedRequest) -> bool:
+        """Returns whether the content of the request's images, audio and video decides about their names.
+
+        A client may name them, too, and nothing tells its names from vLLM's hashes: it may send what looks like a hash, and vLLM hashes its
+        names together with `mm_processor_kwargs`. So a name counts only within the client's salt, or if a proxy has removed the client's
+        names, or if the operator trusts all clients. A number of vLLM's own never counts: each process begins with 0.
+        """
+        request = tracked.request
+        if not request.mm_features:
+            return True
+        own = request.cache_salt or tracked.handoff.media_hashed or self._plan.settings.connector.trust_media_ids
+        return self._plan.hashes_media and bool(own)
+
     def names(self, tracked: TrackedRequest, count: int) -> list[bytes]:
         """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
         assert self.database is not None
         names, request = tracked.names, tracked.request
         if len(names) < count:
             if self._by_tokens:
-                tracked.names = names = self.database.name_chunks(request.all_token_ids, None, _isolation(tracked))
+                tracked.names = names = self._hashed(tracked, self.database)
             else:
                 stride = self._plan.chunk // self._plan.hash_block_size
                 further = stride_hashes(request.block_hashes[len(names) * stride : count * stride], stride)
@@ -275,15 +292,19 @@ class PromptChunks:
         """Returns the names under which the pool has a group's chunks from `first` to before `last`."""
         return self.names(tracked, last + group.ahead)[first + group.ahead :]
 
-
-def _isolation(tracked: TrackedRequest) -> tuple[ExtraKey, ...]:
-    """Returns, for token mode, what keeps a request's chunks apart from those of other requests with the same tokens."""
-    parts: list[ExtraKey] = []
-    request = tracked.request
-    if request.cache_salt:
-        parts += ["salt", request.cache_salt]
-    if tracked.identity:
-        parts += ["lora", tracked.identity]
-    for feature in request.mm_features:
-        parts += ["mm", feature.identifier, feature.mm_position.offset]
-    return tuple(parts)
+    def _hashed(self, tracked: TrackedRequest, database: ChunkedTokenDatabase) -> list[bytes]:
+        """Returns the names of all whole chunks, in token mode. An image isolates the chunk in which it begins and all chunks after it, so that
+        prompts share the text before it."""
+        request, chunk = tracked.request, self._plan.chunk
+        isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
+        if tracked.identity:
+            isolation += ["lora", tracked.identity]
+        names: list[bytes] = []
+        for feature in request.mm_features:  # ordered by their places
+            offset = feature.mm_position.offset
+            if (begins := offset // chunk) > len(names):
+                before = request.all_token_ids[len(names) * chunk : begins * chunk]
+                names += database.name_chunks(before, None, isolation)
+                isolation = [names[-1]]
+            isolation += ["mm", feature.mm_hash or feature.identifier, offset]
+        return names + database.name_chunks(request.all_token_ids[len(names) * chunk :], None, isolation)

@@ -149,6 +149,8 @@ class SchedulerSide:
         tracked.outcome.asked(computed)
         may_load = tracked.may_load and not request.skip_reading_prefix_cache
         if lookup is None or not may_load or not self._chunks.nameable(tracked):
+            if not self._chunks.identified(tracked):
+                tracked.outcome.looked_up(0, "media_unidentified")
             return 0, False
         now, at_hand, found = self._clock(), computed // self._chunk * self._chunk, tracked.found
         awaited = self._awaited(tracked, now) if lookup.available else 0
@@ -332,8 +334,9 @@ class SchedulerSide:
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        stores = self._plan.stores and tracked.id not in self._outdated and not self._lost
-        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._plan.ahead) if stores else 0
+        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._plan.ahead)
+        if not self._storable(tracked):
+            chunks = 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
@@ -345,7 +348,8 @@ class SchedulerSide:
                 prefill=PrefillWork(
                     cached, max(0, request.num_prompt_tokens - cached), ours.get(KEY, {}).get("reason", "")
                 ),
-            )
+            ),
+            media_hashed=tracked.handoff.media_hashed,
         )
         announcement["pd_cache"].update(ours)
         return announcement

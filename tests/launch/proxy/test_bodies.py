@@ -79,6 +79,44 @@ def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object],
     assert not HandedOver()
 
 
+PART = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}%s}'
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        PART % ', "uuid": "cat"',
+        PART % r', "\u0075uid": "cat"',
+        PART.replace("image_url", "text", 1) % ', "uuid": 5',
+        PART % "",
+    ],
+)
+def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part: str) -> None:
+    bare = json.loads(part)
+    bare.pop("uuid", None)
+    chat = '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": ["b", %s], "x": 1.50}]}'
+    completion = Completion((chat % part).encode(), prompt="messages")
+    for body, params in (
+        (completion.for_prefill(), {"do_remote_decode": True, "do_remote_prefill": False}),
+        (completion.for_decode(None), {}),
+        (completion.for_load(), {}),
+    ):
+        sent = json.loads(body)
+        assert sent["messages"] == json.loads(chat % json.dumps(bare))["messages"]
+        assert sent["kv_transfer_params"] == {**params, "media_hashed": True}
+    assert json.loads(completion.for_stream())["kv_transfer_params"]["media_hashed"] is True
+    assert b"1.50" in completion.for_decode(None)
+    assert not completion.plain()
+
+
+@pytest.mark.parametrize(
+    "content", ['"a"', "null", "[]", '["a", {"type": "text", "text": "uuid"}]', "5", "[5]", '{"uuid": 1}']
+)
+def test_what_has_no_images_is_sent_as_it_came(content: str) -> None:
+    body = f'{{"messages":[{{"role":"user","content":{content}}}]}}'
+    assert Completion(body.encode(), prompt="messages").for_decode(None) == body.encode()
+
+
 def fields(count: int) -> bytes:
     return b",".join(b'"%x":1' % number for number in range(count))
 

@@ -232,6 +232,7 @@ class Scene:
         drafted_up_to: int | None = None,
         hash_mode: Literal["tokens", "blocks"] = "tokens",
         tracing: Tracing = UNTRACED,
+        hashes_media: bool = True,
         **connector: Any,
     ) -> None:
         """One layer group of full attention, unless `layers` says otherwise. A hand-off is waited for 2 s."""
@@ -246,7 +247,7 @@ class Scene:
         self.adapters = Adapters()
         self.reports: list[RequestReport] = []
         side = SchedulerSide(
-            ChunkPlan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to),
+            ChunkPlan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to, hashes_media),
             self.adapters,
             self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),

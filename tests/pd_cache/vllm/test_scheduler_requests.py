@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -185,6 +186,72 @@ def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_s
     scene.ask(request)
     assert scene.finish(request) is None
     assert not scene.reports
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def image(name: str, offset: int = 10) -> Any:
+    """An image of eight tokens, and what vLLM names it."""
+    return SimpleNamespace(identifier=name, mm_hash=name, mm_position=SimpleNamespace(offset=offset, length=8))
+
+
+@pytest.mark.parametrize("mode", ["tokens", "blocks"])
+@pytest.mark.parametrize(
+    ("made", "options", "named"),
+    [
+        ({}, {}, False),
+        ({"cache_salt": "mine"}, {}, True),
+        ({"kv_transfer_params": {**REMOTE, "media_hashed": True}}, {}, True),
+        ({}, {"trust_media_ids": True}, True),
+        ({"cache_salt": "mine"}, {"hashes_media": False}, False),
+        ({"kv_transfer_params": {**REMOTE, "media_hashed": True}}, {"hashes_media": False}, False),
+        ({}, {"trust_media_ids": True, "hashes_media": False}, False),
+    ],
+)
+def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the_images_name_apart(
+    made: dict[str, Any], options: dict[str, Any], named: bool, mode: Literal["tokens", "blocks"]
+) -> None:
+    scene = Scene(hash_mode=mode, **options)
+    hashes = [bytes([number]) * 32 for number in range(6)]
+    request = Request("a", mm_features=[image("0" * 64)], block_hashes=hashes, **{"kv_transfer_params": REMOTE, **made})
+    assert scene.ask(request) == (0, False)
+    assert len(scene.lookups.asked) == named
+    scene.begin(request)
+    assert bool(scene.step(a=len(PROMPT)).stores) == named
+    request.num_computed_tokens = len(PROMPT)
+    handed = scene.finish(request)
+    assert handed["pd_cache"]["prefix_tokens"] == (24 if named else 0)
+    assert handed.get("media_hashed", False) == ("kv_transfer_params" in made), "the decode node has to know it, too"
+    assert scene.reports[0].reason == ("never_stored" if named else "media_unidentified")
+    assert scene.metrics.totals()["requests", scene.reports[0].reason] == 1
+
+
+@pytest.mark.parametrize(
+    ("images", "alike"),
+    [
+        ([image("cat")], 3),
+        ([image("dog")], 1),
+        ([image("cat", 11)], 1),
+        ([image("cat", 2)], 0),
+        ([image("cat", 16)], 1),
+        ([], 1),
+        ([image("cat"), image("dog", 19)], 2),
+        ([image("dog"), image("cat", 19)], 1),
+    ],
+)
+def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images: list[Any], alike: int) -> None:
+    """The image `cat` lies in the second and third of three chunks."""
+    scene = Scene(trust_media_ids=True)
+    first = Request("a", mm_features=[image("cat")])
+    scene.begin(first)
+    (store,) = scene.step(a=len(PROMPT)).stores
+    scene.lookups.there = set(store.chunks.names)
+    assert scene.ask(Request("b", mm_features=images)) == (alike * CHUNK, alike > 0)
+    assert scene.ask(Request("c", mm_features=images, cache_salt="mine")) == (0, False)
+    text = scene.names(first)
+    assert store.chunks.names[0] == text[0], "text alone has the name that it has without an image"
+    assert not {*store.chunks.names[1:]} & {*text}
 
 
 # --- spans -----------------------------------------------------------------------------------------------------------
