@@ -44,10 +44,20 @@ def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopie
     raise ValueError(f"no way to move pages of {device} tensors; cpu and cuda are known")
 
 
+def own_stream(device: torch.device) -> None:
+    """Gives the calling thread a stream of its own on a GPU: from now on its copies wait for nothing that another thread has given the device,
+    but for marks that it follows, and nothing waits for them. Does nothing on the CPU."""
+    if device.type == "cuda":
+        from pd_cache.paged.cuda import take_stream
+
+        take_stream(device)
+
+
 def host_pin() -> Pin | None:
-    """Returns the function that page-locks staging memory for this process's GPU; None if there is no GPU."""
+    """Returns the function that page-locks staging memory in the context of the GPU that is now the calling thread's, whichever thread
+    calls it; None if there is no GPU."""
     if torch.version.cuda is None:
         return None
     from pd_cache.paged import cuda
 
-    return cuda.pin_host_memory if cuda.is_available() else None
+    return cuda.pin_here() if cuda.is_available() else None

@@ -24,6 +24,7 @@ elsewhere, or are lost on the bus, are found whenever it happens. They end on st
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -261,32 +262,45 @@ def mark(device: torch.device) -> Callable[[], None]:
     return follow
 
 
+def take_stream(device: torch.device) -> None:
+    """Makes a new stream current on the calling thread."""
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 def is_available() -> bool:
     """Returns whether this process can use a CUDA device."""
     return bool(torch.cuda.is_available())
 
 
-def pin_host_memory(address: int, nbytes: int) -> Callable[[], None]:
+def pin_here() -> Callable[[int, int], Callable[[], None]]:
+    """Returns `pin_host_memory` for the device that is the calling thread's now, whichever thread calls it."""
+    return functools.partial(pin_host_memory, device=torch.cuda.current_device())
+
+
+def pin_host_memory(address: int, nbytes: int, device: int | None = None) -> Callable[[], None]:
     """Page-locks `[address, address + nbytes)` for CUDA. Returns a function that undoes it: a `transfer.staging.Pin`.
 
-    It works in the context of the current device, for all devices of the process: choose the device first. The memory has to be mapped
-    and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice says so in the log.
-    Raises PdCacheError if CUDA is missing or refuses.
+    It works in the context of `device`, by default the calling thread's, for all devices of the process. A thread that has chosen none would open a
+    context on GPU 0. The memory has to be mapped and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight
+    at that time; unlocking twice says so in the log. Raises PdCacheError if CUDA is missing or refuses.
     """
     if not is_available():
         raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
-    if status != 0:
-        raise PdCacheError(
-            f"CUDA refused to page-lock {nbytes} bytes at {address:#x}: {_refusal(status)}; the range must be mapped and not "
-            "page-locked already, and the host must have that much memory to lock: lower staging_size if it has not"
-        )
+    here = torch.cuda.current_device() if device is None else device
+    with torch.cuda.device(here):
+        status = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+        if status != 0:
+            raise PdCacheError(
+                f"CUDA refused to page-lock {nbytes} bytes at {address:#x}: {_refusal(status)}; the range must be mapped and not "
+                "page-locked already, and the host must have that much memory to lock: lower staging_size if it has not"
+            )
 
     def undo() -> None:
-        status = int(runtime.cudaHostUnregister(address))
-        if status != 0:  # on the way out: an error would only hide the reason for leaving
-            log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
+        with torch.cuda.device(here):
+            status = int(runtime.cudaHostUnregister(address))
+            if status != 0:  # on the way out: an error would only hide the reason for leaving
+                log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
 
     return undo
 

@@ -157,6 +157,11 @@ def wait_for_event(device: torch.device, handle: bytes) -> None:
     torch.cuda.current_stream(device).wait_event(event)
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which a GPU is the calling thread's; an empty one for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _share_cpu(storage: torch.UntypedStorage) -> int:
     if not storage.is_shared():
         room = os.statvfs(_SHARED_MEMORY)

@@ -24,7 +24,7 @@ from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
-from pd_cache.server.memory import SharingError, import_cuda, wait_for_event
+from pd_cache.server.memory import SharingError, import_cuda, on_device, wait_for_event
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
     Answer,
@@ -236,7 +236,8 @@ class Client:
         fence = FenceView(descriptors[0])
         tensors = MappedTensors(request, descriptors[1:], fence, engine.shards_per_rank, engine.block_size)
         try:
-            model = models.serve(self.groups[0], tensors.layout, self.hello.client, engine.object_sizes)
+            with on_device(tensors.device):  # in whose context staging memory is page-locked
+                model = models.serve(self.groups[0], tensors.layout, self.hello.client, engine.object_sizes)
             self.worker = Worker(model, engine.rank, tensors)
         except BaseException:
             tensors.unmap(0.0)

@@ -229,6 +229,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 [None if group is None else next(caches) for group in found],
                 stores=[group is not None and group.stores for group in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
+                device=groups[0].kv_caches[0].device,
             )
         self._handshake = Handshake([group.metadata for group in groups], os.getpid(), instance)
         for group in groups:

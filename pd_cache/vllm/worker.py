@@ -1,7 +1,14 @@
 """The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
 
-A load or store never touches a block after it was reported as ended: the thread that reports copies itself, or has waited for those that copy
-the other groups of layers. Each waits for the pool only until its deadline.
+Each load and store waits for the pool only until its deadline. On a GPU, their threads have streams of their own, and this is the order of copies
+and steps:
+
+1. A store reads blocks after the step that computes them: the store's thread follows the mark that `save` made behind that step. It waits for no
+   later step.
+2. A load waits for no step, and no step for a load. vLLM gives a load only blocks that no step under way reads or writes
+   (`defer_block_free`), and schedules the request's first step after `take_loads` has reported the load.
+3. A load or store never touches a block after it was reported as ended: the thread that reports has waited, on the host, for its own copies and
+   for those of the other groups of layers. So vLLM may give the blocks of a store to another request, and read those of a load.
 """
 
 from __future__ import annotations
@@ -13,7 +20,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+
 from pd_cache.cache import BlockCache
+from pd_cache.paged import own_stream
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
@@ -42,14 +52,16 @@ class WorkerSide:
         *,
         stores: Sequence[bool],
         load_timeout_s: float,
+        device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`caches`: one for each group of layers; the caller keeps them. None for a group of which this rank has no layers. `stores` is
-        false for such a group, and for one whose KV another rank stores, too."""
+        false for such a group, and for one whose KV another rank stores, too. `device`: that of the blocks."""
         self._caches = tuple(caches)
         self._stores = tuple(stores)
         self._first = next(cache for cache in caches if cache is not None)
         self._load_timeout_s = load_timeout_s
+        self._device = device
         self._clock = clock
         self._load_queue: queue.SimpleQueue[tuple[LoadOp, float] | None] = queue.SimpleQueue()
         """Loads, and when each has to end."""
@@ -62,7 +74,7 @@ class WorkerSide:
         self._ended = EndedLoads(set(), set(), set())
         self._report = StepReport()
         self._closing = False
-        self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load")
+        self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load", own_stream, (device,))
         """For the groups of a load beyond its first, at most one thread for each: they wait in their own transfers and for nobody."""
         self._threads = [
             threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
@@ -131,6 +143,7 @@ class WorkerSide:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
+        own_stream(self._device)
         while (item := self._load_queue.get()) is not None:
             op, deadline = item
             wanted, end = op.streams or op.request_id in self._wanted, Loaded(0, "error")
@@ -184,6 +197,7 @@ class WorkerSide:
         return ends[0] if ends else Loaded(0, "none" if op.parts else "error")
 
     def _run_stores(self) -> None:
+        own_stream(self._device)
         while (item := self._store_queue.get()) is not None:
             (op, after), chunks = item, item[0].chunks
             cache, outcomes = self._caches[chunks.group], [StoreOutcome.NOT] * len(chunks.names)

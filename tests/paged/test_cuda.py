@@ -10,22 +10,28 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, PageKind, checksum
-from pd_cache.paged import open_copier
+from pd_cache.metrics import CacheMetrics
+from pd_cache.paged import host_pin, open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
+from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StoreOp
+from pd_cache.vllm.worker import WorkerSide
 from tests.support.needs import NO_GPU
-from tests.support.waiting import together
+from tests.support.waiting import PATIENCE_S, together, wait_for
 from transfer.staging import StagingPool
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -270,6 +276,137 @@ def test_the_hash_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
 def test_pinning_without_a_device_says_so() -> None:
     with pytest.raises(PdCacheError, match="finds no CUDA device"):
         cuda.pin_host_memory(4096, 4096)
+
+
+# --- who waits for whom, on streams that only note it --------------------------------------------------------------------
+
+
+class Stream:
+    """Notes behind which work it is: steps of the model, and kernels."""
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.device = device
+        self.behind: set[str] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind |= other.behind
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event(Stream):
+    def __init__(self, blocking: bool = False) -> None:
+        super().__init__()
+
+    def record(self, stream: Stream) -> None:
+        self.behind = set(stream.behind)
+
+
+class Streams:
+    """In place of torch's: `default` is current on a thread until it takes another."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.default = Stream()
+        self._current = threading.local()
+        for name, what in (
+            ("Stream", Stream),
+            ("Event", Event),
+            ("stream", self.stream),
+            ("set_stream", self.set),
+            ("current_stream", self.current),
+        ):
+            patch.setattr(torch.cuda, name, what)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+    def current(self, device: object = None) -> Stream:
+        return getattr(self._current, "stream", self.default)
+
+    def set(self, stream: Stream) -> None:
+        self._current.stream = stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current()
+        self.set(stream)
+        yield
+        self.set(before)
+
+
+class Copying:
+    """A cache whose copies begin when the gate is open."""
+
+    def __init__(self, copier: cuda.CudaPagedCopier, mark: Callable[[], Callable[[], None]]) -> None:
+        self.metrics, self.gate, self.mark = CacheMetrics(), threading.Event(), mark
+        self._copier = copier
+
+    def load(self, names: list[bytes], blocks: list[int], **_: object) -> Loaded:
+        assert self.gate.wait(PATIENCE_S)
+        self._copier.scatter(torch.tensor(blocks), random_payload(self._copier.layout)).wait()
+        return Loaded(len(names))
+
+    def store(
+        self, names: list[bytes], blocks: list[int], *, after: Callable[[], None], epoch: str
+    ) -> list[StoreOutcome]:
+        assert self.gate.wait(PATIENCE_S)
+        after()
+        self._copier.gather(torch.tensor(blocks), empty_payload(self._copier.layout)).wait()
+        return [StoreOutcome.NEW] * len(names)
+
+
+def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_behind_neither(interpreted, monkeypatch):
+    streams, kernels, move = Streams(monkeypatch), list[tuple[str, set[str]]](), interpreted.PageMover.move
+
+    def noted(mover: cuda.PageMover, blocks: torch.Tensor, payload: torch.Tensor, *, gather: bool) -> None:
+        kernels.append(("gather" if gather else "scatter", set(streams.current().behind)))
+        streams.current().behind.add("kernel")
+        move(mover, blocks, payload, gather=gather)
+
+    monkeypatch.setattr(interpreted.PageMover, "move", noted)
+    cache = Cache.random(Case(PageKind.MLA, 1, 1, 4, torch.bfloat16, "separate"))
+    copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout) for _ in range(3)]
+    caches = [Copying(copier, lambda: interpreted.mark(torch.device("cuda", 0))) for copier in copiers]
+    side = WorkerSide(caches, stores=[True] * 3, load_timeout_s=60.0, device=torch.device("cuda", 0))
+    parts = [GroupChunks(group, [b"n"], list(range(CHUNK_BLOCKS))) for group in range(3)]
+    streams.default.behind.add("step 1")
+    side.save(Step(stores=[StoreOp(0, parts[0])]))
+    side.start(Step(loads=[LoadOp("a", parts[1:], [])]))  # the second group's on another thread
+    streams.default.behind.add("step 2")
+    for one in caches:
+        one.gate.set()
+    wait_for(lambda: len(kernels) == 3, what="all were copied")
+    assert side.close(PATIENCE_S)
+    assert sorted(kernels) == [("gather", {"step 1"}), ("scatter", set()), ("scatter", set())]
+    assert streams.default.behind == {"step 1", "step 2"}
+
+
+def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_chose_it(monkeypatch):
+    current, calls = [1], list[tuple[str, int]]()
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    def called(name: str) -> Callable[..., int]:
+        return lambda *_: calls.append((name, current[0])) or 0
+
+    runtime = SimpleNamespace(cudaHostRegister=called("lock"), cudaHostUnregister=called("unlock"))
+    for name, what in (
+        ("is_available", lambda: True),
+        ("cudart", lambda: runtime),
+        ("current_device", lambda: current[0]),
+        ("device", device),
+    ):
+        monkeypatch.setattr(torch.cuda, name, what)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    pin = host_pin()
+    current[0] = 0  # as on any other thread
+    pin(4096, 4096)()
+    assert calls == [("lock", 1), ("unlock", 1)]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class History:
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
         cache = self.vllm.connector._settings.node.cache
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
-        self.worker = WorkerSide([FailingCache(self)], stores=[True], load_timeout_s=60)
+        self.worker = WorkerSide([FailingCache(self)], stores=[True], load_timeout_s=60, device=torch.device("cpu"))
 
     def run(self) -> None:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
@@ -67,7 +68,7 @@ Make = Callable[..., WorkerSide]
 @pytest.fixture
 def make(cache: Cache, clock: Clock) -> Iterator[Make]:
     def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,)) -> WorkerSide:
-        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, clock=clock)
+        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock)
 
     def end(side: WorkerSide) -> None:
         cache.gate.set()
