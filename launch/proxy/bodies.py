@@ -120,7 +120,7 @@ def _too_large(most: int) -> ApiError:
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_ONE, _NULL, _TEXT = msgspec.Raw(b"1"), msgspec.Raw(b"null"), msgspec.Raw(b'"text"')
+_ZERO, _ONE, _NULL, _TEXT = msgspec.Raw(b"0"), msgspec.Raw(b"1"), msgspec.Raw(b"null"), msgspec.Raw(b'"text"')
 _TOKENIZED = (
     "model",
     "prompt",
@@ -143,21 +143,12 @@ _UNTOLD = (
 )
 """Other fields that determine the prompt. `/tokenize` does not accept them."""
 _ISOLATION = ("model", "cache_salt")
-_NOT_FOR_ONE_TOKEN = (
-    "best_of",
-    "echo",
-    "logprob_token_ids",
-    "logprobs",
-    "min_tokens",
-    "n",
-    "prompt_logprobs",
-    "stream_interval",
-    "stream_options",
-    "structured_outputs",
-    "top_logprobs",
-    "use_beam_search",
+_SHOWN = ("tools", "documents", "chat_template_kwargs")
+"""Fields that a chat's template puts before the messages."""
+SAMPLING = frozenset(
+    ["allowed_token_ids", "bad_words", "best_of", "echo", "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "length_penalty", "logit_bias", "logprob_token_ids", "logprobs", "min_p", "min_tokens", "n", "presence_penalty", "prompt_logprobs", "repetition_detection", "repetition_penalty", "routed_experts_prompt_start", "seed", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking"]
 )
-"""Fields that no prompt depends on, and that cost a node work or contradict `stream: false` and `max_tokens: 1`."""
+"""Fields that say what to make of a prompt, and on which its KV does not depend: n: 64 would have a node compute 64 sequences."""
 
 
 _MOST_FIELDS = 1000
@@ -278,7 +269,9 @@ class Completion:
         return bytes(self._fields[self._field])
 
     def prompt(self) -> RoutedPrompt:
-        return read_prompt(self._prompt, b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION))
+        shown = [bytes(self._fields[name]) for name in _SHOWN if self._chat and name in self._fields]
+        isolation = b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION)
+        return read_prompt(b"".join([*shown, self._prompt]), isolation)
 
     def plain(self) -> bool:
         """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or documents."""
@@ -337,10 +330,12 @@ class Completion:
         return self._one_token({})
 
     def _one_token(self, transfer: dict[str, Any]) -> bytes:
-        fields = {name: raw for name, raw in self._fields.items() if name not in _NOT_FOR_ONE_TOKEN}
+        fields = {name: raw for name, raw in self._fields.items() if name not in SAMPLING}
+        if not self._chat:  # a chat's template may show it
+            fields.pop("response_format", None)
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
-        fields |= {"max_tokens": _ONE, "stream": msgspec.Raw(b"false"), _TRANSFER: self._transfer(transfer)}
+        fields |= {"max_tokens": _ONE, "temperature": _ZERO, "stream": msgspec.Raw(b"false"), _TRANSFER: self._transfer(transfer)}
         return msgspec.json.encode(fields)
 
     def _transfer(self, params: dict[str, Any]) -> msgspec.Raw:

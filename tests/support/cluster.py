@@ -121,7 +121,7 @@ def cluster_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def _with_ports(config: ClusterConfig) -> ClusterConfig:
+def with_ports(config: ClusterConfig) -> ClusterConfig:
     """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
     nodes = (
         msgspec.structs.replace(node, **{key: free_port() for key, port in node.ports.items() if port == 0})
@@ -134,7 +134,7 @@ def _with_ports(config: ClusterConfig) -> ClusterConfig:
 def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     """The cluster of `cluster_file`, running, every node with its pool. The file has the ports of the nodes, so that commands find them."""
     file = cluster_file(folder, **changes)
-    file.write_text(dump_config(_with_ports(load_config(file))))
+    file.write_text(dump_config(with_ports(load_config(file))))
     config, source = read_config(file)
     with running(config, source) as cluster:
         wait_for(lambda: all(row.state in ("up", "not asked") for row in cluster_status(cluster.config).nodes), what="every node up")  # fmt: skip
@@ -164,9 +164,11 @@ def complete(
     return fetched(f"{url}/v1/completions", body, headers=headers, timeout=timeout)
 
 
-def metric_at(url: str, name: str, **labels: str) -> float:
+def metric_at(url: str, name: str, headers: Mapping[str, str] | None = None, **labels: str) -> float:
     """The sum of a metric of a node over all label sets that have `labels`."""
-    lines = [line for line in str(fetched(f"{url}/metrics").body).splitlines() if line.startswith(name)]
+    lines = [
+        line for line in str(fetched(f"{url}/metrics", headers=headers).body).splitlines() if line.startswith(name)
+    ]
     samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
     return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 

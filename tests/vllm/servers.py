@@ -56,6 +56,11 @@ LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
 """A prompt's tokens, and those of its whole chunks."""
 
+
+def whole_chunks(tokens: int) -> int:
+    return tokens // CHUNK * CHUNK
+
+
 TRANSFER: dict[str, Any] = {"staging_size": "32MiB", "prefault": False}
 HANDOFF_MS = 8000
 _READY_S = 900.0
@@ -82,8 +87,10 @@ class Answer(NamedTuple):
 class Server:
     """An OpenAI-compatible server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        """`headers` are sent with each request."""
         self.url = url
+        self.headers = headers or {}
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int = 6, headers: dict[str, str] | None = None, **options: Any
@@ -132,7 +139,7 @@ class Server:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=600)
         try:
             body = json.dumps({**_body(prompt, max_tokens), "stream": True, **options})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **self.headers})
             yield
         finally:
             connection.close()
@@ -151,7 +158,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all label sets that have `labels`."""
-        return metric_at(self.url, name, **labels)
+        return metric_at(self.url, name, self.headers, **labels)
 
     @property
     def loaded(self) -> float:
@@ -165,7 +172,7 @@ class Server:
 
     def ask(self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
         """What it answers to a GET; to a POST if there is a body. AssertionError, with what the server says, if it is an error."""
-        answer = fetched(self.url + path, body, headers=headers, timeout=600)
+        answer = fetched(self.url + path, body, headers={**self.headers, **(headers or {})}, timeout=600)
         assert answer.status == 200, answer
         return answer.body
 

@@ -7,11 +7,18 @@ from typing import Any
 
 from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, HANDOFF_MS, LENGTH, SHARDS, WHOLE, Answer, NewPrompt, PdCacheServer, Reference
-
-
-def whole_chunks(tokens: int) -> int:
-    return tokens // CHUNK * CHUNK
+from tests.vllm.servers import (
+    CHUNK,
+    HANDOFF_MS,
+    LENGTH,
+    SHARDS,
+    WHOLE,
+    Answer,
+    NewPrompt,
+    PdCacheServer,
+    Reference,
+    whole_chunks,
+)
 
 
 def reason_of(answer: Answer) -> str:

@@ -20,6 +20,7 @@ from bench.lib.store_connector import layer_groups, vllm_config
 from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
+from launch.proxy.bodies import SAMPLING, tenant_salt
 from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
 from pd_cache.cluster import ClusterConfig, MasterNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.config import CacheConfig
@@ -641,3 +642,18 @@ def test_vllms_own_parser_takes_the_flags_of_a_recipe(name, monkeypatch, capsys)
     mistyped = msgspec.structs.replace(node, args={**node.args, "max-model-lne": 5})
     refused = refused_flags(config, [mistyped, msgspec.structs.replace(node, name="good")])
     assert refused == {node.name: "it refuses its flags: unrecognized arguments: --max-model-lne=5"}
+
+
+def test_the_proxys_hops_leave_out_every_field_that_says_how_to_sample() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.sampling_params import SamplingParams
+
+    fields = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    assert fields.intersection(SamplingParams.__struct_fields__) - {"max_tokens"} <= SAMPLING
+
+
+def test_vllm_takes_a_tenants_salt() -> None:
+    from vllm.entrypoints.generate.base.protocol import validate_cache_salt
+
+    validate_cache_salt(tenant_salt("@/\\\0" * 1000, 63 * "x"))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.openai import ApiError
-from launch.proxy.bodies import BodyMemory, BodyShare, Completion, HandedOver, read_handoff
+from launch.proxy.bodies import SAMPLING, BodyMemory, BodyShare, Completion, HandedOver, read_handoff
 from tests.support.proxy import Node, answers, cluster, decode_at, error_of, proxy_process, scenario, until
 from transfer.settings import ByteSize
 
@@ -26,25 +26,23 @@ MIB = 1 << 20
 # --- what nodes are sent ---------------------------------------------------------------------------------------------
 
 
-COSTLY = {
-    "n": 64, "best_of": 64, "use_beam_search": True, "echo": True, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20,
-    "logprob_token_ids": [1], "min_tokens": 7, "stream_options": {"include_usage": True}, "stream_interval": 2,
-    "structured_outputs": {"regex": "(a|b)+"},
-}  # fmt: skip
-
-
 def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothing_else() -> None:
-    body = {"model": "m", "prompt": [1, 2], "max_tokens": 99, "stream": True, "temperature": 0.5, "seed": 3}
-    asked = Completion(json.dumps({**body, **COSTLY, "kv_transfer_params": {"remote_host": "evil"}}).encode())
-    one_token = {**body, "max_tokens": 1, "stream": False}
-    assert json.loads(asked.for_prefill()) == {
-        **one_token, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}
-    }  # fmt: skip
-    streamed = json.loads(asked.for_stream())
+    body = {"model": "m", "prompt": [1, 2], "priority": 3}
+    sampling = dict.fromkeys(sorted(SAMPLING), 64)
+    asked = {**body, **sampling, "max_tokens": 99, "stream": True}
+    completion = Completion(json.dumps({**asked, "kv_transfer_params": {"remote_host": "evil"}}).encode())
+    one_token = {**body, "max_tokens": 1, "temperature": 0, "stream": False}
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    assert json.loads(completion.for_prefill()) == {**one_token, "kv_transfer_params": remote}
+    streamed = json.loads(completion.for_stream())
     assert streamed.pop("kv_transfer_params")["pd_cache"]["stream"] is True
     assert streamed == one_token
-    assert json.loads(asked.for_load()) == {**one_token, "kv_transfer_params": None}
-    assert json.loads(asked.for_decode(None)) == {**body, **COSTLY}
+    assert json.loads(completion.for_load()) == {**one_token, "kv_transfer_params": None}
+    assert json.loads(completion.for_decode(None)) == asked
+    for prompt in ("prompt", "messages"):
+        formatted = json.dumps({prompt: [], "response_format": {"type": "json_object"}}).encode()
+        hop = json.loads(Completion(formatted, prompt=prompt).for_prefill())
+        assert ("response_format" in hop) == (prompt == "messages"), "chat templates get it"
 
 
 def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:

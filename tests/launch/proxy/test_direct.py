@@ -94,6 +94,8 @@ async def tokenizes(request: web.Request) -> web.StreamResponse:
         ({"messages": [{"role": "user", "content": {TEXT: 1}}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "documents": [{"text": "x"}]}, 1024, "handed_over", False),
         ({"messages": CHAT, "reasoning_effort": "high"}, 1024, "handed_over", False),
+        # a template shows tools, so they are a part of the prompt
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": [{"description": TEXT}]}, 0, "handed_over", True),
         # vLLM computes what it is to score, whatever it has of it
         ({"prompt": IDS, "prompt_logprobs": 0}, 0, "scored", True),
         ({"prompt": IDS, "echo": True, "logprobs": 0}, 0, "scored", True),
