@@ -145,9 +145,14 @@ _UNTOLD = (
 _ISOLATION = ("model", "cache_salt")
 _SHOWN = ("tools", "documents", "chat_template_kwargs")
 """Fields that a chat's template puts before the messages."""
-SAMPLING = frozenset(
-    ["allowed_token_ids", "bad_words", "best_of", "echo", "frequency_penalty", "ignore_eos", "include_stop_str_in_output", "length_penalty", "logit_bias", "logprob_token_ids", "logprobs", "min_p", "min_tokens", "n", "presence_penalty", "prompt_logprobs", "repetition_detection", "repetition_penalty", "routed_experts_prompt_start", "seed", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking"]
-)
+SAMPLING = {
+    "allowed_token_ids", "bad_words", "best_of", "echo", "frequency_penalty", "ignore_eos",
+    "include_stop_str_in_output", "length_penalty", "logit_bias", "logprob_token_ids", "logprobs", "min_p",
+    "min_tokens", "n", "presence_penalty", "prompt_logprobs", "repetition_detection", "repetition_penalty",
+    "routed_experts_prompt_start", "seed", "skip_special_tokens", "spaces_between_special_tokens", "stop",
+    "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature",
+    "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking",
+}  # fmt: skip
 """Fields that say what to make of a prompt, and on which its KV does not depend: n: 64 would have a node compute 64 sequences."""
 
 
