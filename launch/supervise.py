@@ -54,10 +54,11 @@ _LONGEST_LINE = 64 << 10
 _DRAIN_S = 1.0
 """How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes open for ever."""
 _TAIL = 20
-# Mooncake prints them at every start: it logs before it sets glog up, looks for its segment before it has registered one (if it is really
-# missing, opening the store fails, and our own log says so), registers each segment twice, and writes out all of the master's flags.
+# Mooncake prints them whenever it starts and ends: it logs before it sets glog up, registers each segment twice, and writes out all of the
+# master's flags.
 _FALSE_ALARMS = (
-    "Logging before InitGoogleLogging()", "Local segment descriptor not found", "warn=segment_already_exists", "] Master service started on port "
+    "Logging before InitGoogleLogging()", "warn=segment_already_exists", "] Master service started on port ", "] Master admin server started",
+    "] Task cleanup thread st", "Storage root directory or cluster ID is not set", "] Shutdown signal received",
 )  # fmt: skip
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 30.0
 _STEADY_S = 60.0

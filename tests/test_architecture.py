@@ -70,6 +70,7 @@ HOMES = {
     "json.load": (),
     "json.loads": (),
     "ctypes": (
+        "transfer/settings.py",
         "transfer/staging.py",
         "transfer/store.py",
         "pd_cache/server/memory.py",

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from transfer.settings import hushed
+
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.0005
@@ -45,8 +47,8 @@ def _taken_engine() -> TransferEngine | None:
         from mooncake.engine import TransferEngine as Engine
 
         engine: TransferEngine = Engine()
-        # no peer ever calls this one, so its address does not matter
-        return engine if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0 else None
+        with hushed():  # no peer ever calls this one, so its address does not matter
+            return engine if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0 else None
     except Exception:  # the client reads, too
         log.exception("no transfer engine")
         return None

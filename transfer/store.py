@@ -31,7 +31,7 @@ from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, T
 from transfer.health import CircuitBreaker
 from transfer.lookup_rpc import lookup_rpc, why_silent
 from transfer.moves import Batch, Moves, MovesClient
-from transfer.settings import MAX_TRANSFERS, Placement, TransferSettings, prepare, split_master
+from transfer.settings import MAX_TRANSFERS, Placement, TransferSettings, hushed, prepare, split_master
 from transfer.staging import Pin, Slot, StagingPool, prefault_segment
 
 log = logging.getLogger(__name__)
@@ -491,17 +491,17 @@ class MooncakeStore:
                 log.warning("Mooncake master %s: %s; trying again until it succeeds", self._master, why)
             self._setup_error = why
             return False
-        code = self._client.setup(
-            {
-                "local_hostname": self._host,
-                "metadata_server": settings.metadata,
-                "global_segment_size": str(self.segment_size),
-                "local_buffer_size": str(_BOUNCE_BYTES),
-                "protocol": settings.protocol,
-                "rdma_devices": ",".join(settings.devices),
-                "master_server_addr": self._master,
-            }
-        )
+        given = {
+            "local_hostname": self._host,
+            "metadata_server": settings.metadata,
+            "global_segment_size": str(self.segment_size),
+            "local_buffer_size": str(_BOUNCE_BYTES),
+            "protocol": settings.protocol,
+            "rdma_devices": ",".join(settings.devices),
+            "master_server_addr": self._master,
+        }
+        with hushed(not self._setup_error.startswith("setup()")):  # a second attempt says why the first failed
+            code = self._client.setup(given)
         if code != 0:
             if self._setup_error != (error := f"setup() answered {code}; is a master at that address?"):
                 log.warning("Mooncake master %s: setup failed (%d); trying again until it succeeds", self._master, code)

@@ -241,7 +241,6 @@ def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_ar
     said: list[str] = []
     lines = (
         "WARNING: Logging before InitGoogleLogging() is written to STDERR",
-        "E1 x.cpp:1] Local segment descriptor not found",
         "W1 x.cpp:3] segment_name=127.0.0.1:1, warn=segment_already_exists",
         "I1 x.cpp:4] Master service started on port 1, max_threads=2, enable_metric_reporting=0",
         "E1 x.cpp:2] real",
