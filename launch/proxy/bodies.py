@@ -340,7 +340,12 @@ class Completion:
             fields.pop("response_format", None)
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
-        fields |= {"max_tokens": _ONE, "temperature": _ZERO, "stream": msgspec.Raw(b"false"), _TRANSFER: self._transfer(transfer)}
+        fields |= {
+            "max_tokens": _ONE,
+            "temperature": _ZERO,
+            "stream": msgspec.Raw(b"false"),
+            _TRANSFER: self._transfer(transfer),
+        }
         return msgspec.json.encode(fields)
 
     def _transfer(self, params: dict[str, Any]) -> msgspec.Raw:
