@@ -273,30 +273,34 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
 
 @main.command()
 @_file_option()
-@click.option("--model", help="Only this model, as its nodes call it; without it, all models of the cluster.")
 @click.option(
-    "--version", help="The version of the new weights: 1 to 64 letters, digits, dots, dashes and underscores."
+    "--version",
+    metavar="LABEL",
+    help="A label of the new weights: up to 64 letters, digits, dots, dashes and underscores. Empty for the weights of the engines' files, as "
+    "after a sleep that changed nothing. By default a label is made.",
 )
-def reset(file: Path, model: str | None, version: str | None) -> None:
-    """Say that the weights of a model have changed: no node loads KV again that was computed with the old ones.
+@click.option(
+    "--all", "everywhere", is_flag=True, help="Name the weights of all engines, not only of those that are out."
+)
+def reset(file: Path, version: str | None, everywhere: bool) -> None:
+    """Name the new weights of engines, so that these share KV again.
 
-    Run it when all nodes have the new weights. It returns when no node can use KV of the old ones any more, and names the nodes that it
-    could not reach: these load nothing until they are reached. With the --version that is current already, it only tells those nodes that
-    do not know yet that they have these weights, e.g. one that was started since. Chunks of the version before are left to eviction;
-    `pd-cache pool rm --old` removes them at once.
+    An engine whose weights change is out: it loads and stores nothing. Run this when the last engine has the new weights. Nodes share KV
+    exactly if their versions are equal. Engines that are not out keep theirs, unless you give --all. The exit code is 1 if an engine was not
+    reached, or is still out. Chunks of the version before are left to eviction; `pd-cache pool rm --old` removes them at once.
     """
-    from launch.operate.reset import reset_models
+    from launch.operate.reset import reset_engines
     from pd_cache.versions import LABEL
 
-    if version is not None and (not version or not re.match(LABEL, version)):
+    if version is not None and not re.match(LABEL, version):
         raise click.BadParameter(
-            "expected 1 to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
+            "expected up to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
         )
-    for one in reset_models(_running(file), model, version):
-        told = ", ".join(one.processes.told) or "no process was there to be told"
-        click.echo(f"{one.name}: version {one.label} is current ({told})")
-        if untold := one.processes.untold:
-            click.echo(f"{one.name}: not reached, and load nothing until they are: {', '.join(untold)}", err=True)
+    done = reset_engines(_running(file), version, everywhere=everywhere)
+    for name, what in done.nodes.items():
+        click.echo(f"{name}: {what}")
+    if not done.well:
+        raise SystemExit(1)
 
 
 @main.group()

@@ -1,4 +1,4 @@
-"""Small HTTP servers of roles: `/health` and `/metrics` of stores and cache servers, and the master's authority of versions."""
+"""The small HTTP server of stores and cache servers: `/health` and `/metrics`."""
 
 from __future__ import annotations
 

@@ -25,11 +25,6 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
     return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
 
 
-def versions_of(config: ClusterConfig, view: View) -> str:
-    """Returns where to ask which version of the weights is current; see `NodeSettings.versions`."""
-    return config.versions or ",".join(one.versions for one in view.by_role("master") if one.versions is not None)
-
-
 def pool_bytes(config: ClusterConfig, view: View) -> int:
     """Returns how many bytes the pool holds, if each object is there as often as the file says. What is being drained does not count. Raises
     OSError or ValueError if no master answers."""
@@ -47,13 +42,11 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
     return max(sizes) // copies  # of elected masters, only the leader knows the segments
 
 
-def open_lookup(
-    config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str, versions: str
-) -> MooncakeLookupClient:
+def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str) -> MooncakeLookupClient:
     """Returns a client that looks up in the namespaces of a model's groups of layers, the first of which names the chunks.
 
     `host` is this process's address. Does not wait for the pool at `master`.
     """
-    settings = NodeSettings(master=master, versions=versions, host=host, cache=config.cache, transfer=config.transfer)
+    settings = NodeSettings(master=master, host=host, cache=config.cache, transfer=config.transfer)
     first, *further = namespaces
-    return MooncakeLookupClient(settings, first, master, further=further, watches=True)
+    return MooncakeLookupClient(settings, first, master, further=further)

@@ -27,6 +27,11 @@ def page_of(record: NodeRecord) -> str:
     return record.address if record.address.startswith(("http://", "https://")) else record.metrics or ""
 
 
+def shown_version(label: str) -> str:
+    """Returns the version of an engine's weights as text for people."""
+    return f"version {label}" if label else "weights of its files"
+
+
 class NodeAnswer(NamedTuple):
     """What came of asking one node."""
 
@@ -158,7 +163,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     """In the order of a request's way."""
     weights: list[str] = []
-    """Which version of each model's weights is current, if they have changed, and which processes have another one."""
+    """Which nodes have weights other than those of their files, and which have been out for a minute, with what to do."""
     segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master knows it; None if none says so."""
     elected: bool = False

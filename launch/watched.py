@@ -19,10 +19,10 @@ from launch.discovery import open_directory
 from launch.figures import read_node, read_samples
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, Segment, read_segments
-from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes, page_of
-from launch.versions import known_versions
+from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import About, ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
+from pd_cache.versions import FIRST
 
 TIMEOUT_S = 2.0
 """How long a node may take for an answer."""
@@ -30,6 +30,12 @@ SYNC_S = 5.0
 """How long discovery may take."""
 _CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
 _AT_A_TIME = 64
+_OUT_S = 60.0
+"""How long engines are out before `status` says so: until a reset, which follows the last engine's change."""
+_OUT = (
+    "the weights have changed and have no label, so it loads and stores nothing; run `pd-cache reset` when all nodes "
+    "have the new weights"
+)
 _reading = threading.Lock()
 """Held while an answer is read: many at once would take the interpreter from a proxy's event loop."""
 
@@ -57,8 +63,6 @@ def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
             leads = (
                 "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
             )
-            with contextlib.suppress(OSError, ValueError):  # the process that has started it says its versions
-                body = _text(f"{record.versions}/health")
         about = read_about(body)
     except BadStatus as error:
         if error.status >= 500:
@@ -117,18 +121,17 @@ def watched_nodes(config: ClusterConfig, *, stale_s: float, since_start: bool = 
     return WatchedNodes(kind, elected=config.masters.ha, stale_s=stale_s, since_start=since_start)
 
 
-def _weights(rows: Iterable[NodeStatus]) -> list[str]:
-    lines = []
-    for model, one in known_versions(row.record.versions for row in rows if row.record.versions).items():
-        current, others = one.current.label, one.lagging()
-        if current or others:
-            lines.append(f"weights of {one_line(model)}: version {current or '(first)'} is current")
-        if others:
-            lines[-1] += (
-                f"; {one_line(', '.join(others))} does not have it and loads nothing: run `pd-cache reset` when all nodes have the "
-                f"same weights{f', with --version {current} if it is these' if current else ''}"
-            )
-    return lines
+def _weights(nodes: Iterable[NodeStatus]) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        for state in node.record.weights:
+            if state.label is not None:
+                found.setdefault(shown_version(state.label), []).append(node.name)
+            elif time.time() - state.since >= _OUT_S:
+                found.setdefault(_OUT, []).append(node.name)
+    if found.keys() <= {shown_version(FIRST)}:
+        return []
+    return [f"{', '.join(dict.fromkeys(names))}: {what}" for what, names in sorted(found.items())]
 
 
 # --- again and again ---------------------------------------------------------------------------------------------------

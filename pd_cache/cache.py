@@ -24,7 +24,6 @@ from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, l
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, WeightsVersion
-from transfer.errors import PoolUnavailableError
 
 Mask = torch.Tensor | Sequence[bool]
 
@@ -47,8 +46,8 @@ class BlockCache(Protocol):
         """Tokens per block of the paged cache."""
 
     @property
-    def epoch(self) -> str | None:
-        """The label of the version of this engine's weights (`pd_cache.versions`); None while it is unknown. See `store`."""
+    def label(self) -> str | None:
+        """The label of this engine's weights (`pd_cache.versions`); None from a change of theirs until somebody names them."""
 
     @property
     def available(self) -> bool:
@@ -78,13 +77,13 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         after: Any = None,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `epoch` is the version of the weights with which the chunks were computed: the label that a lookup reported before that. By default
-        it is this engine's. Nothing is stored if it is not the current one.
+        `label` is the engine's label from before the chunks were computed, by default the present one. Nothing is stored if the engine has
+        another one by now.
 
         `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
         (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
@@ -97,14 +96,14 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         session: str = "",
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
 
         The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
-        all other blocks are untouched. `epoch` is the label that the lookup of these chunks reported: if it is not current any more when the load ends,
-        nothing was loaded. By default it is this engine's. `timeout` is in seconds.
+        all other blocks are untouched. `label` is the engine's label from before the lookup of these chunks, by default the present one: if the
+        engine has another one when the load ends, nothing was loaded. `timeout` is in seconds.
         """
 
     def end(self, session: str) -> None:
@@ -146,8 +145,8 @@ class CacheEngine:
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, which is closed with the engine. `version` is that of the weights, which the caller closes; by default the
-        engine has its own. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, which is closed with the engine. `version` is that of the weights; by default the engine has its
+        own. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -166,8 +165,7 @@ class CacheEngine:
         self.chunk_size = self.database.chunk_size
         self.block_size = layout.block_size
         self.backend = backend
-        self._owns_version = version is None
-        self.version = version or WeightsVersion.of(settings, metadata.model)
+        self.version = version or WeightsVersion()
         self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
         self.prefix = EngineLookup([self])
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
@@ -176,9 +174,9 @@ class CacheEngine:
         self._lock = threading.Lock()
 
     @property
-    def epoch(self) -> str | None:
-        """The label of the version of this engine's weights; None while it is unknown."""
-        return self.version.own
+    def label(self) -> str | None:
+        """The label of this engine's weights; None from a change of theirs until somebody names them."""
+        return self.version.label
 
     @property
     def available(self) -> bool:
@@ -186,12 +184,8 @@ class CacheEngine:
         return not self.mover.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Waits for the pool, and for the authority of versions. Raises PoolUnavailableError after `timeout` seconds. Serving engines need
-        not call this."""
-        end = time.monotonic() + timeout
+        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
         self.backend.wait_available(timeout)
-        if not self.version.wait_known(max(0.0, end - time.monotonic())):
-            raise PoolUnavailableError(f"the authority of versions at {self.settings.versions} does not answer")
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's layout."""
@@ -219,7 +213,7 @@ class CacheEngine:
         """
         return self.prefix.find(names, at_hand=at_hand, timeout=timeout)
 
-    def reset(self, version: str | None = None) -> str | None:
+    def reset(self, version: str | None = None) -> None:
         """Says that this engine has other weights now; see `LookupClient.reset`."""
         return self.prefix.reset(version)
 
@@ -230,17 +224,17 @@ class CacheEngine:
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
         end = None if timeout is None else time.monotonic() + timeout
-        epoch = self.epoch if epoch is None else epoch
+        label = self.label if label is None else label
         allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail)
-        run = self._run(names, blocks, kv_caches, epoch or FIRST, may_leave_out=allowed)
-        if epoch is None:
-            self.metrics.trouble("store", "epoch_unknown", len(names))
+        run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out=allowed)
+        if label is None:
+            self.metrics.trouble("store", "weights_unnamed", len(names))
             return [StoreOutcome.NOT] * len(names)
         if after is not None:
             after.follow()
@@ -253,7 +247,7 @@ class CacheEngine:
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
@@ -264,11 +258,11 @@ class CacheEngine:
         anything moves, for blocks that the KV tensors do not have or that do not go with the names.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        current = self.version.current(timeout) if epoch is None else epoch
-        run = self._run(names, blocks, kv_caches, current or FIRST, may_leave_out="ends")
-        if current is None:
-            self.metrics.trouble("retrieve", "epoch_unknown", len(names))
-            return Loaded(0, "epoch_unknown")
+        label = self.label if label is None else label
+        run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out="ends")
+        if label is None:
+            self.metrics.trouble("retrieve", "weights_unnamed", len(names))
+            return Loaded(0, "weights_unnamed")
         return self.mover.load(run, end)
 
     def end(self, session: str) -> None:
@@ -287,8 +281,6 @@ class CacheEngine:
             remembered = list(self._remembered.values())
             self._remembered.clear()
             self._registered = None
-        if self._owns_version:
-            self.version.close()
         for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
             pages.close()
         self.backend.close()
@@ -300,7 +292,7 @@ class CacheEngine:
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
         kv_caches: KVCaches | None,
-        epoch: str,
+        label: str,
         *,
         may_leave_out: LeavingOut,
     ) -> ChunkRun:
@@ -308,8 +300,8 @@ class CacheEngine:
         pages = self._pages(kv_caches)
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
         shards = self.metadata.shards
-        keys = self.database.keys(names, shards, epoch)
-        return ChunkRun(names, keys, chunks, len(shards), lambda: contextlib.nullcontext(pages.copiers), epoch)
+        keys = self.database.keys(names, shards, label)
+        return ChunkRun(names, keys, chunks, len(shards), lambda: contextlib.nullcontext(pages.copiers), label)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""
@@ -345,11 +337,14 @@ class CacheEngine:
 class EngineLookup(PoolLookup):
     """The engines of one model's groups of layers, which share a backend, as one to look up in. The caller keeps them."""
 
-    def __init__(self, engines: Sequence[CacheEngine]) -> None:
-        """Raises ValueError if there is no engine, or if their chunks are not of one size."""
+    def __init__(self, engines: Sequence[CacheEngine], version: WeightsVersion | None = None) -> None:
+        """`version` is that of the weights, by default the first engine's. Raises ValueError if there is no engine, or if their chunks are not
+        of one size."""
         first, groups = engines[0], LayerGroups([engine.database for engine in engines])
         backend, history = first.backend, first.mover.history
-        super().__init__(groups, backend.batched_contains, first.version, first.metrics, history, backend.near)
+        super().__init__(
+            groups, backend.batched_contains, version or first.version, first.metrics, history, backend.near
+        )
         self.database = first.database
         self._engines = tuple(engines)
 
@@ -467,19 +462,19 @@ class PromptCache:
         kv_caches: Any = None,
         hashes: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
         The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
         prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one per layer; by default the registered ones. epoch: that of the weights with which they were
-        computed, if weights change while the engine runs (`BlockCache.epoch`). timeout (s) bounds the whole call; without it, each
+        kv_caches: the engine's tensors, one per layer; by default the registered ones. label: that of the weights with which they were
+        computed, if weights change while the engine runs (`BlockCache.label`). timeout (s) bounds the whole call; without it, each
         transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
-        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, epoch=epoch, timeout=timeout)
+        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, label=label, timeout=timeout)
         return outcomes.count(StoreOutcome.NEW) * self.cache.chunk_size
 
     def retrieve(

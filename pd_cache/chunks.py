@@ -395,9 +395,9 @@ class ChunkedTokenDatabase:
         self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
         self._namer = ChunkNamer(self.chunk_size)
 
-    def prefix(self, epoch: str = "") -> str:
-        """Returns what all keys of an epoch begin with."""
-        return f"{self._prefix}.{epoch}" if epoch else self._prefix
+    def prefix(self, label: str = "") -> str:
+        """Returns what all keys of a weights version begin with."""
+        return f"{self._prefix}.{label}" if label else self._prefix
 
     @property
     def manifest_key(self) -> str:
@@ -409,18 +409,18 @@ class ChunkedTokenDatabase:
         """Returns the name of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
         return name_chunks(self._namer, self.blocks_per_chunk, self.namespace.hash_mode, tokens, hashes, extra_keys)
 
-    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), epoch: str = "") -> list[str]:
-        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `epoch` is a label of a weights version."""
-        start = self.prefix(epoch)
+    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), label: str = "") -> list[str]:
+        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the weights."""
+        start = self.prefix(label)
         prefixes = [f"{start}/{shard}/" for shard in shards]
         if len(prefixes) == 1:
             only = prefixes[0]
             return [only + name.hex() for name in hashes]  # half as long as the general form
         return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
 
-    def all_shard_keys(self, hashes: Iterable[bytes], epoch: str = "") -> list[str]:
+    def all_shard_keys(self, hashes: Iterable[bytes], label: str = "") -> list[str]:
         """Returns the keys of every shard, chunk by chunk."""
-        return self.keys(hashes, range(self.namespace.shards), epoch)
+        return self.keys(hashes, range(self.namespace.shards), label)
 
 
 _ALGORITHM = "sha256"

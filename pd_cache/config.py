@@ -121,16 +121,6 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     transfer: TransferSettings = TransferSettings()
     segment_size: Bytes = 0
-    name: str = ""
-    """What people call this process: its node's name."""
-    versions: str = ""
-    """`http://host:port` of the authority of weights versions (`pd_cache/versions.py`); several with commas between them. Without one, this
-    process takes no part in the resets of others."""
-
-    @property
-    def pooled(self) -> bool:
-        """Whether other nodes may have the chunks, too."""
-        return any(isinstance(tier, MooncakeTier) for tier in self.cache.tiers)
 
     @property
     def second_pool(self) -> NodeSettings | None:

@@ -36,9 +36,9 @@ class LayerGroups:
         self._tails = tuple(database.namespace.tail for database in databases)
         self._aheads = tuple(database.namespace.ahead for database in databases)
 
-    def keys(self, names: Sequence[bytes], epoch: str = "") -> list[str]:
+    def keys(self, names: Sequence[bytes], label: str = "") -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
-        return [key for database in self.databases for key in database.all_shard_keys(names, epoch)]
+        return [key for database in self.databases for key in database.all_shard_keys(names, label)]
 
     @property
     def ahead(self) -> int:

@@ -26,7 +26,7 @@ import msgspec
 from pd_cache.decoding import prepared
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")]
+Space = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
 class PrefillWork(msgspec.Struct, frozen=True):
@@ -43,17 +43,16 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
-    namespace: Fingerprint = ""
-    """Fingerprint of the namespace in which the chunks are stored; a node of another namespace need not wait. Empty if unknown."""
-    further: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=256)] = ()
-    """Fingerprints of the namespaces of the model's other layer groups. A node that needs one that is not among them need not wait."""
+    namespace: Space = ""
+    """The namespace and weights version in which the chunks are stored, as in their keys; a node of another need not wait. Empty if unknown."""
+    further: Annotated[tuple[Space, ...], msgspec.Meta(max_length=256)] = ()
+    """The same of the model's other layer groups. A node that needs one that is not among them need not wait."""
     prefill: PrefillWork | None = None
     stream: bool = False
     """Whether this request only has the prompt's chunks loaded as they appear."""
 
     def serves(self, namespaces: Sequence[str]) -> bool:
-        """Returns whether a node can load what was announced. `namespaces` are the fingerprints of those of its layer groups, the first
-        first. Returns True if the announcement names no namespace."""
+        """Returns whether a node can load what was announced. `namespaces` are those of its layer groups, as in keys, the first first. Returns True if the announcement names no namespace."""
         first, *others = namespaces
         return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 

@@ -13,7 +13,7 @@ from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks, worst_reason
-from pd_cache.versions import UNKNOWN, WeightsVersion
+from pd_cache.versions import WeightsVersion
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -35,8 +35,8 @@ class LooksUp(Protocol):
     def available(self) -> bool:
         """False while it is known that nothing can be found."""
 
-    def reset(self, version: str | None = None) -> str | None:
-        """Says that the engine has other weights now; see `LookupClient.reset`."""
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
 
 
 class Engine(LooksUp, Protocol):
@@ -100,14 +100,14 @@ class LookupClient(ABC):
             self._count(error, lookup_id)
             return Found(chunks, chunks, "error")
 
-    def reset(self, version: str | None = None) -> str | None:
-        """Says that the engine has other weights now: nothing that was stored before is found or loaded by it again.
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now, those of `version`: up to 64 letters, digits, dots, dashes and underscores.
 
-        Call it once for each change on each engine, or give the `version` of the weights: 1 to 64 letters, digits, dots, dashes and
-        underscores. Returns the version's label when no node can load what was stored before. None if that was refused or not answered; then
-        this engine finds nothing until a later call succeeds. Waits up to 8 s. Raises ValueError for a label that cannot be one.
+        Engines share what they store exactly if their versions are equal, so give equal ones for equal weights only. Without a `version`, the
+        engine finds, loads and stores nothing until it gets one. Raises ValueError for a label that cannot be one.
         """
-        return None if self._asks is None else self._asks.reset(version)
+        if self._asks is not None:
+            self._asks.reset(version)
 
     def stored(self, names: Sequence[bytes]) -> None:  # noqa: B027 - only some clients keep a history
         """Notes that the engine has stored these chunks, so that they count as evicted if a later lookup does not find them."""
@@ -118,7 +118,7 @@ class LookupClient(ABC):
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
         """Keeps the objects of these chunks, in all groups of layers, from eviction for another lease, as far as the pool has them.
 
-        Returns the weights version and how many objects the pool has. None if one of them is not known, or if this client has no pool.
+        Returns the weights' label and how many objects the pool has. None if one of them is not known, or if this client has no pool.
         """
         return None
 
@@ -166,10 +166,10 @@ class PrefixLookup:
         self._history = history
         self._near = near
 
-    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], epoch: str) -> Found:
+    def judge(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], label: str) -> Found:
         """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
-        `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `epoch`.
+        `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `label`.
         """
         chunks, size, metrics = len(names), self.groups.first.chunk_size, self.metrics
         metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
@@ -180,7 +180,7 @@ class PrefixLookup:
             metrics.outages("lookup", statuses)
         metrics.tokens("lookup", "hit", found.chunks * size)
         if self._history is not None:
-            self._history.follow(epoch)
+            self._history.follow(label)
         reason = self._reason(names[at_hand:], found, statuses)
         if self._history is not None:
             # of groups that all have a tail, only the end of a prefix is known to be there
@@ -188,8 +188,8 @@ class PrefixLookup:
             self._history.note(names[at_hand + first : at_hand + found.leading])
         near = TierChunks()
         if self._near is not None:
-            near = self._near(self.groups.first.keys(names[at_hand : at_hand + found.chunks], epoch=epoch))
-        return Found(at_hand + found.chunks, at_hand + found.leading, reason, epoch, near)
+            near = self._near(self.groups.first.keys(names[at_hand : at_hand + found.chunks], label=label))
+        return Found(at_hand + found.chunks, at_hand + found.leading, reason, near)
 
     def _reason(self, names: Sequence[bytes], found: Found, statuses: Sequence[Status]) -> MissReason:
         """Returns why the first chunk that was not found was not there."""
@@ -228,8 +228,8 @@ class PoolLookup(PrefixLookup):
     def available(self) -> bool:
         return not self.closed
 
-    def reset(self, version: str | None = None) -> str | None:
-        return None if self.closed else self._version.reset(version)
+    def reset(self, version: str | None = None) -> None:
+        self._version.reset(version)
 
     def find(
         self,
@@ -241,7 +241,7 @@ class PoolLookup(PrefixLookup):
     ) -> Found:
         """Returns how many of the first chunks a load would find. The first `at_hand` count as found; sessions protect nothing here.
 
-        Finds no other chunk if the weights version is unknown.
+        Finds no other chunk while the engine's weights have no label.
         """
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
@@ -250,25 +250,15 @@ class PoolLookup(PrefixLookup):
         if self.closed:
             return Found(at_hand, at_hand, "not_asked")
         end = None if timeout is None else time.monotonic() + timeout
-        epoch = self._version.current(timeout)
-        # while the version is unknown, one key that no chunk has is asked for: a pool that is down, often with the authority of versions,
-        # is noticed all the same
-        keys = self.groups.keys(names[at_hand:], UNKNOWN if epoch is None else epoch)
-        if epoch is None:
-            del keys[1:]
+        label = self._version.label
+        if label is None:
+            self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
+            self.metrics.trouble("lookup", "weights_unnamed")
+            return Found(at_hand, at_hand, "weights_unnamed")
+        keys = self.groups.keys(names[at_hand:], label)
         with self.metrics.timed("lookup"):
             statuses = self._exists(keys, timeout=None if end is None else max(0.0, end - time.monotonic()))
-        return self._unknown(names, at_hand, statuses) if epoch is None else self.judge(names, at_hand, statuses, epoch)
-
-    def _unknown(self, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status]) -> Found:
-        """Returns the answer to a lookup while the weights version is unknown: nothing but what is at hand. Counts it."""
-        self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
-        reason = worst_reason(statuses)
-        if reason in ("none", "missing"):
-            reason = "epoch_unknown"
-            self.metrics.trouble("lookup", reason)
-        self.metrics.outages("lookup", statuses)
-        return Found(at_hand, at_hand, reason)
+        return self.judge(names, at_hand, statuses, label)
 
 
 class MooncakeLookupClient(LookupClient):
@@ -284,13 +274,13 @@ class MooncakeLookupClient(LookupClient):
         further: Sequence[CacheMetadata | Namespace] = (),
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
-        watches: bool = False,
+        version: WeightsVersion | None = None,
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
         `metadata` is the engine's, or the namespace that it has told. `further` are the model's other groups of layers, if it has several.
-        `history` tells evicted chunks from those that were never stored; without it, both are `missing`. `watches`: look in the current version
-        of the weights, because this process has none itself.
+        `history` tells evicted chunks from those that were never stored; without it, both are `missing`. `version`: that of the weights, by
+        default that of the engine's files.
         """
         spaces = (one if isinstance(one, Namespace) else one.namespace(config.cache) for one in (metadata, *further))
         databases = [ChunkedTokenDatabase(space) for space in spaces]
@@ -301,7 +291,7 @@ class MooncakeLookupClient(LookupClient):
         """The client of the second pool, if there is one."""
         if second is not None:
             self.second = MooncakeStore(second.transfer, master=second.master, host=config.host, segment_size=0)
-        self.version = WeightsVersion.of(config, metadata.model, watches=watches)
+        self.version = version or WeightsVersion()
         self._history = history
         exists = self.store.batch_exist if self.second is None else self._exist
         self._groups = LayerGroups(databases)
@@ -313,24 +303,24 @@ class MooncakeLookupClient(LookupClient):
         return self.store.available
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
-        epoch, step, found = self.version.current(self._exist_s), max(1, _RENEWED // self._groups.keys_per_chunk), 0
-        if epoch is None:
+        label, step, found = self.version.label, max(1, _RENEWED // self._groups.keys_per_chunk), 0
+        if label is None:
             return None
         for start in range(0, len(names), step):
-            keys = self._groups.keys(names[start : start + step], epoch)
+            keys = self._groups.keys(names[start : start + step], label)
             statuses = self.store.batch_exist(keys, timeout=self._exist_s)
             if not {Status.OK, Status.MISSING}.intersection(statuses):
                 return None
             found += statuses.count(Status.OK)
-        return epoch, found
+        return label, found
 
     def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
-        epoch, found = self.version.current(self._exist_s), list[Status]()
-        if epoch is None:
+        label, found = self.version.label, list[Status]()
+        if label is None:
             return super().remove(names)
         step = max(1, _REMOVED // self._groups.keys_per_chunk)
         for start in range(0, len(names), step):
-            keys = [self._groups.keys([name], epoch) for name in names[start : start + step]]
+            keys = [self._groups.keys([name], label) for name in names[start : start + step]]
             told = iter(self.store.remove(list(chain(*keys)), timeout=self._exist_s, force=force))
             for statuses in (set(islice(told, len(one))) for one in keys):
                 trouble = statuses - {Status.OK, Status.MISSING}
@@ -343,7 +333,6 @@ class MooncakeLookupClient(LookupClient):
             self._history.note(names)
 
     def close(self) -> None:
-        self.version.close()
         self.store.close()
         if self.second is not None:
             self.second.close()

@@ -43,8 +43,8 @@ class ChunkRun(NamedTuple):
     shards: int
     copiers: Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
     """Lends the copier of each shard. Raises, on the way in or out, if the blocks must not be touched."""
-    epoch: str = ""
-    """The weights version of the keys. A store in another than the current one stores nothing."""
+    label: str = ""
+    """The label of the weights in the keys."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
@@ -92,7 +92,7 @@ class ChunkMover:
         metrics: CacheMetrics,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`version`: whether a run's version is current; None if the caller knows that."""
+        """`version`: that of the engine's weights; None if the caller compares a run's label with it."""
         self.backend = backend
         self.metrics = metrics
         self.history = ChunkHistory()
@@ -147,7 +147,7 @@ class ChunkMover:
     def load(self, run: ChunkRun, end: float | None = None) -> Loaded:
         """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
-        None counts as loaded if the run's version is not known to be current at the end. The call ends by `end`, as in `store`.
+        None counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
         """
         self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // run.shards)
         with self._moving() as may_move, self.metrics.timed("retrieve"):
@@ -170,9 +170,9 @@ class ChunkMover:
         missed = miss_reason(reason)
         return Loaded(loaded, missed if missed == "none" else self.history.explain(missed, run.names[loaded]), tiers)
 
-    def outdated(self, run: ChunkRun) -> Literal["", "reset", "epoch_unknown"]:
-        """Returns why the run's version cannot be taken for the current one; empty if it is that."""
-        return "" if self._version is None else self._version.why_not(run.epoch)
+    def outdated(self, run: ChunkRun) -> Literal["", "reset", "weights_unnamed"]:
+        """Returns why the run's label is not the engine's; empty if it is."""
+        return "" if self._version is None else self._version.why_not(run.label)
 
     def close(self, timeout: float) -> bool:
         """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it was closed before."""

@@ -16,7 +16,7 @@ from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from pd_cache.versions import FIRST, Label
+from pd_cache.versions import FIRST
 from transfer.errors import Status
 
 MissReason = Literal[
@@ -32,7 +32,7 @@ MissReason = Literal[
     "being_stored",
     "other_namespace",
     "pool_down",
-    "epoch_unknown",
+    "weights_unnamed",
     "server_down",
     "transfer_failed",
     "tier_off",
@@ -58,7 +58,7 @@ MEANINGS: dict[MissReason, str] = {
     "being_stored": "another client was writing the chunk, or moving it, at that moment",
     "other_namespace": "the prefill node stores in another namespace than the one that this node reads",
     "pool_down": "the pool's master did not answer, or this node's client of the pool is not open",
-    "epoch_unknown": "it is not known whether this engine has the current weights: see `pd-cache status`",
+    "weights_unnamed": "the engine's weights have changed, and have no label yet: see `pd-cache status`",
     "server_down": "the host's cache server did not answer, or refused",
     "transfer_failed": "the node that has the bytes did not deliver them",
     "tier_off": "the storage tier that has the chunk is switched off because it failed",
@@ -125,7 +125,7 @@ _PLACES = 1 << 17
 class ChunkHistory:
     """Remembers the names of chunks that were there once: stored or found by this process. Thread-safe.
 
-    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset of the model as much again for the epoch before. The first 8
+    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset as much again for the weights before. The first 8
     bytes of a name, which is a hash, determine its place, and a name takes the place of the one that was there before. So names are
     forgotten after a while, and then count as never stored.
     """
@@ -135,8 +135,8 @@ class ChunkHistory:
         self._mask = places - 1
         self._table = array("Q")
         self._before = array("Q")
-        """The table of the epoch before."""
-        self._epoch = FIRST
+        """The table of the weights before."""
+        self._label = FIRST
 
     def note(self, names: Sequence[bytes]) -> None:
         """Remembers that chunks of these names, of one width from 8 bytes on, were there. Takes 0.1 µs a name."""
@@ -150,17 +150,17 @@ class ChunkHistory:
         for mark in marks if rest else marks[::whole]:
             table[mark & mask] = mark
 
-    def follow(self, epoch: str) -> None:
+    def follow(self, label: str) -> None:
         """Notes the weights version of a lookup. What was there in the one before is gone for another reason than eviction."""
-        if epoch != self._epoch:
-            self._epoch, self._before, self._table = epoch, self._table, array("Q")
+        if label != self._label:
+            self._label, self._before, self._table = label, self._table, array("Q")
 
     def _is_in(self, table: array[int], name: bytes) -> bool:
         mark = int.from_bytes(name[:_MARK], sys.byteorder)
         return bool(table) and table[mark & self._mask] == mark
 
     def explain(self, reason: MissReason, name: bytes) -> MissReason:
-        """Returns `reason`, or for `missing` whether the chunk was evicted, belongs to an earlier epoch, or was never stored."""
+        """Returns `reason`, or for `missing` whether the chunk was evicted, belongs to earlier weights, or was never stored."""
         if reason != "missing":
             return reason
         if self._is_in(self._table, name):
@@ -207,8 +207,6 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag=
     at the ends of the prefixes of 4 and 5 chunks."""
     reason: MissReason = "none"
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
-    epoch: Label | None = None
-    """The weights version (`pd_cache.versions`) that was looked up, if it is known."""
     near: TierChunks = TierChunks()
     """How many of the chunks behind those at hand lay in tiers of the host that looked; the others are in the pool, which is not counted."""
 

@@ -24,7 +24,7 @@ LAUNCH_LAYERS = (
     ("openai", "_tethered"),
     ("supervise", "http", "health_server"),
     ("masters", "discovery"),
-    ("pool_lookups", "figures", "versions"),
+    ("pool_lookups", "figures"),
     ("status",),
     ("watched", "up"),
     ("engines", "proxy"),

@@ -24,7 +24,6 @@ from pd_cache.cluster import (
     ReferenceEngineConfig,
 )
 from pd_cache.cluster.checks import ELECTION_S
-from pd_cache.cluster.machine import port_of
 from pd_cache.cluster.schema import data_parallel
 from pd_cache.errors import ConfigError
 from transfer.settings import mooncake_version
@@ -108,7 +107,6 @@ def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord
         address=address,
         instance=uuid.uuid4().hex,
         metrics=None if metrics_port is None else f"http://{node.host}:{metrics_port}",
-        versions=f"http://{node.host}:{node.versions}" if isinstance(node, MasterNode) else None,
         lease_ttl_ms=node.lease_ttl_ms if isinstance(node, MasterNode) else 0,
         model=model,
         capacity=capacity,
@@ -173,7 +171,6 @@ def _master(record: NodeRecord) -> MasterNode:
         host=host,
         port=int(port),
         metrics_port=0,
-        versions_port=port_of(record.versions or ""),
         lease_ttl_ms=lease,
         client_ttl_s=ELECTION_S,
     )

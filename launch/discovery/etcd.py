@@ -28,7 +28,6 @@ from launch.discovery.membership import Directory, Membership, View
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, RecordError, decode_record
 from pd_cache.decoding import one_line
 from pd_cache.errors import ConfigError
-from pd_cache.versions import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +158,9 @@ def _repeat(
         closed.wait(_PAUSE_S * random.uniform(0.4, 1))
 
 
-def prefix_of(cluster: str, folder: str = "nodes") -> str:
-    """Returns the prefix in etcd of a cluster's nodes, or of its versions of weights. The name of the entry follows it."""
-    return f"/pd-cache/{cluster}/{folder}/"
+def prefix_of(cluster: str) -> str:
+    """Returns the prefix in etcd of a cluster's nodes. The name of the entry follows it."""
+    return f"/pd-cache/{cluster}/nodes/"
 
 
 class EtcdRegistration:
@@ -230,54 +229,6 @@ class EtcdRegistration:
             # it stays, because two processes must not overwrite each other
             self._others.add(found)
             log.warning("another process registered as %s; give each node its own name", record.name)
-
-
-class EtcdValues:
-    """Reads and replaces single values over one connection. Thread-safe. A call waits for at most one other call."""
-
-    def __init__(self, settings: EtcdDiscovery) -> None:
-        """Sends nothing yet. Raises ConfigError if a password cannot be read."""
-        self._opener = _EtcdOpener(settings)
-        self._stack = contextlib.ExitStack()
-        self._client: Any = None
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> bytes | None:
-        """Returns a value as it is now; None if there is none. Raises UnavailableError."""
-        value: bytes | None = self._call(lambda client: client.get(key)[0])
-        return value
-
-    def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
-        """Writes a value, unless it is not `before` any more. Returns whether it did. Raises UnavailableError."""
-
-        def exchange(client: Any) -> bool:
-            made = client.transactions
-            same = made.version(key) == 0 if before is None else made.value(key) == before
-            done, _ = client.transaction(compare=[same], success=[made.put(key, after)], failure=[])
-            return bool(done)
-
-        return bool(self._call(exchange))
-
-    def close(self) -> None:
-        """Disconnects."""
-        self._stack.close()
-
-    def _call(self, call: Callable[[Any], Any]) -> Any:
-        if not self._lock.acquire(timeout=self._opener.timeout_s):
-            raise UnavailableError("etcd is slow: other calls wait for it")
-        try:
-            if self._client is None:
-                self._client = self._stack.enter_context(self._opener.client())
-            return call(self._client)
-        except Exception as error:  # any error counts as etcd not answering
-            self._client = None
-            try:
-                self._stack.__exit__(type(error), error, error.__traceback__)
-            except _Lost as lost:
-                raise UnavailableError(str(lost)) from error
-            raise UnavailableError(f"etcd: {error}") from error
-        finally:
-            self._lock.release()
 
 
 class EtcdWatch(Directory):

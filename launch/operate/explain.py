@@ -18,7 +18,7 @@ import msgspec
 
 from launch.discovery import View
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
-from launch.pool_lookups import hash_seeds, master_of, open_lookup, versions_of
+from launch.pool_lookups import hash_seeds, master_of, open_lookup
 from launch.proxy.prefixes import PromptNamer
 from launch.status import NodeStatus
 from launch.watched import cluster_status
@@ -213,7 +213,6 @@ class _PoolLookups:
         self._stack = stack
         self._salt = salt
         self._master = master_of(config, view)
-        self._versions = versions_of(config, view)
         self._seeds = hash_seeds(config)
         self._clients: dict[tuple[Namespace, ...], MooncakeLookupClient] = {}
 
@@ -232,7 +231,9 @@ class _PoolLookups:
             return
         try:
             named = PromptNamer(spaces[0], self._seeds).name(tokens, self._salt)
-            found = self._client(spaces, self._master).find(named.names)
+            client = self._client(spaces, self._master)
+            client.reset(record.label)
+            found = client.find(named.names)
         except PoolUnavailableError:
             one.found, one.reason = 0, "pool_down"
         except (PdCacheError, ValueError) as error:
@@ -242,10 +243,9 @@ class _PoolLookups:
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         if spaces not in self._clients:
-            client = open_lookup(self._config, self._config.nodes[0].host, spaces, master, self._versions)
+            client = open_lookup(self._config, self._config.nodes[0].host, spaces, master)
             self._clients[spaces] = self._stack.enter_context(contextlib.closing(client))
             client.store.wait_open(_POOL_S)
-            client.version.wait_known(_POOL_S)
         return self._clients[spaces]
 
 

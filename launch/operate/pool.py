@@ -26,7 +26,6 @@ from launch.discovery import known_master
 from launch.figures import tenant_cells
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
 from launch.status import ClusterStatus
-from launch.versions import known_versions
 from launch.watched import cluster_status
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
@@ -120,7 +119,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
     """The nodes that have this namespace."""
     current: bool | None
-    """Whether its version of the weights is the current one; None if no running engine has asked the authority for that."""
+    """Whether an engine has this version of the weights; None if no engine has the namespace, or one does not say its version."""
     shards: int
     """Into how many objects a chunk is cut, as far as there are keys."""
     objects: int
@@ -155,13 +154,12 @@ def survey(config: ClusterConfig) -> PoolReport:
     known |= _manifests(config, status, tally.manifests.difference(known))
     for fingerprint in tally.manifests.difference(name.partition(".")[0] for name in tally.spaces):
         tally.spaces[fingerprint]  # nothing is left of it but the manifest
-    versions = known_versions(record.versions for record in records if record.versions is not None)
     spaces = []
     for name, counted in tally.spaces.items():
         fingerprint, _, version = name.partition(".")
         space, objects = known.get(fingerprint), counted.prefixes.total()
         having = [record for record in records if space is not None and space in record.cache_namespaces]
-        told = None if space is None else versions.get(space.model)
+        labels = {state.label for one in having for state in one.weights}
         found = [sizes[key] for key in counted.sample if key in sizes]
         values = any(prefix.startswith(VALUE_FORMAT.encode()) for prefix in counted.prefixes)
         spaces.append(
@@ -170,7 +168,7 @@ def survey(config: ClusterConfig) -> PoolReport:
                 kind="other" if name == OTHERS else "values" if values else "chunks",
                 model=next((one.model for one in having if one.model), "" if space is None else space.model),
                 nodes=[one.name for one in having],
-                current=None if told is None else told.current.label == version,
+                current=version in labels if having and all(one.weights for one in having) else None,
                 shards=len(counted.prefixes),
                 objects=objects,
                 bytes=round(objects * sum(found) / len(found)) if found else None if objects else 0,

@@ -1,54 +1,79 @@
-"""`pd-cache reset`: another version of the weights, on all nodes at once."""
+"""`pd-cache reset`: gives the new weights of engines a label, over HTTP.
+
+It asks each node for the states of its engines, names those that are meant, and asks again. It reports the second answer. So if two commands at
+once mean the same engine, at least one of them reports that the engine has another version.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from launch.versions import Told, known_versions, tell_all
+import msgspec
+
+from launch.http import fetch
+from launch.status import NodeStatus, shown_version
 from launch.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
-from pd_cache.versions import UnavailableError
+from pd_cache.versions import FIRST, Naming
+
+_AT_A_TIME = 16
 
 
-class ResetModel(NamedTuple):
-    """A model that has another version of the weights now."""
+class Reset(NamedTuple):
+    """What became of a command."""
 
-    name: str
-    """As the nodes call it."""
-    label: str
-    processes: Told
+    nodes: dict[str, str]
+    """By name of the node, which version its engines have now, or why that is not known."""
+    well: bool
+    """Whether each engine was reached, and each one that was meant has the version now."""
 
 
-def reset_models(config: ClusterConfig, model: str | None, version: str | None) -> Iterator[ResetModel]:
-    """Says that all nodes have other weights of the model that they call `model`, or of all models if it is None: those of `version`.
+def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: bool) -> Reset:
+    """Gives the label `version`, or a new one, to the weights of all engines that are out; with `everywhere`, to those of all engines.
 
-    Yields each model when it is done. Raises PdCacheError if the authority refuses or does not answer: then nothing has changed for the models
-    that were not yielded.
+    Raises PdCacheError if there is none.
     """
-    status = cluster_status(config)
-    authorities = [row.record.versions for row in status.nodes if row.record.versions is not None]
-    known = known_versions(authorities)
-    records = [row.record for row in status.nodes if row.record.cache_namespaces]
-    served = {one.cache_namespaces[0].model: one.model or one.cache_namespaces[0].model for one in records}
-    engines = [record for record in records if record.role in ("prefill", "decode")]
-    names = {weights: weights for weights in known} | served
-    chosen = {weights: name for weights, name in names.items() if model in (None, name, weights)}
-    if not chosen:
-        there = f"they serve {', '.join(sorted(set(names.values())))}" if names else "none has told its namespace"
-        raise PdCacheError(f"no node serves {'any model' if model is None else model}: {there}; see `pd-cache status`")
-    for weights, name in chosen.items():
-        label = version or secrets.token_hex(8)
-        try:
-            processes = tell_all(authorities, weights, label)
-        except UnavailableError as error:
-            raise PdCacheError(
-                f"no master has answered for the versions of {weights} ({error}): nothing is known to be reset; see `pd-cache status`, and "
-                f"try again with --version {label}"
-            ) from error
-        # engines of which no authority has heard, as after its start, have not been told either
-        serving = {one.name for one in engines if any(space.model == weights for space in one.cache_namespaces)}
-        untold = sorted({*processes.untold, *serving.difference(processes.told)})
-        yield ResetModel(name, label, processes._replace(untold=untold))
+    label, before = secrets.token_hex(8) if version is None else version, _engines(config)
+    states = [state for row in before for state in row.record.weights]
+    meant = {state.id for state in states if state.label != label and (everywhere or state.label is None)}
+    if not meant and all(state.label != label for state in states):
+        why = "is out, so none was named: none has said that its weights changed (--all names all engines)"
+        raise PdCacheError(f"no engine {why if states else 'says which weights it has'}; see `pd-cache status`")
+
+    def name(row: NodeStatus) -> None:
+        ids = tuple(state.id for state in row.record.weights if state.id in meant)
+        if ids:
+            with contextlib.suppress(OSError, ValueError):  # the second answer shows what became of it
+                fetch(f"{row.record.address}/weights", body=msgspec.json.encode(Naming(label=label, ids=ids)))
+
+    with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-reset") as threads:
+        list(threads.map(name, before))
+    unchanged, nodes, well = {state.id for state in states}, dict[str, str](), True
+    for row in _engines(config):
+        weights = row.record.weights
+        strange = [one for one in weights if one.label != label]
+        kept = [one for one in strange if not everywhere and (one.id in unchanged or one.label == FIRST)]
+        if not weights:
+            nodes[row.name] = (
+                f"not reached, and keeps what it has: {row.why if row.state == 'down' else 'it does not say which weights it has'}"
+            )
+        elif any(one.label is None for one in strange):
+            nodes[row.name] = "out: it was not reached, or its weights have changed again"
+        elif strange:
+            shown = ", ".join(sorted({shown_version(one.label or FIRST) for one in strange}))
+            why = "" if everywhere else ": it has not said that they changed"
+            nodes[row.name] = (
+                f"{shown}{why if strange == kept else ': another command has named it, or it was started meanwhile'}"
+            )
+        else:
+            nodes[row.name] = shown_version(label)
+        well &= bool(weights) and all(one in kept and one.label is not None for one in strange)
+    return Reset(nodes, well)
+
+
+def _engines(config: ClusterConfig) -> list[NodeStatus]:
+    return [row for row in cluster_status(config).nodes if row.record.role in ("prefill", "decode")]

@@ -17,6 +17,7 @@ from launch.proxy.prefixes import NamedPrompt, PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import MissReason
+from pd_cache.versions import FIRST
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,6 @@ class Pool(NamedTuple):
     master: str
     model: str | None = None
     """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
-    versions: str = ""
-    """Where to ask which version of the weights is current; see `NodeSettings.versions`."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
@@ -92,10 +91,19 @@ class DirectRule:
         self._closed = False
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
 
-    def use(self, pool: Pool | str) -> None:
-        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none."""
-        if self._closed or pool == self._used:
+    def use(self, pool: Pool | str, label: str | None = FIRST) -> None:
+        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none.
+
+        `label`: that of the weights of the nodes that will load, None if they have none.
+        """
+        if self._closed:
             return
+        if pool != self._used:
+            self._change(pool)
+        if self._client is not None:
+            self._client.reset(label)
+
+    def _change(self, pool: Pool | str) -> None:
         self._used, self._client, self._namer = pool, None, None
         blind = pool if isinstance(pool, str) else self._enter(pool)
         if self._tokens == 0:

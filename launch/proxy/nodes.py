@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from launch.proxy.routing import Hop, NodePool, Reason, Target
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import About, NodeRecord, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
+from pd_cache.versions import FIRST
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +194,6 @@ class NodePools:
         self._direct = direct
         self._master = master or (lambda view: None)
         self._view = View(())
-        self._versions = ""
         self._serves: tuple[tuple[Namespace, ...], str | None] = ((), None)
         """The namespaces and the model of the pool in use."""
         self._told: dict[str, About] = {}
@@ -252,11 +253,9 @@ class NodePools:
         else:
             namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
-            # A master whose record is gone comes back. Without its authority, lookups would find chunks of old weights, and each client that is
-            # opened costs 26 MiB for ever.
-            if masters := self._view.by_role("master"):
-                self._versions = ",".join(sorted(one.versions for one in masters if one.versions is not None))
-            self._direct.use(Pool(namespaces, master, model, self._versions))
+            serving = (one for one in records if one.role == "decode" and one.cache_namespaces == namespaces)
+            label = Counter(one.label for one in serving).most_common(1)
+            self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
 
 
 def _target(record: NodeRecord) -> Target:

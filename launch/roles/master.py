@@ -11,7 +11,6 @@ from launch.discovery import Member
 from launch.http import fetch
 from launch.masters import LEADER, MasterHealth
 from launch.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
-from launch.versions import serving_versions
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import find_program
 from pd_cache.decoding import decode_json
@@ -81,7 +80,6 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
-        stack.enter_context(serving_versions(config, node))
         lost: Callable[[], bool] | None = None
         if config.masters.ha and isinstance(config.discovery, EtcdDiscovery):
             from launch.discovery.etcd import ElectionWatch

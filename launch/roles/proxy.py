@@ -39,7 +39,7 @@ def run_proxy(
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
         config.cache.chunk_tokens if tokens is None else tokens,
-        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master, pool.versions),
+        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
         stream_tokens=_STREAM_TOKENS[config.handoff.stream],

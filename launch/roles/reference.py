@@ -25,9 +25,6 @@ from pd_cache.versions import WeightsVersion
 if TYPE_CHECKING:
     import torch
 
-_VERSION_S = 5.0
-"""How long an engine waits for which weights are current before it is ready without. A master that has just started says so after two seconds."""
-
 
 def run_reference_engine(
     config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
@@ -39,7 +36,7 @@ def run_reference_engine(
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
 
-    tracing = open_tracing(config.tracing, node.role, node.name)
+    tracing, version = open_tracing(config.tracing, node.role, node.name), WeightsVersion()
     opened: list[BlockCache] = []
 
     def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
@@ -48,24 +45,23 @@ def run_reference_engine(
         cache: CacheEngine | ServerCache
         if isinstance(server, CacheServerNode):
             identity = EngineIdentity.of(metadata, config.cache)
-            version = WeightsVersion.of(settings, metadata.model)
             cache = ServerCache(config.server_url(server), identity, metrics=metrics, version=version)
         else:
             try:
-                cache = CacheEngineBuilder.get_or_create(node.name, settings, metadata, layout, metrics=metrics)
+                cache = CacheEngineBuilder.get_or_create(
+                    node.name, settings, metadata, layout, metrics=metrics, version=version
+                )
             except ValueError as error:  # the file cannot know how large a chunk of this model is
                 raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
-        if (known := cache.version) is not None:  # before that, it would store nothing of the first requests
-            known.wait_known(_VERSION_S)
         space = metadata.namespace(config.cache).described()
         member.about = msgspec.structs.replace(member.about, streams=True, **space)
         return cache
 
     def open_server() -> ReferenceServer:
         engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
-        return ReferenceServer(engine, registry, lambda: msgspec.to_builtins(member.about), tracing)
+        return ReferenceServer(engine, registry, lambda: msgspec.to_builtins(member.about), tracing, version)
 
     with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
         try:

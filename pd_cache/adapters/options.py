@@ -29,14 +29,6 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
 
     master: MasterAddress
     """`host:port` of Mooncake's master, or `etcd://host:port;…` of elected ones."""
-    versions: Annotated[
-        str,
-        msgspec.Meta(
-            pattern=r"^(http://[^\s:/,]+:[0-9]{1,5}(,|\Z))*\Z",
-            description="http://HOST:PORT of the role master's `versions_port`; several with commas between them",
-        ),
-    ] = ""
-    """Where to ask which version of the weights is current. Without it, this process takes no part in resets."""
     host: str = "127.0.0.1"
     """The address at which the pool's other nodes reach this one."""
     transfer: TransferSettings = TransferSettings()
@@ -70,7 +62,6 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
     """Returns what a cache needs to know."""
     return NodeSettings(
         master=options.master,
-        versions=options.versions,
         host=options.host,
         cache=CacheConfig(tiers=options.tiers),
         transfer=options.transfer,

@@ -151,13 +151,11 @@ class PdCacheStorage(HiCacheStorage):
     # --- life ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Says that the weights have changed: no node finds any more what was stored before. Returns whether that is done."""
+        """Notes that the weights have changed: this process finds no more what was stored before. Returns whether that is done."""
 
         def begin() -> bool:
-            begun = self._opened().version.reset() is not None
-            if not begun:  # SGLang 0.5.23 does not look at what this returns
-                log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
-            return begun
+            self._opened().reset()
+            return True
 
         return self._safely("clear", begin, False)
 
@@ -178,9 +176,7 @@ class PdCacheStorage(HiCacheStorage):
         """Ends the calls under way, at the latest at their deadlines. Idempotent."""
         with self._lock:
             self._closed = True
-            cache, names = self.cache, self._names
-        if names is not None:
-            names.version.close()
+            cache = self.cache
         if cache is not None:
             cache.close()
 
@@ -208,7 +204,7 @@ class PdCacheStorage(HiCacheStorage):
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
                 self.cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
-                self._names = VersionedNames(self.cache, self._settings)
+                self._names = VersionedNames(self.cache)
             return self._names
 
     def _pages_of_all(self, transfers: Any, *, load: bool) -> dict[str, list[bool]]:

@@ -167,8 +167,8 @@ class RowJobs:
         """Begins to load the values of these names into these rows. Returns at once; so does `store`."""
         self._submit(self._loads, RowResult(number, True, tuple(names), (False,) * len(names)), rows, None)
 
-    def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, epoch: str | None = None) -> None:
-        """Begins to store rows that were computed in the weights version `epoch`, by default the engine's."""
+    def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, label: str | None = None) -> None:
+        """Begins to store rows that were computed with the weights of `label`, by default the engine's."""
         job = RowResult(number, False, tuple(names), (False,) * len(names))
         with self._lock:
             waiting = sum(self._waiting.values())
@@ -176,7 +176,7 @@ class RowJobs:
                 self._refused.append(job)
                 return
             self._waiting[number] = len(rows)
-        self._submit(self._stores, job, rows, self._names.own if epoch is None else epoch)
+        self._submit(self._stores, job, rows, self._names.label if label is None else label)
 
     def finished(self) -> list[RowResult]:
         """Returns the jobs that have ended since the last call."""
@@ -205,7 +205,7 @@ class RowJobs:
         self._memory.release()
         return True
 
-    def _submit(self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], epoch: str | None) -> None:
+    def _submit(self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None) -> None:
         """Begins a job, whose result is `job` if it fails. It fails if its rows are not those of its names."""
         begun, size = time.monotonic(), self._row_bytes
         fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
@@ -221,7 +221,7 @@ class RowJobs:
                 if job.is_load:
                     done = [not reason for reason in self._names.read_into(job.names, views, timeout=deadline)]
                 else:
-                    done = self._names.put(job.names, views, epoch=epoch, timeout=deadline)
+                    done = self._names.put(job.names, views, label=label, timeout=deadline)
                 return job._replace(done=tuple(done), seconds=time.monotonic() - begun)
             finally:
                 for view in views:  # the memory's owner unmaps it when nothing refers to it

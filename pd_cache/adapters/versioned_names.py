@@ -1,41 +1,37 @@
-"""VersionedNames: the names under which an adapter keeps values, so that a reset of the weights hides all that was stored before.
+"""VersionedNames: the names under which an adapter keeps values, so that a change of the weights hides all that was stored before.
 
 The version of the engine's weights (`pd_cache.versions`) is part of each name. An engine that changes its weights says so in its own way:
-vLLM drains its tiers, SGLang clears its storage. While it is unknown whether the engine has the current weights, nothing is found, loaded or
-stored.
+vLLM drains its tiers, SGLang clears its storage. No command reaches an adapter, so it gives the new weights a label of its own. Then no other
+process shares what it stores, until it is started again: with another `namespace`, if its weights are not those of its files.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from pd_cache.config import NodeSettings
 from pd_cache.objects.cache import Deadline, ObjectCache
-from pd_cache.versions import UNKNOWN, WeightsVersion
+from pd_cache.versions import FIRST
 from transfer.errors import Status
 
 
 class VersionedNames:
     """The values of one namespace, in the version of this engine's weights. Thread-safe. Its calls raise nothing because of the pool."""
 
-    def __init__(self, cache: ObjectCache, settings: NodeSettings) -> None:
-        """The caller closes `cache`, which it keeps, and `version`, which it may reset."""
+    def __init__(self, cache: ObjectCache) -> None:
+        """The caller closes `cache`, which it keeps."""
         self._cache = cache
-        self.version = WeightsVersion.of(settings, cache.namespace)
+        self.label = FIRST
+        """That of the weights with which the engine computes now."""
 
-    @property
-    def own(self) -> str:
-        """The version of what is computed now; `UNKNOWN`, in which nothing is stored, if it is not known."""
-        own = self.version.own
-        return UNKNOWN if own is None else own
+    def reset(self) -> None:
+        """Notes that the engine has other weights now."""
+        self.label = secrets.token_hex(8)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Returns which values are there, by one request."""
-        epoch = self.version.current()
-        if epoch is None:
-            return [False] * len(names)
-        statuses = self._cache.exists_many(_within(epoch, names))
+        statuses = self._cache.exists_many(_within(self.label, names))
         return [status is Status.OK for status in statuses]
 
     def put(
@@ -43,21 +39,18 @@ class VersionedNames:
         names: Sequence[bytes],
         values: Sequence[Any],
         *,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | Deadline | None = None,
     ) -> list[bool]:
-        """Stores values that were computed in the version `epoch`, by default the engine's. Returns which of them others can load now.
+        """Stores values that were computed with the weights of `label`, by default the engine's. Returns which of them others can load now.
 
-        Stores none if that version is not the current one.
+        Stores none if the engine has other weights by now.
         """
-        deadline = Deadline.of(timeout)
-        # waits for the first answer, before which the engine's own version is not known
-        self.version.current(deadline.left())
-        epoch = self.own if epoch is None else epoch
-        if why := self.version.why_not(epoch):
-            self._cache.metrics.trouble("put", why, len(names))
+        label = self.label if label is None else label
+        if label != self.label:
+            self._cache.metrics.trouble("put", "reset", len(names))
             return [False] * len(names)
-        statuses = self._cache.put_many(_within(epoch, names), values, timeout=deadline)
+        statuses = self._cache.put_many(_within(label, names), values, timeout=timeout)
         return [status is Status.OK for status in statuses]
 
     def read_into(
@@ -67,21 +60,15 @@ class VersionedNames:
 
         All are misses if the weights change meanwhile.
         """
-        deadline = Deadline.of(timeout)
-        epoch = self.version.current(deadline.left())
-        if epoch is None:
-            return ["epoch_unknown"] * len(names)
-        reasons = self._cache.read_into(_within(epoch, names), buffers, timeout=deadline)
-        if all(reasons):
+        label = self.label
+        reasons = self._cache.read_into(_within(label, names), buffers, timeout=timeout)
+        if label == self.label or all(reasons):
             return reasons
-        reason = self.version.why_not(epoch)
-        if not reason:
-            return reasons
-        self._cache.metrics.trouble("get", reason, len(names))
-        return [reason] * len(names)
+        self._cache.metrics.trouble("get", "reset", len(names))
+        return ["reset"] * len(names)
 
 
-def _within(epoch: str, names: Sequence[bytes]) -> list[bytes]:
+def _within(label: str, names: Sequence[bytes]) -> list[bytes]:
     # labels of versions have no zero byte
-    before = epoch.encode() + b"\0"
+    before = label.encode() + b"\0"
     return [before + name for name in names]

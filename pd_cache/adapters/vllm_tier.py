@@ -103,7 +103,7 @@ class PdCacheTierManager(SecondaryTierManager):
         self.cache = ObjectCache.open(
             settings, namespace, part_bytes=self._block_size_bytes, most_bytes=self._block_size_bytes
         )
-        self._names = VersionedNames(self.cache, settings)
+        self._names = VersionedNames(self.cache)
         rows = primary_kv_view.nbytes // self._block_size_bytes
         self._jobs = RowJobs(
             self._names,
@@ -120,14 +120,11 @@ class PdCacheTierManager(SecondaryTierManager):
         """What has been loaded for each request."""
         self._begun: dict[str, str] = {}
         """The version in which each request began: what it computes may be of no later one."""
-        self._not_looked_up: set[str] = set()
-        """The requests of which no lookup has been answered: nothing of theirs is computed yet, and an answer may bring a later version."""
 
     # --- lookups -------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._begun[req_context.req_id] = self._names.own
-        self._not_looked_up.add(req_context.req_id)
+        self._begun[req_context.req_id] = self._names.label
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -136,9 +133,6 @@ class PdCacheTierManager(SecondaryTierManager):
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
-        if req_context.req_id in self._not_looked_up:
-            self._not_looked_up.discard(req_context.req_id)
-            self._begun[req_context.req_id] = self._names.own
         loads = self._loads.get(req_context.req_id, ())
         if key in loads or len(loads) >= self._most_loads:
             # it was driven out of the primary tier before it could be used, or it would drive out others of this request
@@ -151,14 +145,13 @@ class PdCacheTierManager(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._begun.pop(req_context.req_id, None)
         self._loads.pop(req_context.req_id, None)
-        self._not_looked_up.discard(req_context.req_id)
         self._lookups.cleanup(req_context.req_id)
 
     # --- jobs ----------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        epoch = self._begun.get(job_metadata.req_context.req_id)
-        self._jobs.store(job_metadata.job_id, *_places(job_metadata), epoch=epoch)
+        label = self._begun.get(job_metadata.req_context.req_id)
+        self._jobs.store(job_metadata.job_id, *_places(job_metadata), label=label)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         if job_metadata.req_context.req_id in self._begun:
@@ -191,8 +184,7 @@ class PdCacheTierManager(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Ends all jobs, and says that the weights have changed: vLLM drains its tiers when it resets its caches, because they may have."""
         self._jobs.drain()
-        if self._names.version.reset() is None:
-            log.warning("the reset was not taken; nothing is loaded or stored until a later one is")
+        self._names.reset()
         # requests that go on have KV of the version before: what they computed is not stored any more
 
     def shutdown(self) -> None:
@@ -200,7 +192,6 @@ class PdCacheTierManager(SecondaryTierManager):
         self._closed = True
         self._lookups.shutdown()
         ended = self._jobs.close()
-        self._names.version.close()
         self.cache.close()
         if not ended:
             raise RuntimeError("a transfer still uses the primary tier's memory")

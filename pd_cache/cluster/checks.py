@@ -131,8 +131,6 @@ def _settings_of_a_master(config: ClusterConfig, node: MasterNode) -> Iterator[t
             "client_ttl_s",
             f"segments, and the keys in them, must outlive an election, which takes up to 18 s; make this at least {ELECTION_S}",
         )
-    if node.versions > 65535:
-        yield "versions_port", f"must be given, because there is no port {node.versions}, 10 above `port`"
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     if node.lease_ttl_ms < slowest:
         yield (

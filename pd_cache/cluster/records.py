@@ -12,6 +12,7 @@ from pd_cache.chunks import Namespace
 from pd_cache.cluster.schema import HOST, PORT, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
+from pd_cache.versions import FIRST, Weights
 from transfer.settings import mooncake_release
 
 MAX_RECORD = 64 << 10
@@ -92,8 +93,6 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
     metrics: HttpAddress | None = None
     """The address of its metrics, if not `address`."""
-    versions: HttpAddress | None = None
-    """For a master: where it answers which version of the weights is current."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
     master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
@@ -114,10 +113,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """The version of its Mooncake; empty if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
+    weights: tuple[Weights, ...] = ()
+    """As in `About`; no record holds them."""
 
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
-        record = self
+        record = msgspec.structs.replace(self, weights=told.weights)
         if not record.capacity.kv_tokens and told.kv_tokens:
             capacity = msgspec.structs.replace(record.capacity, kv_tokens=told.kv_tokens)
             record = msgspec.structs.replace(record, capacity=capacity)
@@ -131,6 +132,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             record, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further
         )
+
+    @property
+    def label(self) -> str | None:
+        """The label of its engines' weights; None if they have none, or different ones."""
+        labels = {state.label for state in self.weights} or {FIRST}
+        return labels.pop() if len(labels) == 1 else None
 
     def encode(self) -> bytes:
         """Returns the record as JSON."""
@@ -147,6 +154,8 @@ class About(Namespaced, frozen=True, kw_only=True):
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
     """The version of Mooncake in the process that has the cache."""
+    weights: Annotated[tuple[Weights, ...], msgspec.Meta(max_length=4096)] = ()
+    """The state of each engine's weights; empty if the node does not say."""
 
 
 def decode_record(raw: bytes) -> NodeRecord:

@@ -214,23 +214,12 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
 
     port: Port = 50051
     metrics_port: Port = 9003
-    versions_port: Port | None = None
-    """Where it answers which version of the weights is current, for `pd-cache reset`. None means `port` + 10."""
     lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
     """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
     eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
-
-    @property
-    def versions(self) -> int:
-        """The port of the authority of versions; 0 if it is not chosen yet."""
-        return (self.port and self.port + 10) if self.versions_port is None else self.versions_port
-
-    @property
-    def ports(self) -> dict[str, int]:
-        return {"port": self.port, "metrics_port": self.metrics_port, "versions_port": self.versions}
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
@@ -513,11 +502,6 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         return f"{self.master.host}:{self.master.port}"
 
     @property
-    def versions(self) -> str:
-        """Where the masters answer which version of the weights is current; see `NodeSettings.versions`."""
-        return ",".join(f"http://{node.host}:{node.versions}" for node in self.nodes if isinstance(node, MasterNode))
-
-    @property
     def lease_ttl_ms(self) -> int:
         """How long a key that was looked up is safe: the shortest lease of the file's masters."""
         masters = [node for node in self.nodes if isinstance(node, MasterNode)]
@@ -583,8 +567,6 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         engine = self.engine
         return NodeSettings(
             master=self.master_address,
-            name=node.name,
-            versions=self.versions,
             host=node.host,
             cache=self.cache.fitted(engine.block_size) if isinstance(engine, ReferenceEngineConfig) else self.cache,
             transfer=self.transfer,

@@ -7,7 +7,7 @@
 3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The caller's mistakes are ValueErrors.
 4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
 
-A namespace of objects has no epochs: see docs/adapters.md.
+Objects have no weights version: see docs/adapters.md.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
+from pd_cache.versions import FIRST
 
 _REMEMBERED = 65_536
 """How many finished requests are remembered so that they are not reported again."""
@@ -60,9 +61,13 @@ class SchedulerAdapter:
         return self._cache.available
 
     @property
-    def epoch(self) -> str | None:
-        """The version of the engine's weights, for `LoadStoreOp.epoch`; None while it is unknown."""
-        return self._cache.epoch
+    def label(self) -> str:
+        """The version of the engine's weights, for `LoadStoreOp.label`."""
+        return self._cache.label or FIRST
+
+    def reset(self, version: str) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self._cache.reset(version)
 
     def maybe_submit_lookup_request(
         self,
@@ -127,8 +132,8 @@ class LoadStoreOp:
     """Token mode: a last part that is not a whole chunk is left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
-    epoch: str | None = None
-    """The version of the weights (`SchedulerAdapter.epoch`): for a store, as it was before the first of these tokens was computed."""
+    label: str = FIRST
+    """The version of the weights (`SchedulerAdapter.label`): for a store, as it was before the first of these tokens was computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -201,7 +206,8 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_store(names, blocks, session=request_id, after=event, epoch=op.epoch)
+        self._follow(op.label)
+        pending = self._cache.begin_store(names, blocks, session=request_id, after=event, label=op.label)
         self._stores.append(_Storing(request_id, pending))
         self._storing[request_id] += 1
         self._told.pop(request_id, None)
@@ -213,7 +219,8 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, epoch=op.epoch)
+        self._follow(op.label)
+        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, label=op.label)
         self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
@@ -281,6 +288,11 @@ class WorkerAdapter:
             raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
         for op in ops:
             self._names(op)
+
+    def _follow(self, label: str) -> None:
+        """Takes the scheduler's word for the version of the weights."""
+        if label != self._cache.label:
+            self._cache.reset(label)
 
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:

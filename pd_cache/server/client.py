@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -41,16 +39,13 @@ from pd_cache.server.protocol import (
 )
 from pd_cache.versions import FIRST, WeightsVersion
 
-log = logging.getLogger(__name__)
-
 _GIVE_UP_S = 5.0
 
 
 class ServerCache:
     """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
 
-    Each operation has a twin that only begins it and returns a pending object, for callers that must not wait; only the first one of an
-    engine waits until it is known which weights are current, for a second at most. What the server cannot do
+    Each operation has a twin that only begins it and returns a pending object, for callers that must not wait. What the server cannot do
     is counted when the end of the operation is seen.
     """
 
@@ -71,24 +66,17 @@ class ServerCache:
 
         kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity` leaves the chunk size to the
         server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
-        `lookup_timeout_s` or `move_timeout_s`. version: that of the engine's weights, which is closed with this; by default, the server
-        says whom to ask for it. Raises the errors of `ServerConnection`.
+        `lookup_timeout_s` or `move_timeout_s`. version: that of the engine's weights; by default the cache has its own. Raises the errors
+        of `ServerConnection`.
         """
         self.metrics = metrics or CacheMetrics()
-        try:
-            self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
-        except BaseException:
-            if version is not None:
-                version.close()
-            raise
+        self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
         self._tensors: list[torch.Tensor] = []
         self._layout: KVLayout | None = None
         self._chunk_bytes = 0
-        self._version = version
-        self._making = threading.Lock()
-        self._closed = False
+        self.version = version or WeightsVersion()
 
     @property
     def chunk_size(self) -> int:
@@ -106,20 +94,9 @@ class ServerCache:
         return self.chunk_size // self.block_size  # a whole number, or the server would have refused the engine
 
     @property
-    def epoch(self) -> str | None:
-        """The label of the version of this engine's weights; None while it is unknown."""
-        version = self.version
-        return None if version is None else version.own
-
-    @property
-    def version(self) -> WeightsVersion | None:
-        """The version of the engine's weights; None before the server has said whom to ask."""
-        if self._version is None and (welcome := self.connection.welcome) is not None:
-            with self._making:
-                if self._version is None and not self._closed:
-                    model = self.connection.hello.engine.model
-                    self._version = WeightsVersion(welcome.versions, model, alone=not welcome.pooled)
-        return self._version
+    def label(self) -> str | None:
+        """The label of this engine's weights; None from a change of theirs until somebody names them."""
+        return self.version.label
 
     @property
     def available(self) -> bool:
@@ -173,7 +150,7 @@ class ServerCache:
         *,
         kv_caches: Any = None,
         after: Any = None,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of the registered tensors. Returns the outcome of each.
@@ -183,7 +160,7 @@ class ServerCache:
         have.
         """
         self._check(kv_caches)
-        pending = self.begin_store(names, blocks, after=after, epoch=epoch, timeout=timeout)
+        pending = self.begin_store(names, blocks, after=after, label=label, timeout=timeout)
         pending.wait()
         return pending.outcomes
 
@@ -194,7 +171,7 @@ class ServerCache:
         *,
         kv_caches: Any = None,
         session: str = "",
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are there now, and why not more.
@@ -204,7 +181,7 @@ class ServerCache:
         have.
         """
         self._check(kv_caches)
-        pending = self.begin_retrieve(names, blocks, session=session, epoch=epoch, timeout=timeout)
+        pending = self.begin_retrieve(names, blocks, session=session, label=label, timeout=timeout)
         pending.wait()
         return pending.loaded
 
@@ -219,11 +196,10 @@ class ServerCache:
         # a server that does not know us yet would answer only once it does
         if at_hand == len(names) or not self.connection.ready:
             return PendingLookup(self, None, at_hand, len(names))
-        seconds, version = self._lookup_timeout_s if timeout is None else timeout, self.version
-        epoch = None if version is None else version.current(seconds)
-        if epoch is None:
-            return PendingLookup(self, None, at_hand, len(names), "epoch_unknown")
-        future = self.connection.link.request(Lookup(session, tuple(names), at_hand, epoch), seconds)
+        seconds = self._lookup_timeout_s if timeout is None else timeout
+        if (label := self.label) is None:
+            return PendingLookup(self, None, at_hand, len(names), "weights_unnamed")
+        future = self.connection.link.request(Lookup(session, tuple(names), at_hand, label), seconds)
         return PendingLookup(self, future, at_hand, len(names))
 
     def begin_store(
@@ -233,12 +209,12 @@ class ServerCache:
         *,
         session: str = "",
         after: Any = None,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> PendingStore:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
         pending = PendingStore(self, len(names))
-        self._begin(pending, Store, session, names, blocks, after, epoch, timeout)
+        self._begin(pending, Store, session, names, blocks, after, label, timeout)
         self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
         return pending
 
@@ -249,12 +225,12 @@ class ServerCache:
         *,
         session: str = "",
         after: Any = None,
-        epoch: str | None = None,
+        label: str | None = None,
         timeout: float | None = None,
     ) -> PendingRetrieve:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
         pending = PendingRetrieve(self, len(names))
-        self._begin(pending, Retrieve, session, names, blocks, after, epoch, timeout)
+        self._begin(pending, Retrieve, session, names, blocks, after, label, timeout)
         self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return pending
 
@@ -262,15 +238,9 @@ class ServerCache:
         """Releases what a session protects. Does nothing if there is no such session."""
         self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
 
-    def reset(self, version: str | None = None) -> str | None:
-        """Says that the engine has other weights now; see `LookupClient.reset`."""
-        own = self.version
-        if own is None:
-            log.warning(
-                "no reset: the cache server at %s has not said yet whom to ask for versions", self.connection.url
-            )
-            return None
-        return own.reset(version)
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)
 
     def mark(self) -> Any:
         """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
@@ -280,10 +250,6 @@ class ServerCache:
 
     def close(self) -> None:
         """Takes the KV tensors back from the server and disconnects. Idempotent."""
-        with self._making:
-            self._closed = True
-        if self._version is not None:
-            self._version.close()
         self.connection.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -304,7 +270,7 @@ class ServerCache:
         names: Sequence[bytes],
         blocks: BlocksOrSlots,
         after: Any,
-        epoch: str | None,
+        label: str | None,
         timeout: float | None,
     ) -> None:
         seconds = self._move_timeout_s if timeout is None else timeout
@@ -318,14 +284,11 @@ class ServerCache:
         if not self.connection.ready:
             pending.outcome = "server_lost"
             return
-        version = self.version
-        if version is not None and epoch is None:
-            epoch = version.current(seconds)
-        unusable = "epoch_unknown" if version is None or epoch is None else version.why_not(epoch)
-        if unusable or epoch is None:
-            pending.outcome = unusable
+        label = self.label if label is None else label
+        if label is None or (outdated := self.version.why_not(label)):
+            pending.outcome = "weights_unnamed" if label is None else outdated
             return
-        pending.epoch = epoch
+        pending.label = label
         place = self.connection.fence.admit(loads=kind is Retrieve)
         if place is None:
             pending.outcome = "busy"
@@ -333,15 +296,11 @@ class ServerCache:
         pending.place, pending.event = place, after
         try:
             patience, handle = max(1, int(seconds * 1000)), event_handle(after)
-            request = kind(session, tuple(names), tuple(ids), *place, patience, handle, epoch)
+            request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label)
             pending.future = self.connection.link.request(request, seconds)
         except BaseException:
             pending.give_up()
             raise
-
-    def outdated(self, epoch: str) -> Literal["", "reset", "epoch_unknown"]:
-        """Returns why the chunks of a weights version are not to be used now; for the pending operations."""
-        return "epoch_unknown" if self.version is None else self.version.why_not(epoch)
 
     def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
         """Counts chunks that arrived; for the pending operations."""
@@ -353,7 +312,7 @@ class ServerCache:
 def _server_reason(failure: str) -> MissReason:
     """Returns why nothing was found or loaded, if the server gave no proper answer. `failure` is what `Future.outcome` returns."""
     reason = miss_reason(failure)
-    return reason if reason in ("deadline", "reset", "epoch_unknown") else "server_down"
+    return reason if reason in ("deadline", "reset", "weights_unnamed") else "server_down"
 
 
 class PendingLookup:
@@ -414,8 +373,8 @@ class _PendingMove:
         self.place: tuple[int, int] | None = None
         """Its slot and ticket of the fence, until the blocks are the engine's again."""
         self.event: object = None  # the server opens it by its handle
-        self.epoch = FIRST
-        """The weights version of its chunks."""
+        self.label = FIRST
+        """That of its chunks' weights."""
         self.outcome: Answer | str | None = None
         """The answer, or why there is none; None while it is under way."""
 
@@ -479,7 +438,7 @@ class PendingRetrieve(_PendingMove):
             metrics.trouble("retrieve", reason, self._chunks)
             self.loaded = Loaded(0, _server_reason(reason))
             return
-        if outdated := self._cache.outdated(self.epoch):
+        if outdated := self._cache.version.why_not(self.label):
             metrics.trouble("retrieve", outdated, self._chunks)
             self.loaded = Loaded(0, outdated)
             return
@@ -522,10 +481,12 @@ class ServerLookupClient(LookupClient):
         *,
         further: Sequence[CacheMetadata] = (),
         metrics: CacheMetrics | None = None,
+        version: WeightsVersion | None = None,
     ) -> None:
         """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
+        `version`: as in `ServerCache`.
         """
         super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
         self._asks = self._cache = ServerCache(
@@ -534,8 +495,7 @@ class ServerLookupClient(LookupClient):
             kind="scheduler",
             lookup_timeout_s=timeout_s,
             metrics=self.metrics,
-            # otherwise the server says whom to ask for it
-            version=WeightsVersion.of(config, metadata.model) if config.versions else None,
+            version=version,
         )
 
     def end(self, lookup_id: str) -> None:

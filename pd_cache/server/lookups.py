@@ -168,7 +168,7 @@ class Sessions:
 class LookupJob:
     """A lookup, and the name of its session."""
 
-    __slots__ = ("at_hand", "client", "epoch", "groups", "models", "names", "session")
+    __slots__ = ("at_hand", "client", "groups", "label", "models", "names", "session")
 
     def __init__(self, models: Sequence[Model], client: str, request: Lookup) -> None:
         """`models`: one for each group of layers."""
@@ -177,21 +177,21 @@ class LookupJob:
         self.client = client
         self.session = request.session
         self.at_hand = request.at_hand
-        self.epoch = request.epoch
+        self.label = request.label
         most = max(1, MOST_KEYS // self.groups.keys_per_chunk)
         self.names = request.names[: request.at_hand + most]
 
     def keys(self) -> list[list[str]]:
         """Returns the keys to ask each model's backend for."""
         names = self.names[self.at_hand :]
-        return [model.database.all_shard_keys(names, self.epoch) for model in self.models]
+        return [model.database.all_shard_keys(names, self.label) for model in self.models]
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
         for model, needed in zip(self.models, self.groups.needed(self.at_hand, end), strict=True):
             names = self.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
-            keys = database.all_shard_keys(names, self.epoch)
+            keys = database.all_shard_keys(names, self.label)
             by_rank = [
                 [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
                 for rank in range(model.group.world_size)
@@ -243,7 +243,7 @@ def _judge(
     try:
         first = job.models[0].mover
         prefix = PrefixLookup(job.groups, metrics, first.history, first.backend.near)
-        reach = prefix.judge(job.names, job.at_hand, statuses, job.epoch)
+        reach = prefix.judge(job.names, job.at_hand, statuses, job.label)
         client, session = job.client, job.session
         if session and reach.chunks > job.at_hand:
             sessions.open(client, session, list(job.found(reach.chunks)), session_s)

@@ -172,12 +172,12 @@ class Worker(NamedTuple):
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
-        keys = database.keys(request.names, shards, request.epoch)
+        keys = database.keys(request.names, shards, request.label)
         copiers = functools.partial(self.tensors.copiers, request, until)
         if request.event:
             with copiers():  # an engine that has given up the move has no event any more
                 wait_for_event(self.tensors.device, request.event)
-        return ChunkRun(request.names, keys, chunks, len(shards), copiers, request.epoch)
+        return ChunkRun(request.names, keys, chunks, len(shards), copiers, request.label)
 
 
 class Client:

@@ -24,7 +24,7 @@ from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 from pd_cache.reasons import Found, Loaded
-from pd_cache.versions import LABEL
+from pd_cache.versions import Label
 
 PROTOCOL = 7
 
@@ -43,7 +43,6 @@ Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
 """A block of an engine's paged cache; -1 for one that is left out."""
 Name = Annotated[bytes, msgspec.Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
-EpochLabel = Annotated[str, msgspec.Meta(pattern=LABEL)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
@@ -200,7 +199,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
     names: Names
     at_hand: Count = 0
     """How many of the first chunks need not be looked up."""
-    epoch: EpochLabel = ""
+    label: Label = ""
     """The weights version to look in."""
 
 
@@ -220,7 +219,7 @@ class Move(Message, frozen=True):
     """How long the engine waits. A move that has not begun by then is dropped."""
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
-    epoch: EpochLabel = ""
+    label: Label = ""
     """For a store, the version of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
 
 
@@ -252,10 +251,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Whether the file lets each engine decide what chunks are named by."""
     may_size: bool
     """Whether the file lets each engine decide how many tokens a chunk has."""
-    versions: str = ""
-    """Where to ask for weights versions; see `NodeSettings.versions`."""
-    pooled: bool = True
-    """Whether other hosts may have the chunks, too."""
 
 
 class Done(Message, frozen=True, tag="done"):

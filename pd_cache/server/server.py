@@ -294,8 +294,6 @@ class CacheServer:
             hash_seed=group.hash_seed,
             may_choose=cache.hash_mode == "auto",
             may_size=cache.chunk_size == "auto",
-            versions=self.settings.versions,
-            pooled=self.settings.pooled,
         )
 
     def _job(self, client: Client, request: Lookup) -> LookupJob | Found:
@@ -303,7 +301,7 @@ class CacheServer:
         models = [model for group in client.groups if (model := self.models.get(group)) is not None]
         if len(models) < len(client.groups) or request.at_hand >= len(request.names):
             at_hand = min(request.at_hand, len(request.names))
-            return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked", request.epoch)
+            return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
         return LookupJob(models, client.hello.client, request)
 
     # --- the threads that work -------------------------------------------------------------------------------------

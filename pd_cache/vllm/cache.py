@@ -49,6 +49,7 @@ def open_caches(
     rank: int,
     ranks: int,
     metrics: CacheMetrics,
+    version: WeightsVersion,
     stack: contextlib.ExitStack,
 ) -> Sequence[BlockCache]:
     """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not wait for the pool.
@@ -60,16 +61,13 @@ def open_caches(
     shards = (group.layout.shard(group.metadata.shards_per_rank) for group in groups)
     sizes = [shard.chunk_bytes(node.cache.chunk_tokens) for shard in shards]
     if settings.server_url is not None:
-        return [_open_server(settings.server_url, settings, group, sizes, metrics, stack) for group in groups]
+        return [_open_server(settings.server_url, settings, group, sizes, metrics, version, stack) for group in groups]
     node = _of_rank(node, rank, ranks)
     try:
         backend = open_backend(node, max(sizes), pin=host_pin(), metrics=metrics)
     except ValueError as error:  # the file cannot know how large a chunk of this model is
         raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
     stack.callback(backend.close)
-    # with several ranks, none knows what the others hold: the scheduler asks the pool, and says in which version to work
-    version = WeightsVersion.of(node, groups[0].metadata.model, watches=ranks > 1)
-    stack.callback(version.close)
     engines = []
     for place, group in enumerate(groups):
         name = engine_name(instance, place)
@@ -93,13 +91,13 @@ def _open_server(
     group: WorkerGroup,
     object_sizes: Sequence[int],
     metrics: CacheMetrics,
+    version: WeightsVersion,
     stack: contextlib.ExitStack,
 ) -> ServerCache:
     """Returns a connection for a group of layers, whose tensors are lent to the server."""
     identity = EngineIdentity.of(group.metadata, settings.node.cache)
     if len(object_sizes) > 1:
         identity = msgspec.structs.replace(identity, object_sizes=tuple(object_sizes))
-    version = WeightsVersion.of(settings.node, identity.model, watches=True)
     cache = ServerCache(url, identity, metrics=metrics, version=version)
     stack.callback(cache.close)
     try:

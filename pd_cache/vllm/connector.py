@@ -47,8 +47,9 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.cache import WorkerGroup, engine_name, on_all_cores, open_caches
-from pd_cache.vllm.files import ReportWriter, report_file, write_about
+from pd_cache.vllm.files import ReportWriter, report_file, serving_weights, write_about
 from pd_cache.vllm.layers import (
     KeptLayers,
     cache_tokens,
@@ -162,6 +163,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = fitted(settings, vllm_config, self._layers, hash_block_size)
         self._metrics = CacheMetrics()
+        self._version = WeightsVersion()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._resources = contextlib.ExitStack()
@@ -188,6 +190,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 self._metrics,
                 on_report=None if reports is None else reports.write,
                 tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
+                version=self._version,
             )
 
     @classmethod
@@ -223,13 +226,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
         with on_all_cores(), contextlib.ExitStack() as stack:
             world_size = config.parallel_config.world_size
-            caches = iter(open_caches(settings, groups, instance, worker, world_size, self._metrics, stack))
+            opened = open_caches(settings, groups, instance, worker, world_size, self._metrics, self._version, stack)
+            caches = iter(opened)
             self._resources = stack.pop_all()
             self._worker = WorkerSide(
                 [None if group is None else next(caches) for group in found],
                 stores=[group is not None and group.stores for group in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
                 device=groups[0].kv_caches[0].device,
+                version=self._version,
             )
         self._handshake = Handshake([group.metadata for group in groups], os.getpid(), instance)
         for group in groups:
@@ -349,6 +354,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams)
+        self._resources.enter_context(serving_weights(file, self._version))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
@@ -358,17 +364,27 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         own, seconds = _with_exist_timeout(settings.node, milliseconds), milliseconds / 1000
         if settings.server_url is not None:
             logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
-            return ServerLookupClient(own, metadata, settings.server_url, seconds, further=further, metrics=metrics)
+            return ServerLookupClient(
+                own, metadata, settings.server_url, seconds, further=further, metrics=metrics, version=self._version
+            )
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
             if len(engines) == len(names):
                 logger.info("pd-cache: lookups ask the worker's engine")
                 return BypassLookupClient(
-                    settings.node, metadata, EngineLookup(engines), timeout=seconds, metrics=metrics
+                    settings.node, metadata, EngineLookup(engines, self._version), timeout=seconds, metrics=metrics
                 )
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
-        return MooncakeLookupClient(own, metadata, own.master, further=further, metrics=metrics, history=ChunkHistory())
+        return MooncakeLookupClient(
+            own,
+            metadata,
+            own.master,
+            further=further,
+            metrics=metrics,
+            history=ChunkHistory(),
+            version=self._version,
+        )
 
     # --- scheduler: each step ------------------------------------------------------------------------------------
 
@@ -439,12 +455,12 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("reset", otherwise=False)
     def reset_cache(self) -> bool:
-        """Says that this engine has other weights now: it loads no KV any more that was stored before.
+        """Notes that this engine has other weights now. It finds, loads and stores nothing until `pd-cache reset` gives them a label.
 
-        vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep. Returns False if the authority of
-        versions refused it or did not answer; nothing is loaded or stored by this engine until it is called again and succeeds.
+        vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep.
         """
-        return self._scheduling().reset()
+        self._scheduling().reset()
+        return True
 
     @never_fails("stats")
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -1,16 +1,22 @@
-"""Files through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`.
+"""Files and sockets through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`, and names weights.
 
 The connector knows, in vLLM's engine process, the namespaces of the cache, how much vLLM's own holds, and what became of each request. The API
 server, another process, is asked: by a proxy, which has to know which nodes share chunks and what a node likely still has, and by `explain`.
-`pd-cache launch` names a file to both, and gives vLLM `TellCache` as `--middleware`.
+`pd-cache launch` names a file to both, and gives vLLM `TellCache` as `--middleware`. Each engine of a server with several (data parallelism)
+answers for its weights at a socket of its own beside that file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+import socket
+import socketserver
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,7 @@ import pd_cache
 from pd_cache.chunks import Namespace
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RequestReport
+from pd_cache.versions import Naming, Weights, WeightsVersion
 from transfer.settings import mooncake_version
 
 NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
@@ -118,9 +125,58 @@ def _before(file: Path) -> Path:
     return file.with_name(f"{file.name}.before")
 
 
+# --- the weights of each engine --------------------------------------------------------------------------------------
+
+_ANSWER_S = 1.0
+_LONGEST = 1 << 17
+"""The most bytes of a naming: one of as many engines as it may name."""
+_NOBODY = Naming(label="-", ids=())
+
+
+@contextlib.contextmanager
+def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
+    """Answers `name_weights` while the block runs. Raises OSError if there can be no socket beside `file`."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        timeout = _ANSWER_S
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError, UndecodableError):
+                naming = decode_json(self.rfile.readline(_LONGEST), Naming)
+                self.wfile.write(msgspec.json.encode(version.name(naming)) + b"\n")
+
+    path = file.with_name(f"{file.name}.{os.getpid()}.sock")
+    path.unlink(missing_ok=True)
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, name="pd-cache-weights", daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            path.unlink(missing_ok=True)
+
+
+def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
+    """Gives a label to those engines beside a namespace file that a naming means. Returns the state of each engine after that.
+
+    Raises OSError or UndecodableError if an engine that runs does not answer within a second.
+    """
+    states = []
+    for path in sorted(file.parent.glob(f"{glob.escape(file.name)}.*.sock")):
+        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            client.settimeout(_ANSWER_S)
+            client.connect(str(path))  # an engine that was killed has left its socket
+            client.sendall(msgspec.json.encode(naming) + b"\n")
+            with client.makefile("rb") as answer:
+                states.append(decode_json(answer.readline(_LONGEST), Weights))
+    return states
+
+
 class TellCache:
     """ASGI middleware for vLLM's server: it puts what the connector says into the body of a `/health` that is answered with 200, and answers a
-    GET of `/requests/ID` with `{"reports": […]}`, or 404 if there is no report."""
+    GET of `/requests/ID` with `{"reports": […]}`, or 404 if there is no report. A POST of `/weights` with a `Naming` names the weights of this
+    server's engines."""
 
     def __init__(self, app: _App) -> None:
         """`app` is vLLM's own."""
@@ -130,7 +186,9 @@ class TellCache:
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] != "http" or scope["method"] != "GET":
+        if scope["type"] == "http" and scope["method"] == "POST" and path == "/weights":
+            await self._name(receive, send)
+        elif scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
         elif path == "/health":
             await self._health(scope, receive, send)
@@ -150,10 +208,33 @@ class TellCache:
         await self._app(scope, receive, keep)
         self._told = self._told or about(self._file)
         if self._told and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
-            await _answer(send, 200, self._told)
+            await _answer(send, 200, await asyncio.to_thread(self._about))
             return
         for message in sent:
             await send(message)
+
+    def _about(self) -> bytes:
+        try:
+            weights = name_weights(self._file)
+        except (OSError, UndecodableError):
+            return self._told
+        return self._told.removesuffix(b"}") + b',"weights":' + msgspec.json.encode(weights) + b"}"
+
+    async def _name(self, receive: _Receive, send: _Send) -> None:
+        body, more = b"", True
+        while more and len(body) <= _LONGEST:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        try:
+            naming = decode_json(body[:_LONGEST], Naming)
+            states = await asyncio.to_thread(name_weights, self._file, naming)
+        except UndecodableError as error:
+            await _answer(send, 400, msgspec.json.encode({"error": str(error)}))
+        except OSError as error:
+            await _answer(send, 503, msgspec.json.encode({"error": f"an engine does not answer: {error}"}))
+        else:
+            await _answer(send, 200, msgspec.json.encode(states))
 
 
 async def _answer(send: _Send, status: int, body: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pd_cache.versions import FIRST
+from pd_cache.versions import Weights
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class OutdatedRequests:
     """One per engine. Nothing of an outdated request may be stored, nor get into vLLM's own cache."""
 
-    def __init__(self) -> None:
-        self.epoch = FIRST
-        """The weights version that the engine computes in, as last known."""
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        """The state of the engine's weights, as last known."""
         self._ids: set[str] = set()
         self._pool: BlockPool
 
@@ -41,9 +41,9 @@ class OutdatedRequests:
 
         coordinator.cache_blocks = cache_unless_outdated
 
-    def begin_epoch(self, epoch: str, requests: Iterable[TrackedRequest]) -> None:
-        """Notes a new version. What `requests` have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
-        self.epoch = epoch
+    def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
+        """Notes another state. What `requests` have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
+        self.weights = weights
         self._ids.update(one.id for one in requests if one.at_hand or one.request.num_computed_tokens)
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
 

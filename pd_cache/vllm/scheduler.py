@@ -22,6 +22,7 @@ from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.requests import (
@@ -59,9 +60,11 @@ class SchedulerSide:
         *,
         on_report: Callable[[str, RequestReport], None] | None = None,
         tracing: Tracing = UNTRACED,
+        version: WeightsVersion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is called with the id of each request that ends, and with its report. `close` closes `adapters` and `tracing`."""
+        """`on_report` is called with the id of each request that ends, and with its report. `version`: that of the engine's weights, in
+        which lookups look, too. `close` closes `adapters` and `tracing`."""
         self._plan = plan
         self._chunk = plan.chunk
         self._config = plan.settings.connector
@@ -71,7 +74,8 @@ class SchedulerSide:
         self._clock = clock
         self.metrics = metrics
         self._chunks = PromptChunks(plan, metrics)
-        self._outdated = OutdatedRequests()
+        self._version = version or WeightsVersion()
+        self._outdated = OutdatedRequests(self._version.state)
         self.stores = Stores(plan, self._chunks, self._outdated, metrics, tracing)
         self.streams = Streams(plan, self._chunks, tracing)
         self._namespaces: tuple[str, ...] = ()
@@ -87,8 +91,6 @@ class SchedulerSide:
         """Whether nothing is loaded in the next step, because vLLM refuses blocks to each load and nothing else goes on."""
         self._holding: dict[str, int] = {}
         """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
-        self._lost = False
-        """Whether a reset has failed: until a lookup reports a version again, nothing is loaded or stored."""
 
     # --- before the first request --------------------------------------------------------------------------------
 
@@ -141,6 +143,7 @@ class SchedulerSide:
         self._holding.pop(request.request_id, None)  # vLLM asks only for requests without blocks
         tracked.at_hand = computed
         self._outdated.forget(request.request_id)
+        self._follow()
         if tracked.streams:
             return self._matched_stream(tracked, computed)
         takes_over = self.streams.under_way and tracked.handoff.announced is not None and self._chunks.nameable(tracked)
@@ -153,7 +156,7 @@ class SchedulerSide:
                 tracked.outcome.looked_up(0, "media_unidentified")
             return 0, False
         now, at_hand, found = self._clock(), computed // self._chunk * self._chunk, tracked.found
-        awaited = self._awaited(tracked, now) if lookup.available else 0
+        awaited = self._awaited(tracked, now) if lookup.available and self._version.label is not None else 0
         # the engine may have evicted since what it had at hand then, and the pool was never asked for that
         if found is None or found.start > at_hand or (found.end < awaited and now >= tracked.next_poll):
             names = self._chunks.names(tracked, self._plan.most(request))
@@ -164,7 +167,6 @@ class SchedulerSide:
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
                 )
             reach = lookup.find(names, request.request_id, at_hand=at_hand)
-            self._follow(reach.epoch)
             if tracked.handoff.announced is not None:
                 tracked.outcome.streamed += self._chunk * self.streams.came(names[: at_hand // self._chunk])
             parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
@@ -209,12 +211,6 @@ class SchedulerSide:
         self._expecting, self._refused = True, False
         return None, False
 
-    def _follow(self, epoch: str | None) -> None:
-        """Takes notice of the version of the weights that a lookup has reported."""
-        if epoch is not None and (self._lost or epoch != self._outdated.epoch):
-            self._lost = False
-            self._begin_epoch(epoch)
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
         self._refused = False
@@ -234,7 +230,7 @@ class SchedulerSide:
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
         wanted = [part for part in parts if part.names] if external == proposed.tokens else []
-        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.epoch))
+        self._loads.append(LoadOp(request.request_id, wanted, failing, self._outdated.weights.label))
         tracked.loaded = external
         tracked.outcome.began_load(external, keeps_part=bool(failing))
         tracked.loading.end("given up")
@@ -252,7 +248,8 @@ class SchedulerSide:
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
-        now = self._clock()
+        self._follow()
+        now, label = self._clock(), self._outdated.weights.label
         # a request that waits for the blocks of streams may hold up the requests that would end these streams
         stuck = self._refused and not output.total_num_scheduled_tokens
         ended = self.streams.give_way(now, needed=stuck)
@@ -261,10 +258,10 @@ class SchedulerSide:
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
             stream.tracked.looked_up = True
             found = self._lookup.find(stream.names, stream.tracked.id, at_hand=stream.done * self._chunk)
-            self._follow(found.epoch)
-            self._loads += self.streams.load(stream, found, self._outdated.epoch, now)
+            self._loads += self.streams.load(stream, found, label, now)
         step = Step(
             loads=self._loads,
+            label=label,
             nothing_to_compute=output.total_num_scheduled_tokens == 0,
             expecting=self._expecting or self.streams.under_way,
         )
@@ -340,11 +337,12 @@ class SchedulerSide:
         if tracked.adapter is not None:  # nothing was stored before its digest was known
             chunks = min(chunks, tracked.planned.get(0, 0))
         cached = request.prefill_stats.num_cached_tokens if request.prefill_stats is not None else tracked.loaded
+        namespace, *further = self._labelled()
         announcement = write_params(
             Announcement(
                 prefix_tokens=chunks * self._chunk,
-                namespace=self._namespaces[0],
-                further=self._namespaces[1:],
+                namespace=namespace,
+                further=tuple(further),
                 prefill=PrefillWork(
                     cached, max(0, request.num_prompt_tokens - cached), ours.get(KEY, {}).get("reason", "")
                 ),
@@ -377,24 +375,28 @@ class SchedulerSide:
 
     # --- weights -------------------------------------------------------------------------------------------------
 
-    def reset(self) -> bool:
-        """Says that the engine has other weights now. Returns whether that is done. If not, nothing is loaded or stored until a later call
-        succeeds, or until a command says for all nodes which weights they have."""
-        epoch = None if self._lookup is None else self._lookup.reset()
-        self._lost = epoch is None
-        if epoch is None:
-            self._begin_epoch(self._outdated.epoch)  # the weights are others all the same
-            self.metrics.trouble("lookup", "reset_failed")
-            return False
-        self._begin_epoch(epoch)
-        return True
+    def reset(self) -> None:
+        """Notes that the engine has other weights: it is out until they get a label."""
+        self._version.reset()
+        self._follow()
 
-    def _begin_epoch(self, epoch: str) -> None:
+    def _follow(self) -> None:
+        """Takes notice of other weights, or of a label of theirs that another thread has taken: what was found or computed before is outdated.
+
+        A label comes when the weights have changed, and some engines hear of the change before it is made.
+        """
+        if self._version.state is self._outdated.weights:
+            return
         self.streams.stop()
         for tracked in self._requests.values():
             tracked.found = None
             tracked.planned.clear()
-        self._outdated.begin_epoch(epoch, self._requests.values())
+        self._outdated.begin(self._version.state, self._requests.values())
+
+    def _labelled(self) -> list[str]:
+        """Returns the namespaces of all layer groups as keys have them, with the label of the weights."""
+        label = self._outdated.weights.label
+        return [f"{one}.{label}" if label else one for one in self._namespaces]
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -440,10 +442,10 @@ class SchedulerSide:
         announced = tracked.handoff.announced
         if announced is None or tracked.foreign or now >= tracked.arrived + self._plan.settings.handoff_wait_s:
             return 0
-        if not announced.serves(self._namespaces):
+        if not announced.serves(own := self._labelled()):
             tracked.foreign = True
             theirs = ", ".join((announced.namespace, *announced.further))
-            detail = f"a prefill node stores in {theirs}, this node reads {', '.join(self._namespaces)}"
+            detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
             self.metrics.trouble("lookup", "other_namespace", detail=detail)
             return 0
         most = self._plan.most(tracked.request) - self._plan.ahead
@@ -471,4 +473,9 @@ class SchedulerSide:
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._plan.stores and self._chunks.database is not None
-        return known and not self._lost and tracked.id not in self._outdated and self._chunks.nameable(tracked)
+        return (
+            known
+            and self._outdated.weights.label is not None
+            and tracked.id not in self._outdated
+            and self._chunks.nameable(tracked)
+        )

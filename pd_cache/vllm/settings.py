@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from pd_cache.cluster import (
 from pd_cache.config import CacheConfig, NodeSettings, TracingConfig
 from pd_cache.errors import CacheServerError, ConfigError
 from pd_cache.server.connection import server_welcome
+from pd_cache.vllm.files import NAMESPACE_FILE
 
 _CONNECT_S = 10.0
 """How long a server may take to report what its chunks are, if there is no file."""
@@ -41,7 +43,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Without a node: the address at which the pool's other nodes reach this one."""
     namespace_file: str | None = None
     """Where to write the namespace of the cache once it is known, for the program that started this vLLM
-    (`pd_cache.vllm.files`)."""
+    (`pd_cache.vllm.files`). By default the value of `PD_CACHE_NAMESPACE_FILE`."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,6 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         cache = msgspec.structs.replace(cache, hash_mode="blocks")
     own = NodeSettings(
         master=config.master_address,
-        versions=config.versions,
         host=given.host,
         transfer=config.transfer,
         segment_size=0 if server_url is not None else int(config.transfer.segment_size),
@@ -105,7 +106,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         handoff_wait_s=config.handoff.wait_ms / 1000,
         shards=config.shards if isinstance(config.engine, VllmEngineConfig) else config.cache.shards,
         server_url=server_url,
-        namespace_file=given.namespace_file,
+        namespace_file=given.namespace_file or os.environ.get(NAMESPACE_FILE),
         tracing=config.tracing,
         role="vllm" if node is None else node.role,
         name="" if node is None else node.name,
@@ -128,12 +129,12 @@ def _of_server(given: ExtraConfig) -> Settings:
         hash_seed=welcome.hash_seed,
     )
     return Settings(
-        node=NodeSettings(master="", versions=welcome.versions, host=given.host, cache=cache),
+        node=NodeSettings(master="", host=given.host, cache=cache),
         connector=ConnectorConfig(),
         handoff_wait_s=HandoffConfig().wait_ms / 1000,
         shards=0,
         server_url=given.server_url,
-        namespace_file=given.namespace_file,
+        namespace_file=given.namespace_file or os.environ.get(NAMESPACE_FILE),
     )
 
 

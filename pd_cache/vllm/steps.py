@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.versions import FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class LoadOp:
     """A part for each group that has something to load; none for a load that has to fail."""
     blocks: list[int]
     """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
-    epoch: str = ""
-    """The weights version in which the chunks were found."""
+    label: str | None = FIRST
+    """That of the weights, as the chunks were found; None: the load has to fail."""
     streams: bool = False
     """A part of a stream: the request goes on waiting."""
 
@@ -44,8 +45,8 @@ class StoreOp:
 
     job: int
     chunks: GroupChunks
-    epoch: str = ""
-    """The version of the weights with which they are computed."""
+    label: str = FIRST
+    """That of the weights with which they are computed."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Step:
     stores: list[StoreOp] = field(default_factory=list)
     nothing_to_compute: bool = False
     """No request computes in this step: the worker may wait a moment for a transfer instead of spinning."""
+    label: str | None = FIRST
+    """That of the engine's weights now; None while they have none."""
     expecting: bool = False
     """The scheduler waits for something besides transfers: chunks that another node announced."""
 

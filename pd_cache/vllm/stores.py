@@ -191,4 +191,6 @@ class Stores:
         self._chunks_under_way += count
         span = request_span(self._tracing, "pd_cache.store", request, asked=count)
         self._jobs[number] = StoreJob(chunks, [StoreOutcome.BEFORE] * count, self._plan.ranks, span)
-        return StoreOp(number, chunks, self._outdated.epoch)
+        label = self._outdated.weights.label
+        assert label is not None, "nothing is stored while the engine is out"
+        return StoreOp(number, chunks, label)

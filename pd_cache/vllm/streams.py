@@ -133,7 +133,7 @@ class Streams:
         self._next_poll = now + _APART_S
         return stream
 
-    def load(self, stream: Stream, found: Found, epoch: str, now: float) -> list[LoadOp]:
+    def load(self, stream: Stream, found: Found, label: str | None, now: float) -> list[LoadOp]:
         """Returns the load of what a lookup has found in this version of the weights."""
         if found.chunks <= stream.done or stream.over:
             stream.poll_s = min(2 * stream.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
@@ -145,7 +145,7 @@ class Streams:
         blocks = [-1] * max(0, at_hand - first) + list(stream.blocks[max(first, at_hand) : found.chunks * per_chunk])
         part = GroupChunks(0, list(stream.names[stream.done : found.chunks]), blocks)
         stream.ranks, stream.loaded = self._plan.ranks, Loaded(found.chunks - stream.done)
-        return [LoadOp(stream.tracked.id, [part], [], epoch, streams=True)]
+        return [LoadOp(stream.tracked.id, [part], [], label, streams=True)]
 
     def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> list[LoadOp]:
         """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache. If the request has ended, returns what

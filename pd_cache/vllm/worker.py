@@ -25,6 +25,7 @@ import torch
 from pd_cache.cache import BlockCache
 from pd_cache.paged import own_stream
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2
@@ -53,15 +54,18 @@ class WorkerSide:
         stores: Sequence[bool],
         load_timeout_s: float,
         device: torch.device,
+        version: WeightsVersion,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`caches`: one for each group of layers; the caller keeps them. None for a group of which this rank has no layers. `stores` is
-        false for such a group, and for one whose KV another rank stores, too. `device`: that of the blocks."""
+        false for such a group, and for one whose KV another rank stores, too. `device`: that of the blocks. `version`, of the caches, follows
+        what the steps say."""
         self._caches = tuple(caches)
         self._stores = tuple(stores)
         self._first = next(cache for cache in caches if cache is not None)
         self._load_timeout_s = load_timeout_s
         self._device = device
+        self._version = version
         self._clock = clock
         self._load_queue: queue.SimpleQueue[tuple[LoadOp, float] | None] = queue.SimpleQueue()
         """Loads, and when each has to end."""
@@ -87,7 +91,9 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begins this step's loads."""
+        """Begins this step's loads. From now on, no load and no queued store counts that the step's weights do not fit."""
+        if step.label != self._version.label:
+            self._version.reset(step.label)
         deadline = self._clock() + self._load_timeout_s
         for op in step.loads:
             with self._changed:
@@ -180,7 +186,7 @@ class WorkerSide:
             try:
                 if remaining > 0:
                     loaded = cache.load(
-                        part.names, part.blocks, session=op.request_id, epoch=op.epoch, timeout=remaining
+                        part.names, part.blocks, session=op.request_id, label=op.label, timeout=remaining
                     )
                 else:
                     cache.metrics.trouble("retrieve", "deadline", len(part.names))
@@ -203,7 +209,7 @@ class WorkerSide:
             cache, outcomes = self._caches[chunks.group], [StoreOutcome.NOT] * len(chunks.names)
             try:
                 if not self._closing and cache is not None:
-                    outcomes = cache.store(chunks.names, chunks.blocks, after=after, epoch=op.epoch)
+                    outcomes = cache.store(chunks.names, chunks.blocks, after=after, label=op.label)
             except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
                 self._unexpected("store", len(chunks.names), error)
             with self._changed:

@@ -121,25 +121,26 @@ def test_errors_give_zero_and_are_counted(clients: Any, node: Host) -> None:
             assert count(client.metrics, "pd_cache_troubles_total") == number
 
 
-@pytest.mark.parametrize(
-    "clients", CLIENTS[1:], indirect=True
-)  # the engine's own resets: tests/pd_cache/test_resets.py
-def test_a_reset_is_a_miss_for_all_until_the_prompt_is_stored_again(clients: Any, pool: Pool) -> None:
+def test_a_change_of_the_weights_is_a_miss_until_the_prompt_is_stored_with_the_new_ones(
+    clients: Any, pool: Pool
+) -> None:
     tokens, slots = list(range(300, 316)), list(range(16))
     model = uuid.uuid4().hex
     with host(pool, model=model) as node, host(pool) as other, clients(node) as client:
         node.store(tokens, slots)
         other.store(tokens, slots)
         assert client.lookup(tokens) == node.lookup(tokens) == 16
-        assert not pool.reset(model).untold
-        assert client.lookup(tokens) == node.lookup(tokens) == 0
+        client.reset()
+        found = client.find(client._database.name_chunks(tokens))
+        assert (found.chunks, found.reason) == (0, "weights_unnamed")
+        client.reset("w1")
+        assert client.lookup(tokens) == 0
+        node.engine.reset("w1")
         assert not any(node.retrieve(tokens, slots))
-        assert other.lookup(tokens) == 16, "of another model"
         assert node.store(tokens, slots) == 16
         assert client.lookup(tokens) == node.lookup(tokens) == 16
-        assert client.reset()
-        assert client.lookup(tokens) == node.lookup(tokens) == 0
-        with pytest.raises(ValueError, match="1 to 64"):
+        assert other.lookup(tokens) == 16, "of another model"
+        with pytest.raises(ValueError, match="up to 64"):
             client.reset("not a label")
 
 

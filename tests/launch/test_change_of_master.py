@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launch.versions import known_versions
 from tests.support.cluster import CHUNK, cluster_file, complete, fetched, free_node
 from tests.support.pool import Node, Pool, free_port
 from tests.support.waiting import wait_for
@@ -31,15 +30,9 @@ def serving(folder: Path, pool: Pool, second: Pool | None = None) -> Iterator[st
     file = cluster_file(folder, cache={"chunk_size": CHUNK, "tiers": tiers}, nodes=nodes)
     with contextlib.ExitStack() as stack:
         running = {role: stack.enter_context(Node(role, role, file)) for role in ROLES}
-        wait_for(lambda: _with_weights(pool) >= {"prefill", "decode"}, what="both know which weights are current")
         for role in ("prefill", "decode"):
             wait_for(lambda at=running[role].address: second is None or _reaches_second(at), what="both pools reached")
         yield running["proxy"].address
-
-
-def _with_weights(pool: Pool) -> set[str]:
-    found = known_versions([pool.versions])
-    return {name for one in found.values() for name, label in one.processes.values() if label is not None}
 
 
 def _reaches_second(address: str) -> bool:

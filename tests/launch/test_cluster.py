@@ -134,16 +134,12 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster,
 
 
 @pytest.mark.usefixtures("patient")
-def test_after_a_reset_a_prompt_is_computed_and_stored_again(cluster, alone, prompt, file):
+def test_with_other_weights_a_prompt_is_computed_and_stored_again(cluster, alone, prompt, file):
     tokens = prompt(3 * CHUNK + 2)
     complete(cluster.urls["proxy"], tokens)
     assert complete(cluster.urls["proxy"], tokens).cached == (3 * CHUNK, 3 * CHUNK)
-    done = cli("reset", "-c", file, "--model", "tiny").stdout
-    assert "tiny: version " in done
-    assert "decode-0" in done
-    unknown = cli("reset", "-c", file, "--model", "none", code=1)
-    assert unknown.stdout == ""
-    assert "no node serves none: they serve tiny" in unknown.stderr
+    done = cli("reset", "-c", file, "--all", "--version", "w1").stdout
+    assert sorted(done.splitlines()) == ["decode-0: version w1", "prefill-0: version w1"]
     answers = [complete(cluster.urls["proxy"], tokens) for _ in range(2)]
     assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
     assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}

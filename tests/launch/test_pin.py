@@ -39,7 +39,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
     def keys(tokens: list[int]) -> list[str]:
         return database.all_shard_keys(database.name_chunks(tokens))
 
-    direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", *pool[:2], pool.versions), timeout_s=60.0)
+    direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", *pool[:2]), timeout_s=60.0)
     async with cluster(direct=direct) as c:
         c.proxy._pools._master = lambda view: pool.address
         c.proxy._hints._pool_bytes = lambda view: pool_bytes(config, view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -12,10 +13,14 @@ import pytest
 import yaml
 
 from launch.cli import example_file
+from launch.status import cluster_status
 from launch.up import running
 from pd_cache.cluster import load_config, read_config
-from tests.support.cluster import CHUNK, ENGINE, complete, started
-from tests.support.pool import ROOT
+from pd_cache.cluster.machine import find_program
+from tests.support.cli import cli, cli_json
+from tests.support.cluster import CHUNK, ENGINE, cluster_file, complete, free_node, started
+from tests.support.pool import ROOT, Node, free_port
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow(seconds=60)
 
@@ -62,3 +67,36 @@ def test_an_engine_of_ones_own_finds_in_the_pool_what_it_has_stored(tmp_path: Pa
     with running(*read_config(tmp_path / "pool.yaml")) as cluster:
         command = [sys.executable, str(ROOT / "examples" / "embed_engine.py"), cluster.config.master_address]
         assert "found: 768 tokens" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_started(tmp_path: Path) -> None:
+    """docs/migrate.md: nothing but Mooncake's own ports is asked of the master."""
+    port, metrics = free_port(), free_port()
+    program = find_program("mooncake_master")
+    assert program is not None
+    master = subprocess.Popen([program, f"--rpc_port={port}", f"--metrics_port={metrics}"], stderr=subprocess.DEVNULL)
+    roles = ("prefill", "decode", "proxy")
+    nodes = [
+        free_node("master", port=port, metrics_port=metrics),
+        *(free_node(role, port=free_port(), segment_size="64MiB") for role in roles[:2]),
+        free_node("proxy", port=free_port()),
+    ]
+    file = cluster_file(tmp_path, nodes=nodes)
+    prompt = list(range(4 * CHUNK + 9))
+    try:
+        with contextlib.ExitStack() as stack:
+            running = {role: stack.enter_context(Node(role, role, file)) for role in roles}
+            wait_for(
+                lambda: all(row.state == "up" for row in cluster_status(load_config(file)).nodes), what="every node up"
+            )
+            answers = [complete(running["proxy"].address, prompt) for _ in range(2)]
+            assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
+            cli("reset", "-c", file, "--all", "--version", "w1")
+            assert complete(running["proxy"].address, prompt).cached == (0, 4 * CHUNK)
+            (old, new) = sorted(cli_json("pool", "ls", "-c", file)["namespaces"], key=lambda one: one["name"])
+            assert (old["current"], new["current"], new["name"]) == (False, True, f"{old['name']}.w1")
+            cli("pool", "rm", "-c", file, "--old", "--yes")
+            assert [one["name"] for one in cli_json("pool", "ls", "-c", file)["namespaces"]] == [new["name"]]
+    finally:
+        master.kill()
+        master.wait()

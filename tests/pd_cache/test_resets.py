@@ -1,12 +1,10 @@
-"""Weights change while engines run: what was computed with the old ones is loaded by nobody, on a real pool."""
+"""Weights change while engines run: what the old ones computed is loaded by no engine that has new ones, on a real pool."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
 from pd_cache.mover import ChunkRun
-from tests.support.engines import BLOCK, CHUNK, FAST, Host, host
+from pd_cache.versions import Naming, WeightsVersion
+from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.pool import Pool
 from tests.support.server import Engine, served
 from tests.support.waiting import beside, together, wait_for
@@ -37,141 +36,151 @@ def stored(node: Host) -> None:
     )
 
 
-def tiered(tmp_path: Path) -> CacheConfig:
+def named(node: Host, label: str, state: str = "") -> None:
+    """A command gives a label to the state of an engine's weights, by default to the present one."""
+    version = node.engine.version
+    version.name(Naming(label=label, ids=(state or version.state.id,)))
+
+
+# --- the version of one engine -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_out_from_a_change_until_this_very_change_is_named() -> None:
+    version = WeightsVersion(clock=lambda: 7.9)
+    started = version.state
+    assert (started.label, started.since) == ("", 7)
+    version.reset()
+    out = version.state
+    assert version.name(Naming(label="late", ids=(started.id,))) is out, "what was said of the state before"
+    assert version.label is None
+    assert version.name(Naming(label="w1", ids=(started.id, out.id))).label == "w1"
+    assert version.name(Naming(label="w2", ids=(out.id,))).label == "w1", "another command was first"
+
+
+def test_an_engine_that_starts_while_a_reset_is_under_way_keeps_the_weights_of_its_files() -> None:
+    """The reset has asked the engine's node before the restart, and names what was there then."""
+    before, restarted = WeightsVersion(None), WeightsVersion()
+    assert restarted.name(Naming(label="w1", ids=(before.state.id,))).label == ""
+
+
+def test_a_change_that_comes_with_a_label_at_the_same_time_wins() -> None:
+    for _ in range(200):
+        version = WeightsVersion(None)
+        late = Naming(label="late", ids=(version.state.id,))
+        together(version.reset, partial(version.name, late))
+        assert version.label is None
+
+
+# --- on a pool ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_old_weights_are_loaded_from_no_tier(pool: Pool, tmp_path: Path, model: str) -> None:
     tiers = (
         LocalTier(capacity=ByteSize(1 << 20)),
         DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20)),
         MooncakeTier(),
     )
-    return CacheConfig(chunk_size=CHUNK, tiers=tiers)
-
-
-def test_chunks_of_old_weights_are_loaded_from_no_tier_of_no_node(pool: Pool, tmp_path: Path, model: str) -> None:
-    with host(pool, model=model, cache=tiered(tmp_path)) as one, host(pool, model=model) as other:
+    with (
+        host(pool, model=model, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers)) as one,
+        host(pool, model=model) as other,
+    ):
         stored(one)
         assert other.lookup(TOKENS) == len(TOKENS)
-        assert not pool.reset(model).untold
         for node in (one, other):
+            node.engine.reset()
+            assert node.lookup(TOKENS) == node.store(TOKENS, SLOTS) == 0
+            assert (
+                node.engine.load(node.engine.name_chunks(TOKENS), range(10), kv_caches=node.cache).reason
+                == "weights_unnamed"
+            )
+        for node in (one, other):
+            named(node, "w1")
             assert node.lookup(TOKENS) == 0
             assert not any(node.retrieve(TOKENS, OTHER))
         one.compute(TOKENS, SLOTS)
         assert one.store(TOKENS, SLOTS) == len(TOKENS)
         assert all(other.retrieve(TOKENS, OTHER))
         assert other.holds(TOKENS, OTHER)
+    with host(pool, model=model) as restarted:
+        assert restarted.lookup(TOKENS) == len(TOKENS), "it has the weights of its files, and finds what these computed"
 
 
 def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: Pool, model: str) -> None:
-    with host(pool, model=model) as one, host(pool, model=model) as other:
-        assert one.lookup(TOKENS) == 0
-        before = one.engine.epoch
+    with host(pool, model=model) as one:
+        before = one.engine.label
         one.compute(TOKENS, SLOTS)
-        assert not pool.reset(model).untold
-        one.store(TOKENS, SLOTS, epoch=before)
-        assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
+        for label in (None, "w1"):
+            one.engine.reset(label)
+            one.store(TOKENS, SLOTS, label=before)
+            assert one.lookup(TOKENS) == 0
+        one.engine.reset("")
+        assert one.lookup(TOKENS) == 0
 
 
-def test_a_node_that_was_away_with_its_disk_learns_of_a_reset_before_it_loads(pool, tmp_path, model):
-    cache = tiered(tmp_path)
-    with host(pool, model=model, cache=cache) as node:
-        stored(node)
-    with host(pool, model=model):
-        pool.reset(model, "new")
-    with host(pool, model=model, cache=cache) as node:
-        assert not any(node.retrieve(TOKENS, OTHER))
-        assert node.lookup(TOKENS) == 0
-        assert not pool.reset(model, "new").untold, "now it knows that it has these weights"
-        stored(node)
+def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_kv_of_old_weights(pool, model):
+    """Each slot of a paged buffer says with which weights it was computed. Late commands of each change come after the next one."""
+    weights, over = 0, threading.Event()
+    wrong: list[str] = []
+    brought: list[str] = []
 
-
-def test_while_no_master_answers_nothing_is_loaded_and_a_new_one_learns_what_is_current(make_pool, tmp_path, model):
-    pool = make_pool().start()
-    with host(pool, model=model, cache=tiered(tmp_path), **FAST) as node:
-        stored(node)
-        pool.kill("master")
-        wait_for(lambda: node.lookup(TOKENS) == 0, what="the last answer having lapsed")
-        assert not any(node.retrieve(TOKENS, OTHER))
-        assert node.store(OTHER, SLOTS) == 0
-        pool.start("master")
-        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="its own tiers")
-        pool.kill("master")
-        assert node.engine.version.reset(timeout=0.5) is None
-        pool.start("master")
-        assert node.lookup(TOKENS) == 0
-        wait_for(lambda: node.engine.reset("w1") is not None, what="a master that takes the reset")
-        begun = node.engine.epoch
-        assert node.lookup(TOKENS) == 0
-        stored(node)
-        pool.kill("master")
-        pool.start("master")
-        wait_for(lambda: node.lookup(TOKENS) == len(TOKENS), what="a master that has learned the version")
-        assert node.engine.epoch == begun
-        with host(pool, model=model) as new:
-            assert new.lookup(TOKENS) == 0
-            assert new.engine.epoch is None
-
-
-def test_engines_that_change_one_after_another_load_only_what_equal_weights_computed(pool: Pool, model: str) -> None:
-    with host(pool, model=model) as one, host(pool, model=model) as other:
-        stored(one)
-        label = other.engine.reset()
-        assert label
-        assert one.lookup(TOKENS) == other.lookup(TOKENS) == 0
-        assert one.engine.reset() == label
-        stored(one)
-        assert all(other.retrieve(TOKENS, OTHER))
-        assert other.holds(TOKENS, OTHER)
-
-
-def test_two_resets_at_once_while_all_threads_load_leave_no_node_with_kv_of_old_weights(pool: Pool, model: str) -> None:
-    part = TOKENS[: 2 * CHUNK]
-    begun: list[float] = []
-    """When each load began that brought anything."""
-    over = threading.Event()
-
-    def load(node: Host, place: int) -> None:
-        slots = list(range(place * len(part), (place + 1) * len(part)))
+    def work(node: Host, place: int) -> None:
+        engine, blocks = node.engine, list(range(place * 4, place * 4 + 4))
+        names = engine.name_chunks(TOKENS[: 2 * CHUNK])
         while not over.is_set():
-            now = time.monotonic()
-            if any(node.retrieve(part, slots)):
-                begun.append(now)
+            if (label := engine.label) is None:
+                over.wait(0.001)
+                continue
+            mine = weights
+            for tensor in node.cache:
+                tensor[blocks] = float(mine)
+            engine.store(names, blocks, kv_caches=node.cache, label=label)
+            for tensor in node.cache:
+                tensor[blocks] = -1.0
+            label = engine.label or label
+            loaded = engine.load(names, blocks, kv_caches=node.cache, label=label)
+            if loaded.chunks:
+                there = blocks[: loaded.chunks * CHUNK // BLOCK]
+                found = {float(value) for tensor in node.cache for value in tensor[there].unique()}
+                brought.append(label)
+                if found != {float(numbers[label])}:
+                    wrong.append(f"{label}: {found}")
 
-    done: list[float] = []
-
-    def reset(by: Callable[[], object]) -> None:
-        assert by()
-        done.append(time.monotonic())
-
+    numbers = {"": 0}
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(host(pool, model=model)) for _ in range(3)]
-        stored(nodes[0])
-        stack.enter_context(beside(*(partial(load, nodes[n % 3], 6 + n // 3) for n in range(14))))
+        nodes = [stack.enter_context(host(pool, model=model)) for _ in range(2)]
+        stack.enter_context(beside(*(partial(work, nodes[n % 2], n // 2) for n in range(8))))
         stack.callback(over.set)
-        wait_for(lambda: len(begun) > 100, what="loads on all threads")
-        together(partial(reset, nodes[1].engine.reset), partial(reset, partial(pool.reset, model)))
-        wait_for(lambda: len({node.engine.version.current() for node in nodes}) == 1, what="one version on all nodes")
-        assert nodes[0].engine.version.current() is not None
-        end = time.monotonic() + 3
-        wait_for(lambda: time.monotonic() > end, what="loads that go on")
+        late: list[tuple[str, str]] = []
+        for number in range(1, 9):
+            seen = len(brought)
+            wait_for(lambda seen=seen: len(brought) > seen + 20, what="loads on all threads")
+            for node in nodes:
+                node.engine.reset()
+            states = [node.engine.version.state.id for node in nodes]
+            weights = number
+            numbers |= {f"a{number}": number, f"b{number}": number}
+            commands = [(label, state) for label in (f"a{number}", f"b{number}") for state in states]
+            together(*(partial(named, node, label, state) for node in nodes for label, state in [*late, *commands]))
+            late = commands
+            assert {node.engine.label for node in nodes} <= {f"a{number}", f"b{number}"}
         over.set()
-        assert len(done) == 2
-        assert not [at for at in begun if at > min(done)]
-        stored(nodes[2])
-        assert all(nodes[0].retrieve(TOKENS, OTHER))
+    assert not wrong
 
 
-def test_a_load_of_what_was_found_in_an_earlier_epoch_is_a_miss_whatever_is_there_now(pool: Pool, model: str) -> None:
+def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_there_now(pool: Pool, model: str) -> None:
     with host(pool, model=model) as node:
         stored(node)
-        found = node.engine.find(node.engine.name_chunks(TOKENS))
-        assert node.engine.reset()
+        before = node.engine.label
+        node.engine.reset("w1")
         stored(node)
         names, blocks = node.engine.name_chunks(TOKENS), list(range(10))
-        loaded = node.engine.load(names, blocks, kv_caches=node.cache, epoch=found.epoch)
+        loaded = node.engine.load(names, blocks, kv_caches=node.cache, label=before)
         assert (loaded.chunks, loaded.reason) == (0, "reset")
         assert node.engine.load(names, blocks, kv_caches=node.cache).chunks == len(names)
 
 
-def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch):
+@pytest.mark.parametrize("label", [None, "w1"])
+def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch, label):
     monkeypatch.setattr("pd_cache.server.moves.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
@@ -184,7 +193,7 @@ def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool
             restored = load(run, timeout)
             turns.append(restored)
             if len(turns) == 3:
-                pool.reset(model)
+                engine.worker._cache.reset(label)
             return restored
 
         monkeypatch.setattr(served_model.mover, "load", load_and_reset)
@@ -195,14 +204,14 @@ def test_a_reset_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool
 def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(pool, tmp_path, model, monkeypatch):
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
         wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
-        assert engine.lookup("a", TOKENS) == 0
         (served_model,) = server.models
         store = served_model.mover.store
 
-        def store_after_a_reset(run: ChunkRun, timeout: float | None = None) -> object:
-            assert not pool.reset(model).untold
+        def store_after_a_change(run: ChunkRun, timeout: float | None = None) -> object:
+            engine.scheduler.reset("w1")
             return store(run, timeout)
 
-        monkeypatch.setattr(served_model.mover, "store", store_after_a_reset)
+        monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
         engine.store("a", TOKENS)
-        assert engine.lookup("b", TOKENS) == other.lookup(TOKENS) == 0
+        assert engine.lookup("b", TOKENS) == 0
+        assert other.lookup(TOKENS) == len(TOKENS), "it has the weights of its files"

@@ -295,7 +295,7 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
         keys = [f"{number:064x}" for number in range(8)]
         wait_for(
             lambda: backend.batch_set_v1(keys, at(*range(8))) == [True] * 8,
-            what="the authority of versions, which has just started",
+            what="the pool, which has just started",
         )
         with pool.nodes["store-0"].stopped():
             assert backend.batch_get_v1(keys, at(*range(8, 16))) == [False] * 8

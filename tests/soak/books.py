@@ -17,8 +17,8 @@ from tests.soak.oracle import VOCABULARY
 ALLOWANCE_S = 2.0
 """Seconds beyond its deadline that every answer may take, for scheduling on a busy machine."""
 OLD_S = 0.1
-"""Seconds after a reset was reported as done, as this machine's clocks tell them, from which no load may begin that brings KV of earlier
-weights."""
+"""Seconds after an engine's weights have changed, as this machine's clocks tell them, from which no load of it may begin that brings KV of
+earlier weights."""
 TICK_S = 0.02
 OUTPUT_TOKENS = 8
 _SHOWN = 20
@@ -60,8 +60,8 @@ class Books:
         self.counts: Counter[str] = Counter()
         """Operations, requests by what became of them, bytes compared, tokens loaded …"""
         self.troubles: dict[str, list[str]] = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
-        self.resets: dict[int, float] = {}
-        """When each reset was reported as done, in seconds since 1970, by the number of the weights that it was for."""
+        self.resets: dict[tuple[str, int], float] = {}
+        """When each engine's weights changed, in seconds since 1970, by the engine and the number of the weights."""
         self.stops: dict[str, list[Span]] = {}
         """When each node was stopped, or its host cut off (`link of HOST`)."""
         self.standstills: list[Span] = []
@@ -70,6 +70,8 @@ class Books:
         """For how long clients have their prompts pinned; 0 for not at all."""
         self._calls: list[Call] = []
         self._open: dict[str, dict[str, Any]] = {}
+        self._past = 0
+        """Changes of weights of processes that have ended."""
         self._answers: dict[tuple[str, str], dict[str, Any]] = {}
         """The last answer of each engine to each command."""
 
@@ -88,20 +90,19 @@ class Books:
         elif kind == "end":
             self._end(node, event)
         else:
-            if kind == "reset":
-                if event["taken"]:
-                    self.resets.setdefault(event["number"], event["end"])
-                if event["complaint"]:
-                    self.add("raised", f"{node} reset {event['number']}: {event['complaint']}")
+            if kind == "weights":
+                self.resets[node, event["number"]] = event["end"]
             self._answers[node, kind] = event
 
-    def answer(self, node: str, kind: str, number: int | None = None) -> dict[str, Any] | None:
-        """Takes out and returns the engine's answer to a command, about the weights of this number; None if there is none yet."""
-        answer = self._answers.pop((node, kind), None)
-        return answer if answer is None or answer.get("number") == number else None
+    def answer(self, node: str, kind: str) -> dict[str, Any] | None:
+        """Takes out and returns the engine's answer to a command; None if there is none yet."""
+        return self._answers.pop((node, kind), None)
 
     def forget(self, node: str) -> None:
-        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes."""
+        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes. The next one has the first weights."""
+        for change in [change for change in self.resets if change[0] == node]:
+            self._past += 1
+            del self.resets[change]
         for lane in [lane for lane in self._open if lane.startswith(f"{node}/")]:
             del self._open[lane]
             self.counts["operations that ended with their process"] += 1
@@ -137,7 +138,7 @@ class Books:
 
     def report(self) -> str:
         """Returns everything that was counted and what was wrong, as lines of text."""
-        lines = [f"{name}: {count}" for name, count in sorted({**self.counts, "resets": len(self.resets)}.items())]  # fmt: skip
+        lines = [f"{name}: {count}" for name, count in sorted({**self.counts, "resets": self._past + len(self.resets)}.items())]  # fmt: skip
         for kind, all_of_kind in self.troubles.items():
             lines += [f"{len(all_of_kind)} {kind}", *(f"  {what[:1500]}" for what in all_of_kind[:_SHOWN])]
         return "\n".join(lines)
@@ -150,9 +151,9 @@ class Books:
         self.counts[f"tokens, {kind}"] += event["hit"]
         self.counts["bytes compared"] += event["compared"]
         if kind == "retrieve" and event["hit"]:
-            newer = [end for number, end in self.resets.items() if number > event["weights"]]
+            newer = [end for (of, number), end in self.resets.items() if of == node and number > event["weights"]]
             if newer and begin - min(newer) > OLD_S:
-                self.add("wrong", f"{name}: KV of weights {event['weights']}, {begin - min(newer):.2f} s after their reset")  # fmt: skip
+                self.add("wrong", f"{name}: KV of weights {event['weights']}, {begin - min(newer):.2f} s after others came")  # fmt: skip
         if event["wrong"]:
             self.add("wrong", f"{name}: {event['wrong']} slots: {'; '.join(event['first'])}")
         if event["complaint"]:

@@ -70,7 +70,7 @@ def enter() -> Path:
     """Makes the new namespaces fit for a soak. Returns an empty folder in memory, which holds an empty file system `disk`."""
     for folder, mode in ((_RUNTIME, "0700"), (_SHARED_MEMORY, "1777")):
         _run("mount", "-t", "tmpfs", "-o", f"mode={mode}", "pd-cache-soak", str(folder))
-    # ports are those of the run before, whose versions of the weights would be taken for this run's
+    # ports are those of the run before, whose sockets and notes would be taken for this run's
     os.environ["XDG_RUNTIME_DIR"] = str(_RUNTIME)
     _run("ip", "link", "set", "lo", "up")
     folder = _SHARED_MEMORY / "soak"
@@ -243,10 +243,6 @@ class Cluster:
     @property
     def metrics(self) -> str:
         return f"http://{self._address['master']}:{_PORTS['metrics']}"
-
-    @property
-    def versions(self) -> str:
-        return f"http://{self._address['master']}:{_PORTS['master'] + 10}"
 
     @property
     def proxy(self) -> tuple[str, int]:

@@ -11,7 +11,7 @@ is answered with a line `{"e": NAME OF THE COMMAND, ...}`:
     {"do": "check", "prompts": [...], "stores": bool, "seconds": n}    until every prompt is found and loaded whole
     {"do": "settle", "seconds": n}                             what is held while nothing is under way
     {"do": "weights", "number": n}                             from now on compute with other weights
-    {"do": "reset", "number": n}                               say that weights have changed
+    {"do": "name", "label": l, "ids": [i]}                     give the weights a label
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.local import LocalBackend
-from pd_cache.versions import WeightsVersion
+from pd_cache.versions import Naming, WeightsVersion
 from tests.soak.cluster import MODEL
 from tests.soak.oracle import (  # fmt: skip
     CHUNK,
@@ -126,8 +126,8 @@ class Driver:
         self._url = self._config.server_url(server)
         self._metrics = f"http://{server.host}:{server.metrics_port}"
         self.engine: CacheEngine | None = None
-        self.version: WeightsVersion | None = None
-        """That of the weights of all lanes, if each has a cache of its own."""
+        self.version = WeightsVersion()
+        """That of the weights of all lanes."""
         self.lanes = [Lane(self, number) for number in range(LANES[name])]
 
     def say(self, event: str, **fields: Any) -> None:
@@ -141,10 +141,7 @@ class Driver:
         metadata = CacheMetadata.of(MODEL, layout)
         if self.name == "engine-b":
             identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
-            if self.version is None:
-                self.version = WeightsVersion(config.versions, MODEL, name=self.name)
-            version = self.version
-            remote = ServerCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=version)
+            remote = ServerCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=self.version)
             remote.register_kv_caches(buffer.tensors, layout.kind)
             return remote
         settings = NodeSettings(
@@ -152,10 +149,8 @@ class Driver:
             host=self.host,
             cache=config.cache,
             transfer=config.transfer,
-            name=self.name,
-            versions=config.versions,
         )
-        self.engine = CacheEngineBuilder.get_or_create(self.name, settings, metadata, layout)
+        self.engine = CacheEngineBuilder.get_or_create(self.name, settings, metadata, layout, version=self.version)
         return self.engine
 
     def run(self) -> None:
@@ -193,16 +188,13 @@ class Driver:
         self.pressed_until = time.monotonic() + seconds
 
     def _weights(self, number: int) -> dict[str, Any]:
+        """Changes the weights as an engine does that pauses for it: what was computed before is stored or loaded before."""
+        self.version.reset()
         self.weights = number
-        return {"number": number}
+        return {"number": number, "id": self.version.state.id, "end": time.time()}
 
-    def _reset(self, number: int) -> dict[str, Any]:
-        taken, complaint = False, ""
-        try:
-            taken = self.lanes[0].cache.cache.reset() is not None
-        except Exception:  # noqa: BLE001 - no exception of any kind may be raised into an engine
-            complaint = traceback.format_exc()
-        return {"number": number, "taken": taken, "complaint": complaint, "end": time.time()}
+    def _name(self, label: str, ids: list[str]) -> dict[str, Any]:
+        return {"label": self.version.name(Naming(label=label, ids=tuple(ids))).label}
 
     def _check(self, prompts: list[list[int]], stores: bool, seconds: float) -> dict[str, Any]:
         """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane, whose thread rests, does it."""

@@ -18,10 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from launch.versions import tell_all
-from pd_cache.versions import UnavailableError
 from tests.soak.books import Books, Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, MODEL, NODES, SECOND, SMALL_SEGMENT, STORES, Cluster
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SECOND, SMALL_SEGMENT, STORES, Cluster
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -80,7 +78,7 @@ KINDS = (
     Kind("drain", STORES, 10.0, 30.0, 1.0, quick=False),
     Kind("pins", ("proxy",), 3.0, 20.0, 1.0),
     Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
-    Kind("reset", (*ENGINES, "both"), 1.0, 3.0, 4.0),
+    Kind("reset", ENGINES, 1.0, 3.0, 4.0),
     Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
     Kind("etcd_down", ("etcd",), 1.0, 30.0, 1.0),
 )
@@ -147,74 +145,60 @@ class Weights:
         self._lock = threading.Lock()
         self._running = False
         self._missed = False
-        """Whether an engine has been started since the change under way began: it may have missed the command."""
+        """Whether an engine has been started since the change under way began."""
+        self._late: list[dict[str, Any]] = []
+        """The commands of the change before."""
 
-    def change(self, who: str) -> None:
-        """Gives all engines new weights. When they have them, one says so, at the same time as a command, or both engines do. Does nothing
-        while a change is under way."""
+    def change(self) -> None:
+        """Gives all engines new weights, and names them by two commands at once. Does nothing while a change is under way."""
         with self._lock:
             if not self._running:
                 self.number += 1
-                self._begin(ENGINES if who == "both" else (who,))
+                self._begin()
 
     def tell(self, engine: str) -> None:
-        """Tells an engine that was started which weights to compute with. It has heard of no command, so another one follows."""
+        """Notes that an engine was started: it has the first weights, and gets the newest ones."""
         with self._lock:
-            if self.number:
-                self._cluster[engine].tell(do="weights", number=self.number)
-                self._missed = True
-                if not self._running:
-                    self._begin(())
+            self._missed = bool(self.number)
+            if self._missed and not self._running:
+                self._begin()
 
-    def _begin(self, speakers: tuple[str, ...]) -> None:
+    def _begin(self) -> None:
         self._running = True
-        threading.Thread(target=self._run, args=(self.number, speakers), name="weights", daemon=True).start()
+        threading.Thread(target=self._run, args=(self.number,), name="weights", daemon=True).start()
 
-    def _run(self, number: int, speakers: tuple[str, ...]) -> None:
+    def _run(self, number: int) -> None:
         while self._running:
             self._missed = False
-            self._change(number, speakers)
-            speakers = ()
+            self._change(number)
             with self._lock:
                 self._running = self._missed
 
-    def _change(self, number: int, speakers: tuple[str, ...]) -> None:
-        for engine in ENGINES:
-            self._ask(engine, "weights", number)
-        taken: list[bool] = []
-        resets = [
-            threading.Thread(target=lambda one=one: taken.append(self._ask(one, "reset", number)["taken"]), daemon=True)
-            for one in speakers
+    def _change(self, number: int) -> None:
+        ids = [self._ask(engine, do="weights", number=number)["id"] for engine in ENGINES]
+        commands = [
+            {"do": "name", "label": f"w{number}", "ids": ids},
+            {"do": "name", "label": f"x{number}", "ids": ids},
         ]
-        for reset in resets:
-            reset.start()
-        while len(speakers) > 1 and number not in self._books.resets and any(reset.is_alive() for reset in resets):
-            time.sleep(_LOOK_S)
-        self._command(number)
-        for reset in resets:
-            reset.join()
-        # an engine that stood still may say no long after a command: then it needs another one
-        if not all(taken):
-            self._command(number)
+        for engine, first in zip(ENGINES, (0, 1), strict=True):
+            # commands of the change before come once more: they mean nothing now
+            for command in (*self._late, commands[first], commands[1 - first]):
+                self._ask(engine, **command)
+        self._late = commands
+        # each of the two commands was the first at one engine: another change, of the same weights, brings them together
+        ids = [self._ask(engine, do="weights", number=number)["id"] for engine in ENGINES]
+        for engine in ENGINES:
+            self._ask(engine, do="name", label=f"y{number}", ids=ids)
 
-    def _ask(self, name: str, command: str, number: int) -> dict[str, Any]:
+    def _ask(self, name: str, **command: Any) -> dict[str, Any]:
         """Returns an engine's answer, for which it asks each process of the engine once."""
         engine, starts = self._cluster[name], -1
-        while (answer := self._books.answer(name, command, number)) is None:
+        while (answer := self._books.answer(name, command["do"])) is None:
             if engine.starts != starts and engine.pid is not None:
                 starts = engine.starts
-                engine.tell(do=command, number=number)
+                engine.tell(**command)
             time.sleep(_LOOK_S)
         return answer
-
-    def _command(self, number: int) -> None:
-        """Says to the master that all engines have these weights, until all of them know it."""
-        untold = True
-        while untold:
-            with contextlib.suppress(UnavailableError):
-                untold = bool(tell_all([self._cluster.versions], MODEL, f"w{number}").untold)
-                self._books.resets.setdefault(number, time.time())
-            time.sleep(_LOOK_S)
 
 
 class Stage:
@@ -384,9 +368,9 @@ def _pins(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
 
 
 def _reset(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
-    """All engines get other weights, and say so, one of them at the same time as a command, while all lanes load."""
+    """All engines get other weights, and two commands at once name them, while all lanes load."""
     stage.press(fault.seconds + 2.0, loads=True)
-    stage.weights.change(fault.target)
+    stage.weights.change()
     return _nothing
 
 

@@ -218,8 +218,8 @@ class LaneCache:
         self.removes = isinstance(cache, CacheEngine)
 
     def version(self) -> str | None:
-        """Returns the weights version (epoch) for stores; None while it is unknown."""
-        return self.cache.epoch
+        """Returns the label of the weights for stores; None while they have none."""
+        return self.cache.label
 
     def lookup(self, tokens: list[int], timeout: float) -> int:
         return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
@@ -229,8 +229,8 @@ class LaneCache:
             tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
         )
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
-        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, epoch=epoch, timeout=timeout)
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float) -> int:
+        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, label=label, timeout=timeout)
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         assert isinstance(self.cache, CacheEngine)
@@ -266,8 +266,8 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
     `weights` returns the number of the weights that the engine computes with.
     """
     # the version first: weights change before it does, so that KV is never older than the version that its store bears
-    epoch = cache.version()
-    kind = operation.kind if operation.kind != "store" or epoch is not None else "lookup"
+    label = cache.version()
+    kind = operation.kind if operation.kind != "store" or label is not None else "lookup"
     tokens, first, done = operation.prompt.tokens(seed), operation.first * CHUNK, Performed()
     names, end = prefixes(tokens, weights()), len(tokens) // CHUNK * CHUNK
     buffer.know(names, str(operation.prompt))
@@ -280,7 +280,7 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
     mark()
     try:
         if kind == "store":
-            done.hit = cache.store(tokens, mask, mapping, epoch or "", operation.timeout)
+            done.hit = cache.store(tokens, mask, mapping, label or "", operation.timeout)
         elif kind == "retrieve":
             answer = cache.retrieve(tokens, mask, mapping, operation.timeout)
             done.hit = int(answer.sum())

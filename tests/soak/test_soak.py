@@ -110,8 +110,8 @@ class _Faulty(LaneCache):
         self.after(slots.numpy())
         return answer
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, epoch: str, timeout: float) -> int:
-        stored = super().store(tokens, mask, slots, epoch, timeout)
+    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float) -> int:
+        stored = super().store(tokens, mask, slots, label, timeout)
         self.after(slots.numpy())
         return stored
 

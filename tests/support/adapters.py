@@ -134,7 +134,6 @@ def options_of(settings: NodeSettings, namespace: str) -> dict[str, Any]:
     """The same settings as the users of an adapter write them, in JSON."""
     return {
         "master": settings.master,
-        "versions": settings.versions,
         "transfer": msgspec.to_builtins(settings.transfer, enc_hook=int),
         "namespace": namespace,
         "timeout_s": max(settings.transfer.timeouts.put_ms / 1000, 3),

@@ -105,7 +105,7 @@ class Etcd:
         from etcd3 import etcdrpc, utils
 
         (self._folder / "password").write_text(PASSWORD + "\n")
-        prefix = prefix_of(cluster).removesuffix("nodes/").encode()  # its nodes, and the versions of its weights
+        prefix = prefix_of(cluster).encode()
         with closing(self.client()) as client:
             auth = etcdrpc.AuthStub(client.channel)
             from etcd3.etcdrpc import auth_pb2

@@ -20,8 +20,6 @@ import psutil
 import yaml
 
 from launch.supervise import end, spawn_child
-from launch.versions import Told, tell_all
-from pd_cache.cluster.machine import port_of
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
@@ -182,10 +180,9 @@ class Pool:
         """Nothing is started yet. Further options are keys of the master."""
         self.port = free_port()
         self.metrics_port = free_port()
-        self.versions = f"http://127.0.0.1:{free_port()}"
         self.file = folder / f"pool-{self.port}.yaml"
         self.master = {
-            "name": "master", "role": "master", "port": self.port, "metrics_port": self.metrics_port, "versions_port": port_of(self.versions),
+            "name": "master", "role": "master", "port": self.port, "metrics_port": self.metrics_port,
             "client_ttl_s": client_ttl_s, "lease_ttl_ms": lease_ttl_ms, **master,
         }  # fmt: skip
         """As the files of other nodes have it."""
@@ -215,10 +212,6 @@ class Pool:
         """What the master's HTTP service answers."""
         with urllib.request.urlopen(self.metrics + path, timeout=60) as page:
             return str(page.read().decode())
-
-    def reset(self, model: str, label: str | None = None) -> Told:
-        """Says that all nodes have other weights, as `pd-cache reset` does."""
-        return tell_all([self.versions], model, label)
 
     def keys(self) -> set[str]:
         """The keys of all chunks in the pool."""
@@ -286,7 +279,6 @@ class Pool:
         options = {"staging_size": "16MiB", "prefault": False, "timeouts": PATIENT, **(transfer or {})}
         return NodeSettings(
             master=self.address,
-            versions=self.versions,
             cache=cache or CacheConfig(),
             transfer=msgspec.convert(options, TransferSettings, dec_hook=decode_custom),
             segment_size=segment_size,

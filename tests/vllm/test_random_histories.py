@@ -2,7 +2,7 @@
 
 After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk that is stored. Every token of every
 answer must follow from those before it. Requests share beginnings, and are aborted (even within a step), preempted and drafted for. Loads fail
-in any layer, come late or bring chunks of an epoch that has ended. A reset changes the weights: from then on only KV of the new ones is right,
+in any layer, come late or bring chunks of weights that have changed. A reset changes the weights: from then on only KV of the new ones is right,
 and requests that had begun before may answer what they like.
 """
 
@@ -24,6 +24,7 @@ from bench.lib.model import write_model
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
+from pd_cache.versions import Naming, WeightsVersion
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Lookups
@@ -75,13 +76,13 @@ class FailingCache:
         return None
 
     def store(
-        self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, epoch: str = ""
+        self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, label: str = ""
     ) -> list[StoreOutcome]:
         history, outcomes = self._history, []
         for at, name in enumerate(names):
             places = blocks[at * history.setting.per_chunk : (at + 1) * history.setting.per_chunk]
             with history.lock:
-                if epoch != history.epoch:
+                if label != history.label:
                     outcomes.append(StoreOutcome.NOT)
                 elif name in history.pool:
                     outcomes.append(StoreOutcome.BEFORE)
@@ -94,7 +95,7 @@ class FailingCache:
         return outcomes
 
     def load(
-        self, names: Sequence[bytes], blocks: Sequence[int], *, session: str, epoch: str = "", timeout: float
+        self, names: Sequence[bytes], blocks: Sequence[int], *, session: str, label: str = "", timeout: float
     ) -> Loaded:
         history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
         good, why = len(names), "none"
@@ -121,7 +122,7 @@ class FailingCache:
                     elif block >= 0 and chunk is not None:
                         history.pages[layer, block] = chunk[layer, place * BLOCK : (place + 1) * BLOCK]
         with history.lock:
-            if epoch != history.epoch:
+            if label != history.label:
                 return Loaded(0, "reset")
         history.loaded += good == len(names)
         history.streamed += "-stream" in session and good == len(names)
@@ -141,12 +142,9 @@ class RandomLookups(Lookups):
             found = next((at for at in range(at_hand, len(names)) if names[at] not in history.pool), len(names))
             if history.rng.random() < 0.1:
                 found = history.rng.randint(at_hand, found)
-            return Found(found, found, "none" if found == len(names) else "never_stored", history.epoch)
-
-    def reset(self) -> str:
-        with self._history.lock:
-            self._history.begin_epoch()
-            return self._history.epoch
+            if history.version.label is None:
+                found = at_hand
+            return Found(found, found, "none" if found == len(names) else "never_stored")
 
 
 class History:
@@ -165,7 +163,7 @@ class History:
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
         self.pool: dict[bytes, Words] = {}
-        self.epoch = ""
+        self.label = ""
         self.loaded = 0
         """Loads that brought all of their chunks."""
         self.wrong: list[str] = []
@@ -225,7 +223,14 @@ class History:
         metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
         cache = self.vllm.connector._settings.node.cache
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
-        self.worker = WorkerSide([FailingCache(self)], stores=[True], load_timeout_s=60, device=torch.device("cpu"))
+        self.version = self.vllm.connector._version
+        self.worker = WorkerSide(
+            [FailingCache(self)],
+            stores=[True],
+            load_timeout_s=60,
+            device=torch.device("cpu"),
+            version=WeightsVersion(),
+        )
 
     def run(self) -> None:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
@@ -245,7 +250,11 @@ class History:
                 for name in [name for name in self.pool if rng.random() < 0.03]:
                     del self.pool[name]
             if rng.random() < self.setting.resets:
-                self.vllm.connector.reset_cache()
+                with self.lock:
+                    self.begin_version()
+                    assert self.vllm.connector.reset_cache()
+            if self.version.label is None and rng.random() < 0.2:
+                self.version.name(Naming(label=self.label, ids=(self.version.state.id,)))
             self._step()
             assert not self.wrong
             steps += 1
@@ -322,10 +331,10 @@ class History:
                 self._aborted.add(request_id)
                 self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def begin_epoch(self) -> None:
-        """Changes the weights, and with them what is right. Call it with the lock held: stores compare with what is right in their epoch."""
+    def begin_version(self) -> None:
+        """Changes the weights, and with them what is right. Call it with the lock held: stores compare with what is right in their label."""
         self.pool.clear()
-        self.epoch += "x"
+        self.label += "x"
         self.weights += 1
         self._known.clear()
         for request in self._requests.values():

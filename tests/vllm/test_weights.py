@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launch.versions import known_versions
 
 from bench.lib.model import write_model
-from launch.versions import known_versions
 from pd_cache.versions import FIRST
 from tests.support.pool import Pool
 from tests.vllm.fixtures import Pair

@@ -23,7 +23,6 @@ from pd_cache.chunks import salt_keys
 from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import UNTRACED, Tracing
-from pd_cache.versions import UNKNOWN
 
 _logger = logging.getLogger(__name__)
 
@@ -77,13 +76,13 @@ class Prefix:
         self._salt = request.cache_salt
         self.session = uuid.uuid4().hex
         """The session in which a cache server protects what a lookup found."""
-        self.epoch = cache.epoch
-        """The version of the weights, as known before anything of the prompt was computed."""
+        self.label = cache.label
+        """That of the weights before anything of the prompt was computed; None if they had none."""
 
     @property
     def current(self) -> bool:
         """Whether the weights are still those with which it was loaded."""
-        return self.epoch == self._cache.epoch
+        return self.label == self._cache.label
 
     @functools.cached_property
     def names(self) -> list[bytes]:
@@ -128,10 +127,14 @@ class PrefixCache:
     def store(self, prefix: Prefix, start: int, end: int) -> bool:
         """Stores the chunks of `prefix` between these tokens. Returns False if the cache failed."""
         first, last = start // self.chunk_size, end // self.chunk_size
-        blocks, epoch = prefix.blocks(first, last), UNKNOWN if prefix.epoch is None else prefix.epoch
+        blocks = prefix.blocks(first, last)
+        if prefix.label is None:  # the weights may have got a label since, which need not be that of these chunks
+            return True
         try:
             with self._tracing.begin("pd_cache.store", prefix.trace, asked=last - first) as span:
-                outcomes = self._cache.store(prefix.names[first:last], blocks, kv_caches=self._kv_caches, epoch=epoch)
+                outcomes = self._cache.store(
+                    prefix.names[first:last], blocks, kv_caches=self._kv_caches, label=prefix.label
+                )
                 span.note(stored=sum(outcome is StoreOutcome.NEW for outcome in outcomes))
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, serving goes on
             self._warn("storing in the cache failed", error)
@@ -148,9 +151,9 @@ class PrefixCache:
                 span.note(found=found.chunks * size, announced=attempt.awaited[0], reason=found.reason)
             if attempt.cancelled.is_set():
                 return LoadResult("cancelled", reason="deadline")
-            if chunks and cache.epoch != prefix.epoch:
+            if chunks and cache.label != prefix.label:
                 return LoadResult("nothing", reason="reset")  # what was loaded before is of other weights
-            prefix.epoch = cache.epoch
+            prefix.label = cache.label
             wanted = min(found.chunks, len(prefix.names))
             if wanted <= chunks:
                 loaded = Loaded(0)
@@ -161,7 +164,7 @@ class PrefixCache:
                     prefix.blocks(chunks, wanted),
                     kv_caches=self._kv_caches,
                     session=prefix.session,
-                    epoch=prefix.epoch,
+                    label=prefix.label,
                 )
                 span.note(loaded=loaded.chunks * size, reason=loaded.reason)
             chunks += loaded.chunks

@@ -1,4 +1,4 @@
-"""The engine over HTTP (`/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`), and its process."""
+"""The engine over HTTP (`/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`, `/weights`), and its process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from launch.engines.reference.protocol import (
 from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
 from launch.openai import ApiError, errors, given_id, runner_of
 from launch.supervise import stop_on_signals, stop_signals
+from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing, trace_headers
+from pd_cache.versions import Naming, WeightsVersion
 
 _logger = logging.getLogger(__name__)
 
@@ -45,12 +47,15 @@ class ReferenceServer:
         registry: CollectorRegistry | None = None,
         about: Callable[[], Mapping[str, Any]] = dict,
         tracing: Tracing = UNTRACED,
+        version: WeightsVersion | None = None,
     ) -> None:
-        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`."""
+        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`. `version`: that of the
+        cache's weights."""
         self.engine = engine
         self._registry = registry
         self._about = about
         self._tracing = tracing
+        self._version = version or WeightsVersion()
         self._model = engine.config.model.name
         self._reports: RecentReports[RequestReport] = RecentReports()
 
@@ -73,6 +78,7 @@ class ReferenceServer:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_post("/weights", self._name)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/requests/{id}", self._report)
         runner = runner_of(app, shutdown_timeout=_CLEANUP_S)
@@ -96,8 +102,17 @@ class ReferenceServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.engine.healthy:
-            return web.json_response({"status": "ok", **self._about()})
+            weights = [msgspec.to_builtins(self._version.state)]
+            return web.json_response({"status": "ok", **self._about(), "weights": weights})
         return web.json_response({"status": "unavailable"}, status=503)
+
+    async def _name(self, http: web.Request) -> web.Response:
+        """Gives the weights a label, as vLLM's servers do with `pd_cache.vllm.files.TellCache`."""
+        try:
+            naming = decode_json(await http.read(), Naming)
+        except UndecodableError as error:
+            raise ApiError(400, str(error)) from None
+        return web.json_response([msgspec.to_builtins(self._version.name(naming))])
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {

@@ -14,9 +14,10 @@ from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.nodes import NodePools
 from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
-from pd_cache.cluster import NodeRecord, ProxyConfig
+from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found, MissReason
+from pd_cache.versions import Weights
 from tests.support.proxy import NAMESPACE, Behaviour, answers, cluster, hangs, says, scenario, until
 
 
@@ -31,6 +32,7 @@ class Lookups(LookupClient):
         self.gate.set()
         self.asked: list[list[bytes]] = []
         self.closed = False
+        self.label: str | None = ""
 
     @property
     def available(self) -> bool:
@@ -42,8 +44,8 @@ class Lookups(LookupClient):
         chunks = self.found // NAMESPACE.chunk_size
         return Found(chunks, chunks, "none" if chunks >= len(names) else self.reason)
 
-    def reset(self) -> str | None:
-        raise AssertionError("a proxy resets nothing")
+    def reset(self, version: str | None = None) -> None:
+        self.label = version
 
     def close(self) -> None:
         self.closed = True
@@ -235,16 +237,34 @@ def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_w
     direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     decode = NodeRecord(name="d", role="decode", address="http://127.0.0.1:2", **NAMESPACE.described())
-    master = NodeRecord(name="m", role="master", address="127.0.0.1:1", versions="http://127.0.0.1:3")
+    master = NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)
     for records in (
         (decode, master),
         (decode,),
         (decode, master),
-        (decode, msgspec.structs.replace(master, versions="http://h:4")),
+        (decode, msgspec.structs.replace(master, address="127.0.0.1:3")),
     ):
         pools.update(View(records))
     direct.close()
-    assert [pool.versions for pool in opened] == ["http://127.0.0.1:3", "http://h:4"]
+    assert len(opened) == 1
+
+
+def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client() -> None:
+    opened: list[Lookups] = []
+    direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
+    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
+    urls = [f"http://127.0.0.1:{port}" for port in (2, 3, 4)]
+    pools.update(
+        View(tuple(NodeRecord(name=url[-1], role="decode", address=url, **NAMESPACE.described()) for url in urls))
+    )
+    seen = []
+    for url, label in zip([*urls, *urls], ["w1", "w1", None, None, None, "w2"], strict=True):
+        weights = Weights(id="0" * 16, label=label, since=0)
+        pools.told_namespace(url, About(weights=(weights,)))
+        seen.append(opened[-1].label)
+    direct.close()
+    assert seen == ["", "w1", "w1", None, None, None]
+    assert len(opened) == 1
 
 
 def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once() -> None:

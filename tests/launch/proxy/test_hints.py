@@ -95,7 +95,6 @@ class Renewing(Lookups):
 
     def __init__(self, found: int = 512) -> None:
         super().__init__(found)
-        self.epoch: str | None = ""
         self.renewed: list[Sequence[bytes]] = []
         self.removed: list[Sequence[bytes]] = []
         self.forced = 0
@@ -107,10 +106,10 @@ class Renewing(Lookups):
         return [Status.BUSY if name in self.leased else Status.OK for name in names]
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
-        if self.epoch is None:
+        if self.label is None:
             return None
         self.renewed += [names] if names else []
-        return self.epoch, len(names)
+        return self.label, len(names)
 
 
 class Kept:
@@ -181,15 +180,15 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
     with closing(k.direct):
         for action_id, token in (("old", 1), ("new", 2)):
             assert (await k.ask("kv.retain", action_id, tokens=[token] * 3 * CHUNK, ttl_s=600))["tokens"] == 768
-        k.client.epoch = None
+        k.client.label = None
         await k.hints.renew()
         assert (k.metric("pins"), k.metric("pinned_objects")) == (2, 0)
         assert (await k.ask("kv.retain", "b", tokens=IDS, ttl_s=30))["reason"] == "the pool does not answer"
-        k.client.epoch, k.room, k.now = "", 5, 10.0
+        k.client.label, k.room, k.now = "", 5, 10.0
         await k.hints.renew()
         assert k.metric("pins") == 1
         assert (await k.ask("kv.release", "x", action_id="new"))["status"] == "refused", "the newest ends"
-        k.client.epoch = "2"
+        k.client.label = "2"
         await k.hints.renew()
         assert (await k.ask("kv.release", "x", tokens=[1] * 3 * CHUNK))["status"] == "refused"
 

@@ -35,7 +35,7 @@ def test_a_master_and_sections_become_settings() -> None:
     ("given", "complaint"),
     [
         ({}, "missing required field `master`"),
-        ({"master": "a:1", "thread": 2}, r"thread.*allowed: master, versions"),
+        ({"master": "a:1", "thread": 2}, r"thread.*allowed: master, host"),
         ({"master": "a:1", "threads": 0}, "threads"),
         ({"master": "a:1", "timeout_s": 0}, "timeout_s"),
         ({"master": "a:1", "part_size": "much"}, "much"),

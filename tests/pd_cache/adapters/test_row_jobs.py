@@ -23,16 +23,16 @@ class Names:
     """Values by name in this process, and a gate that transfers wait for."""
 
     def __init__(self) -> None:
-        self.own = ""
+        self.label = ""
         self.values: dict[bytes, bytes] = {}
-        self.epochs: list[str | None] = []
+        self.labels: list[str | None] = []
         self.open = threading.Event()
         self.open.set()
         self.under_way = threading.Semaphore(0)
 
-    def put(self, names: Sequence[bytes], values: Any, *, epoch: str | None, timeout: Deadline) -> list[bool]:
+    def put(self, names: Sequence[bytes], values: Any, *, label: str | None, timeout: Deadline) -> list[bool]:
         self._wait(timeout)
-        self.epochs.append(epoch)
+        self.labels.append(label)
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [True] * len(names)
 
@@ -75,13 +75,13 @@ def jobs() -> Iterator[Jobs]:
 def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
     jobs.memory[:] = bytes(range(8)) * ROW
     row = bytes(jobs.memory[2 * ROW : 3 * ROW])
-    jobs.its.store(1, [b"a"], [2], epoch="e")
+    jobs.its.store(1, [b"a"], [2], label="e")
     assert jobs.ended(1)[0][:4] == (1, False, (b"a",), (True,))
     jobs.memory[:] = bytes(8 * ROW)
     jobs.its.load(2, [b"a", b"hole"], [5, 6])
     assert jobs.ended(1)[0].done == (True, False)
     assert bytes(jobs.memory) == bytes(5 * ROW) + row + bytes(2 * ROW)
-    assert jobs.names.epochs == ["e"]
+    assert jobs.names.labels == ["e"]
 
 
 def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs: Jobs) -> None:
@@ -111,7 +111,6 @@ def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
 
 
 LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)))
-"""Of a process whose values no other has, so that it numbers versions itself."""
 
 
 @pytest.fixture
@@ -121,29 +120,19 @@ def cache() -> Iterator[ObjectCache]:
 
 
 def test_a_reset_hides_values_also_if_it_comes_during_a_load(cache, monkeypatch):
-    names = VersionedNames(cache, LONELY)
+    names = VersionedNames(cache)
     assert names.put([b"a"], [b"x"]) == [True]
     assert names.read_into([b"a"], [bytearray(1)]) == [""]
-    before, read = names.own, cache.read_into
+    before, read = names.label, cache.read_into
 
     def read_after_a_reset(*given: Any, **options: Any) -> list[str]:
-        names.version.reset()
+        names.reset()
         return read(*given, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "read_into", read_after_a_reset)
         assert names.read_into([b"a"], [bytearray(1)]) == ["reset"]
     assert names.exist([b"a"]) == [False]
-    assert names.put([b"b"], [b"y"], epoch=before) == [False], "it was computed before the reset"
+    assert names.put([b"b"], [b"y"], label=before) == [False], "it was computed before the reset"
     assert names.put([b"b"], [b"y"]) == [True]
     assert names.exist([b"b"]) == [True]
-
-
-def test_after_a_reset_that_was_not_taken_nothing_is_found_or_stored(cache: ObjectCache) -> None:
-    names = VersionedNames(cache, NodeSettings(master="10.0.0.1:1"))
-    assert names.put([b"a"], [b"x"]) == [True]
-    assert names.version.reset() is None
-    assert names.exist([b"a"]) == [False]
-    assert names.read_into([b"a"], [bytearray(1)]) == ["epoch_unknown"]
-    assert names.put([b"b"], [b"y"]) == [False]
-    names.version.close()

@@ -15,6 +15,7 @@ from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.tracing import UNTRACED, Tracing
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.requests import ChunkPlan
@@ -179,11 +180,7 @@ class Lookups(LookupClient):
         self.here = True
         self.ahead = 0
         """1 if the last of the chunks that are there has no KV of the draft model yet."""
-        self.epoch: str | None = ""
         self.near = TierChunks()
-        self.begun = 0
-        self.resets = True
-        """Whether a reset is taken."""
 
     @property
     def available(self) -> bool:
@@ -197,21 +194,10 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Found(
-            found, max(found, self.leading), "none" if found == len(names) else self.reason, self.epoch, self.near
-        )
+        return Found(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.near)
 
     def stored(self, names: Any) -> None:
         self.noted |= set(names)
-
-    def reset(self, version: str | None = None) -> str | None:
-        if not self.resets:
-            self.epoch = None
-            return None
-        self.there.clear()
-        self.begun += 1
-        self.epoch = f"run-{self.begun}"
-        return self.epoch
 
     def end(self, lookup_id: str) -> None:
         self.ended.append(lookup_id)
@@ -241,7 +227,7 @@ class Scene:
         self.metrics = CacheMetrics()
         self.manager = Manager()
         self.pool = self.manager.block_pool
-        self.lookups = Lookups(self.metrics)
+        self.lookups, self.version = Lookups(self.metrics), WeightsVersion()
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=2.0, shards=0)
         self.adapters = Adapters()
@@ -252,6 +238,7 @@ class Scene:
             self.metrics,
             on_report=lambda request_id, report: self.reports.append(report),
             tracing=tracing,
+            version=self.version,
             clock=self.clock,
         )
         self.lookups.ahead = max(one.ahead for one in layers)

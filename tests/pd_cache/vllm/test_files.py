@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pd_cache
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import read_about
 from pd_cache.reasons import RequestReport
+from pd_cache.versions import Naming, WeightsVersion
 from pd_cache.vllm.files import (
     NAMESPACE_FILE,
     ReportWriter,
@@ -21,6 +25,7 @@ from pd_cache.vllm.files import (
     about,
     find_reports,
     report_file,
+    serving_weights,
     write_about,
 )
 from tests.support.names import NAMESPACE
@@ -37,7 +42,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def ask(path: str = "/health", method: str = "GET", status: int = 200, *parts: bytes) -> tuple[int, bytes]:
+def ask(
+    path: str = "/health", method: str = "GET", status: int = 200, *parts: bytes, body: bytes = b""
+) -> tuple[int, bytes]:
     """Returns status and body, for a vLLM that answers every request with `status` and `parts`."""
     sent: list[dict[str, Any]] = []
     parts = parts or (b"",)
@@ -52,12 +59,12 @@ def ask(path: str = "/health", method: str = "GET", status: int = 200, *parts: b
         sent.append(message)
 
     async def receive() -> Any:
-        return {"type": "http.request"}
+        return {"type": "http.request", "body": body}
 
     asyncio.run(TellCache(app)({"type": "http", "method": method, "path": path}, receive, send))
-    body = b"".join(message["body"] for message in sent[1:])
-    assert int(dict(sent[0]["headers"])[b"content-length"]) == len(body)
-    return sent[0]["status"], body
+    answer = b"".join(message["body"] for message in sent[1:])
+    assert int(dict(sent[0]["headers"])[b"content-length"]) == len(answer)
+    return sent[0]["status"], answer
 
 
 @pytest.mark.parametrize(("namespaces", "tokens"), [((NAMESPACE,), 0), ((NAMESPACE, WINDOW), 4096), ((), 4096)])
@@ -65,7 +72,7 @@ def test_a_health_of_200_tells_what_was_written(namespaces: tuple[Namespace, ...
     write_about(file, namespaces, tokens)
     assert [one.name for one in file.parent.iterdir()] == [file.name]
     status, body = ask()
-    assert (status, body) == (200, about(file))
+    assert (status, json.loads(body)) == (200, {**json.loads(about(file)), "weights": []})
     told = read_about(body)
     assert (told.version, told.kv_tokens, told.cache_namespaces) == (pd_cache.__version__, tokens, namespaces)
     assert told.mooncake == mooncake_version() != ""
@@ -148,3 +155,47 @@ def test_what_is_half_written_or_wrong_is_no_report(tmp_path: Path) -> None:
     assert find_reports(file, "new") == [REPORT]
     for name in ("half", "wrong"):
         assert find_reports(file, name) == []
+
+
+# --- the weights of a server's engines ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WeightsVersion]]:
+    """Two engines of one server, each in a process of its own; and what a killed one has left."""
+    write_about(file, (), 1)
+    versions = [WeightsVersion(), WeightsVersion()]
+    with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(file.with_name(f"{file.name}.1.sock")))
+        for pid, version in enumerate(versions, 2):
+            monkeypatch.setattr("pd_cache.vllm.files.os.getpid", lambda pid=pid: pid)
+            stack.enter_context(serving_weights(file, version))
+        yield versions
+    assert not list(file.parent.glob("*.[23].sock"))
+
+
+def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines: list[WeightsVersion]) -> None:
+    first, second = engines
+    first.reset()
+    states = [first.state, second.state]
+    assert read_about(ask()[1]).weights == tuple(states)
+    naming = Naming(label="w1", ids=(states[0].id,))
+    status, body = ask("/weights", "POST", body=msgspec.json.encode(naming))
+    assert (status, [one["label"] for one in json.loads(body)]) == (200, ["w1", ""])
+    assert (first.label, second.label) == ("w1", "")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"label": "a/b", "ids": []}', b'{"label": "a"}', b"x" * (1 << 18)])
+def test_a_naming_that_is_none_is_refused(engines: list[WeightsVersion], body: bytes) -> None:
+    assert ask("/weights", "POST", body=body)[0] == 400
+    assert [one.label for one in engines] == ["", ""]
+
+
+def test_of_an_engine_that_does_not_answer_nothing_is_told_and_it_counts_as_not_reached(file, monkeypatch):
+    monkeypatch.setattr("pd_cache.vllm.files._ANSWER_S", 0.1)
+    write_about(file, (), 1)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(file.with_name(f"{file.name}.1.sock")))
+        stopped.listen()
+        assert ask() == (200, about(file))
+        assert ask("/weights", "POST", body=msgspec.json.encode(Naming(label="w1", ids=())))[0] == 503

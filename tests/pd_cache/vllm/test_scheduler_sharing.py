@@ -15,19 +15,29 @@ def running(scene: Scene, request: Request, *, at_hand: int = 0, block: int = 10
     request.num_computed_tokens = CHUNK
 
 
-def test_a_request_that_learns_of_a_reset_with_tokens_at_hand_is_not_stored() -> None:
+def other_weights(scene: Scene, label: str = "w1") -> None:
+    """The engine hears of a change, and then its weights get a label."""
+    scene.side.reset()
+    scene.version.reset(label)
+
+
+def test_a_request_that_learns_of_a_label_with_tokens_at_hand_is_not_stored() -> None:
     scene, request = Scene(), Request()
-    scene.lookups.reset()
+    scene.side.reset()
+    scene.step()
+    scene.version.reset("w1")
     running(scene, request, at_hand=CHUNK)
     assert scene.step(a=CHUNK).stores == []
 
 
 @pytest.mark.parametrize("at_hand", [0, CHUNK])
 @pytest.mark.parametrize("name", ["old", "late"])
-def test_what_begins_after_a_reset_is_of_the_new_epoch_also_if_it_was_preempted_for_it(name: str, at_hand: int) -> None:
+def test_what_begins_after_a_change_is_of_the_new_version_also_if_it_was_preempted_for_it(
+    name: str, at_hand: int
+) -> None:
     scene, old = Scene(), Request("old")
     running(scene, old)
-    scene.side.reset()
+    other_weights(scene)
     scene.step(old=1)
     request = old if name == "old" else Request("late")
     if request is old:
@@ -37,51 +47,55 @@ def test_what_begins_after_a_reset_is_of_the_new_epoch_also_if_it_was_preempted_
     scene.manager.coordinator.cache_blocks(request, 2 * CHUNK)
     assert scene.manager.put_into_cache == [name]
     (store,) = scene.step(**{name: CHUNK}).stores
-    assert (store.epoch, store.chunks.names) == ("run-1", scene.names(request)[:2])
+    assert (store.label, store.chunks.names) == ("w1", scene.names(request)[:2])
 
 
-def test_after_a_reset_that_was_not_taken_nothing_is_loaded_or_stored_until_the_version_is_known() -> None:
-    scene, request, later = Scene(), Request("a"), Request("b")
-    scene.lookups.resets = False
-    assert not scene.side.reset()
-    assert scene.pool.evicted, "what vLLM's own cache holds is of other weights all the same"
+def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_prefix_is_waited_for() -> None:
+    announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": len(PROMPT)}}
+    scene, request, later = Scene(), Request("a", kv_transfer_params=announced), Request("b")
+    scene.side.reset()
+    assert scene.pool.evicted
     running(scene, request)
-    assert scene.step(a=CHUNK).stores == []
-    scene.lookups.epoch = "v2"  # a command has said for all nodes which weights they have
+    step = scene.step(a=CHUNK)
+    assert (step.label, step.stores) == (None, [])
+    scene.version.reset("w2")
     running(scene, later, block=20)
-    (store,) = scene.step(a=CHUNK, b=CHUNK).stores
-    assert (store.epoch, store.chunks.names) == ("v2", scene.names(later)[:2]), "a was computed before"
+    step = scene.step(a=CHUNK, b=CHUNK)
+    (store,) = step.stores
+    assert (step.label, store.label, store.chunks.names) == ("w2", "w2", scene.names(later)[:2]), "a is from before"
 
 
-@pytest.mark.parametrize("how", ["is reset again", "looks up again"])
-def test_after_a_reset_that_was_not_taken_the_version_before_is_outdated_even_if_it_is_reported_again(how: str) -> None:
-    scene, request, later = Scene(), Request("a"), Request("b")
+def test_the_same_label_again_does_not_make_what_was_computed_in_between_its_own() -> None:
+    scene, request = Scene(), Request("a")
     running(scene, request)
-    scene.lookups.resets = False
-    assert not scene.side.reset()
-    scene.lookups.resets, scene.lookups.epoch = True, ""
-    if how == "is reset again":
-        assert scene.side.reset()
-    else:
-        running(scene, later, block=20)
-    stores = scene.step(a=CHUNK, b=CHUNK).stores
-    assert [store.chunks.blocks[0] for store in stores] == ([] if how == "is reset again" else [20]), "not a"
+    other_weights(scene, "")
+    assert scene.step(a=CHUNK).stores == []
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_what_is_not_stored_because_of_a_reset_is_not_announced(taken: bool) -> None:
+def test_what_is_not_stored_because_of_other_weights_is_not_announced() -> None:
     scene, request = Scene(), Request(kv_transfer_params={"do_remote_decode": True})
     running(scene, request)
-    scene.lookups.resets = taken
     scene.side.reset()
     request.num_computed_tokens = len(PROMPT)
     assert scene.finish(request)["pd_cache"]["prefix_tokens"] == 0
 
 
-def test_a_load_bears_the_epoch_in_which_its_chunks_were_found() -> None:
+def test_a_load_bears_the_version_in_which_its_chunks_were_found() -> None:
     scene, request = Scene(), Request()
-    scene.side.reset()
+    other_weights(scene)
     scene.has(request)
     scene.load(request)
     (load,) = scene.step().loads
-    assert load.epoch == "run-1"
+    assert load.label == "w1"
+
+
+def test_a_node_does_not_wait_for_what_a_node_of_another_version_announces() -> None:
+    prefill, decode = Scene(), Scene()
+    computed = Request(kv_transfer_params={"do_remote_decode": True})
+    running(prefill, computed)
+    computed.num_computed_tokens = len(PROMPT)
+    params = prefill.finish(computed)
+    assert params["pd_cache"]["prefix_tokens"] > 0
+    assert decode.ask(Request("a", kv_transfer_params=params)) == (None, False)
+    other_weights(decode)
+    assert decode.ask(Request("b", kv_transfer_params=params)) == (0, False)

@@ -11,6 +11,7 @@ import torch
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 from pd_cache.vllm.worker import EndedLoads, WorkerSide
 from tests.support.made import made
@@ -43,11 +44,11 @@ class Cache:
             raise self.loads
         return self.loads
 
-    def load(self, names: Any, blocks: Any, *, session: str, epoch: str, timeout: float) -> Loaded:
+    def load(self, names: Any, blocks: Any, *, session: str, label: str, timeout: float) -> Loaded:
         loaded = self._called(session, timeout)
         return Loaded(loaded, "none" if loaded == len(names) else self.reason)
 
-    def store(self, names: Any, blocks: Any, *, after: Any, epoch: str) -> list[StoreOutcome]:
+    def store(self, names: Any, blocks: Any, *, after: Any, label: str) -> list[StoreOutcome]:
         self._called("store", after)
         return [StoreOutcome.NEW] * len(names)
 
@@ -67,8 +68,9 @@ Make = Callable[..., WorkerSide]
 
 @pytest.fixture
 def make(cache: Cache, clock: Clock) -> Iterator[Make]:
-    def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,)) -> WorkerSide:
-        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock)
+    def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,), **given: Any) -> WorkerSide:
+        given = {"version": WeightsVersion(), **given}
+        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock, **given)
 
     def end(side: WorkerSide) -> None:
         cache.gate.set()
@@ -205,3 +207,11 @@ def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Make, cache
     assert side.close(PATIENCE_S)
     assert len(cache.calls) == 3
     assert ended(side, "queued").bad_blocks == set(BLOCKS)
+
+
+def test_the_caches_take_the_version_of_the_weights_from_each_step(make: Make) -> None:
+    version = WeightsVersion()
+    side = make(version=version)
+    for label in ("w1", None, "", ""):
+        side.start(Step(label=label))
+        assert version.label == label

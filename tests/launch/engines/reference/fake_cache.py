@@ -22,7 +22,7 @@ class FakeCache:
         self.chunk_size = chunk_size
         self.metrics = CacheMetrics()
         self.available = True
-        self.epoch = ""
+        self.label = ""
         self.chunks: dict[bytes, list[torch.Tensor]] = {}
         self.before: Callable[[str], None] = lambda call: None
         """What each call does first, by its name: raise, hang, change this cache."""
@@ -41,7 +41,7 @@ class FakeCache:
         found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
 
-    def load(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
+    def load(self, names, blocks, *, kv_caches, session="", label=None) -> Loaded:
         self.before("load")
         loaded = self._found(names)
         for index, name in enumerate(names[:loaded]):
@@ -49,9 +49,9 @@ class FakeCache:
                 tensor[self._place(blocks, index)] = kept
         return Loaded(loaded, "none" if loaded == len(names) else "evicted")
 
-    def store(self, names, blocks, *, kv_caches, epoch) -> list[StoreOutcome]:
+    def store(self, names, blocks, *, kv_caches, label) -> list[StoreOutcome]:
         self.before("store")
-        assert epoch == self.epoch
+        assert label == self.label
         outcomes = []
         with self.stored:
             for index, name in enumerate(names):
@@ -88,7 +88,7 @@ class ClaimingCache(FakeCache):
         self.before("find")
         return Found(len(names), len(names), "none")
 
-    def load(self, names, blocks, *, kv_caches, session="", epoch=None) -> Loaded:
+    def load(self, names, blocks, *, kv_caches, session="", label=None) -> Loaded:
         self.before("load")
         for tensor in kv_caches.values():
             tensor[list(blocks)] = float("nan")

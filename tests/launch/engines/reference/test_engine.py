@@ -342,7 +342,7 @@ def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expect
     engine = make_engine(cache, wait_ms=1)
     stream = engine.submit(request_of(64, max_tokens=1, streams=True))
     wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 64)
-    cache.epoch, _ = "other weights", cache.chunks.clear()
+    cache.label, _ = "other weights", cache.chunks.clear()
     tokens, stats = answered(engine, request_of(64, announced_prefix=64))
     assert tokens == expected(request_of(64))
     assert (stats.report.loaded, stats.report.streamed) == (0, 0)
