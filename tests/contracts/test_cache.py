@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -61,7 +60,7 @@ class Side:
         )
 
     def find(self, names: Sequence[bytes], **options: Any) -> Found:
-        (answer,) = {msgspec.structs.replace(rank.find(names, **options), label=None) for rank in self.ranks}
+        (answer,) = {rank.find(names, **options) for rank in self.ranks}
         return answer
 
     def store(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> list[StoreOutcome]:

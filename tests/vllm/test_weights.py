@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launch.versions import known_versions
 
 from bench.lib.model import write_model
-from pd_cache.versions import FIRST
-from tests.support.pool import Pool
 from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, Server
+from tests.vllm.servers import CHUNK, PdCacheServer, Server
+
+
+def weights(server: Server) -> dict[str, Any]:
+    """The state of its engine's weights, as its `/health` says it."""
+    (state,) = server.ask("/health")["weights"]
+    return dict(state)
+
+
+def name(label: str, *servers: PdCacheServer) -> None:
+    """Names their weights, as `pd-cache reset` does."""
+    for server in servers:
+        (state,) = server.ask("/weights", {"label": label, "ids": [weights(server)["id"]]})
+        assert state == weights(server)
+        assert state["label"] == label
 
 
 @pytest.fixture
-def reloads(pair: Pair, model: Path, vllm_pool: Pool) -> Iterator[Callable[[Path], None]]:
-    """Replaces the weights of both nodes, which say so one after the other. In the end all have those with which nodes start."""
+def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
+    """Replaces the weights of both nodes, which hear of it one after the other. In the end all have those with which nodes start."""
 
     def reload(folder: Path) -> None:
         for server in pair:
             server.reload_weights(folder)
             server.settle()
-        pair.a.reset_external()
-        pair.b.reset_external()
+            server.reset_external()
 
     yield reload
-    for server in pair:
-        server.reload_weights(model)
-        server.settle()
-    for weights in known_versions([vllm_pool.versions]):
-        vllm_pool.reset(weights, FIRST)
+    reload(model)
+    name("", *pair)
 
 
 def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -41,7 +49,7 @@ def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[li
     return [server.complete(prompt).tokens for prompt in prompts]
 
 
-def test_after_a_reset_no_node_loads_what_old_weights_computed(pair, plain, model, reloads, new_prompt, tmp_path):
+def test_after_a_change_no_node_loads_what_old_weights_computed(pair, plain, model, reloads, new_prompt, tmp_path):
     *prompts, again = [new_prompt(6 * CHUNK + 10) for _ in range(4)]
     new_weights = write_model(tmp_path / "llama", seed=1)
     *new, of_again = computed(plain.server(), new_weights, [*prompts, again])
@@ -50,6 +58,12 @@ def test_after_a_reset_no_node_loads_what_old_weights_computed(pair, plain, mode
         assert pair.a.store(prompt).tokens == before != after
         assert pair.b.complete(prompt).cached == 6 * CHUNK
     reloads(new_weights)
+    for server in pair:
+        assert weights(server)["label"] is None
+        unnamed = server.troubles("lookup", "weights_unnamed")
+        assert server.complete(prompts[0]).outcome == (0, new[0])
+        assert server.troubles("lookup", "weights_unnamed") > unnamed
+    name("w1", *pair)
     for prompt, after in zip(prompts, new, strict=True):
         assert pair.b.store(prompt).outcome == (0, after)
     assert pair.a.store(again).tokens == of_again
@@ -57,3 +71,5 @@ def test_after_a_reset_no_node_loads_what_old_weights_computed(pair, plain, mode
     for path in ("/pause", "/resume"):  # as a trainer does that brings new weights
         pair.b.ask(path, {})
     assert pair.b.complete(again).outcome == (0, of_again)
+    name("w1", pair.b)
+    assert pair.b.complete(again).outcome == (6 * CHUNK, of_again)
