@@ -214,8 +214,8 @@ class CacheEngine:
         return self.prefix.find(names, at_hand=at_hand, timeout=timeout)
 
     def reset(self, version: str | None = None) -> None:
-        """Says that this engine has other weights now; see `LookupClient.reset`."""
-        return self.prefix.reset(version)
+        """Notes that this engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)
 
     def store(
         self,
@@ -254,7 +254,7 @@ class CacheEngine:
 
         `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots` of their tokens.
         The first may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten.
-        `epoch` is the label that the lookup reported, by default this engine's. `timeout` is in seconds. Raises ValueError, before
+        `label` is this engine's from before the lookup, by default the present one. `timeout` is in seconds. Raises ValueError, before
         anything moves, for blocks that the KV tensors do not have or that do not go with the names.
         """
         end = None if timeout is None else time.monotonic() + timeout

@@ -37,6 +37,7 @@ from transfer.staging import StagingPool
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from pd_cache.paged import cuda, xxh3  # noqa: E402
+from pd_cache.versions import WeightsVersion  # noqa: E402
 
 # Triton 3.9 announces, at the first compilation, a change in how it fuses floating-point operations; the kernel has none
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -348,7 +349,7 @@ class Copying:
         return Loaded(len(names))
 
     def store(
-        self, names: list[bytes], blocks: list[int], *, after: Callable[[], None], epoch: str
+        self, names: list[bytes], blocks: list[int], *, after: Callable[[], None], label: str
     ) -> list[StoreOutcome]:
         assert self.gate.wait(PATIENCE_S)
         after()
@@ -368,7 +369,9 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
     cache = Cache.random(Case(PageKind.MLA, 1, 1, 4, torch.bfloat16, "separate"))
     copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout) for _ in range(3)]
     caches = [Copying(copier, lambda: interpreted.mark(torch.device("cuda", 0))) for copier in copiers]
-    side = WorkerSide(caches, stores=[True] * 3, load_timeout_s=60.0, device=torch.device("cuda", 0))
+    side = WorkerSide(
+        caches, stores=[True] * 3, load_timeout_s=60.0, device=torch.device("cuda", 0), version=WeightsVersion()
+    )
     parts = [GroupChunks(group, [b"n"], list(range(CHUNK_BLOCKS))) for group in range(3)]
     streams.default.behind.add("step 1")
     side.save(Step(stores=[StoreOp(0, parts[0])]))
