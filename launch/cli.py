@@ -43,8 +43,12 @@ _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
 
-def _file_option(*, required: bool = True, says: str = "The cluster's YAML file.") -> Callable[[F], F]:
-    return click.option("-c", "--config", "file", type=_FILE, required=required, help=says)
+def _file_option(
+    *, required: bool = True, says: str = "The cluster's YAML file.", variable: str | None = "PD_CACHE_CONFIG"
+) -> Callable[[F], F]:
+    return click.option(
+        "-c", "--config", "file", type=_FILE, required=required, envvar=variable, show_envvar=True, help=says
+    )
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
@@ -95,6 +99,15 @@ class _Command(click.Command):
         return rest
 
 
+def _count(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """A click callback for numbers above 0: `20M` is 20 million."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)", value.lower())
+    found = round(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
+    if found < 1:
+        raise click.BadParameter(f"expected a number such as 8192, 128k or 20M, got {value!r}", context, parameter)
+    return found
+
+
 class _Commands(click.Group):
     """Turns the project's exceptions, and a full disk as output, into one line and an exit code."""
 
@@ -143,7 +156,11 @@ class _Commands(click.Group):
 @click.version_option(pd_cache.__version__, prog_name="pd-cache")
 @click.option("-v", "--verbose", is_flag=True, help="Log details, also of the libraries.")
 def main(verbose: bool) -> None:
-    """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving."""
+    """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
+
+    PD_CACHE_CONFIG names the cluster's file in place of -c. Exit codes: 0 done; 1 it went wrong; 2 the command line or the file cannot be
+    used; 130 Ctrl-C.
+    """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING,
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
@@ -213,7 +230,7 @@ def up(file: Path, drain_s: float | None) -> None:
 
 
 @main.command()
-@_file_option(required=False, says="Another file than `config example local`.")
+@_file_option(required=False, says="Another file than `config example local`.", variable=None)
 @_json_option
 def demo(file: Path | None, as_json: bool) -> None:
     """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
@@ -622,11 +639,11 @@ def config_example(name: str) -> None:
 
 
 @main.command()
-@click.option("--model", type=_FILE, required=True, help="The model's config.json.")
+@click.option("--model", type=_FILE, required=True, help="The model's folder, or its config.json.")
 @click.option(
     "--tokens",
-    type=click.IntRange(1),
-    default=10_000_000,
+    callback=_count,
+    default="10M",
     show_default=True,
     help="Different prompt tokens of the time in which they should be found again, e.g. an hour.",
 )
@@ -635,9 +652,9 @@ def config_example(name: str) -> None:
     type=click.FloatRange(0, 1),
     default=0.3,
     show_default=True,
-    help="Wanted hit rate: the share of all prompt tokens that are found; an unbounded pool has 0.3734.",
+    help="Wanted hit rate: the share of all prompt tokens that are found. From 0.3734 on, the pool has room for all --tokens.",
 )
-@click.option("--prompt", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a prompt.")
+@click.option("--prompt", callback=_count, default="8192", show_default=True, help="Tokens of a prompt.")
 @click.option(
     "--ttft",
     "ttft_s",

@@ -76,14 +76,13 @@ class Size(msgspec.Struct):
 def size_of(
     model: Path, *, tokens: int, share: float, prompt: int, ttft_s: float, ranks: int, kv_dtype: str | None
 ) -> Size:
-    """Returns the figures for a model's config.json; `pd-cache size --help` explains the arguments. `kv_dtype` is None for the model's own.
+    """Returns the figures for a model's folder or config.json; `pd-cache size --help` explains the arguments. `kv_dtype` is None for the model's
+    own.
 
-    Raises ConfigError for a file that cannot be read, a model whose layers cannot be counted, or a `share` that no pool reaches.
+    Raises ConfigError for a file that cannot be read, or a model whose layers cannot be counted.
     """
-    if share > (most := _CURVE[-1][0]):
-        raise ConfigError(
-            f"--share: got a hit rate of {share:g}; in FAST'25's conversations an unbounded pool has {most:g}"
-        )
+    if model.is_dir():
+        model /= "config.json"
     try:
         config = decode_json(model.read_bytes(), Config)
     except (OSError, ValueError) as error:
@@ -108,17 +107,18 @@ def size_of(
         whole += (size := layers * layout.chunk_bytes(USUAL_CHUNK))
         load += size * (min(chunks, tail) if tail else chunks)
         stored += size * (min(chunks, tail + 1) if tail else chunks)
-    room = next(
+    rooms = (
         low + (high - low) * (share - below) / (above - below)
         for (below, low), (above, high) in pairwise(_CURVE)
         if share <= above
     )
+    room = next(rooms, 1.0)  # no prompts need more
     return Size(
         groups=groups,
         chunk_bytes=whole,
         load_bytes=load,
         stored_bytes=stored,
-        most_share=most,
+        most_share=_CURVE[-1][0],
         pool_share=room,
         pool_bytes=round(room * tokens / max(prompt, 1) * stored * _ROUNDED_UP),
         link_gbit=load * 8e-9 / ttft_s,
@@ -147,9 +147,13 @@ def size_text(size: Size, *, tokens: int, share: float, prompt: int, ttft_s: flo
     for group in size.groups:
         needs = f"the last {group.tail_chunks} chunks" if group.tail_chunks else "every chunk"
         table.add_row(group.keeps, str(group.layers), f"{group.token_bytes:,}", needs)
+    where = f"FAST'25's conversations, where an unbounded pool has {size.most_share:.1%}"
+    if share <= size.most_share:
+        hits = f"room for {size.pool_share:.0%} of {tokens:,} different tokens: then {share:.1%} of all prompt tokens are hits in {where}"
+    else:
+        hits = f"room for all of {tokens:,} different tokens: {share:.1%} is more than hits can be in {where}; no prompts need a larger pool"
     return table, (
-        f"pool: {shown_bytes(size.pool_bytes)} in all store nodes together, room for {size.pool_share:.0%} of {tokens:,} different tokens: "
-        f"then {share:.1%} of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has {size.most_share:.1%}\n"
+        f"pool: {shown_bytes(size.pool_bytes)} in all store nodes together, {hits}\n"
         f"network: {shown_bytes(size.load_bytes)} for a prompt of {prompt:,} tokens; to load it in {ttft_s:g} s, {size.link_gbit:.1f} Gbit/s to its node\n"
         f"transfer.staging_size: at least {shown_bytes(size.staging_bytes)} for each rank"
     )

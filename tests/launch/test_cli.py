@@ -56,6 +56,20 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
     assert "'decoder' is not one of" in refused("launch", "decoder", "-c", file)
 
 
+def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path: Path) -> None:
+    named = {"env": {"PD_CACHE_CONFIG": str(tmp_path / "missing.yaml")}}
+    for command in (["up"], ["launch", "decode"], ["status"], ["config", "check"], ["doctor"], ["pool", "ls"]):
+        assert "missing.yaml: cannot be read" in cli(*command, code=2, **named).stderr, command
+    assert "ok: test: " in cli("config", "check", "--file-only", "-c", cluster_file(tmp_path), **named).stdout
+    shown = cli("demo", "--help", **named).output
+    assert "PD_CACHE_CONFIG" not in shown
+
+
+def test_the_shell_can_complete_commands() -> None:
+    done = run_program(_PD_CACHE_COMPLETE="bash_complete", COMP_WORDS="pd-cache con", COMP_CWORD="1")
+    assert done.stdout == "plain,config\n"
+
+
 def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> None:
     nodes = [{"name": "m", "role": "master", "host": "192.0.2.1"}]
     assert "its hosts are 192.0.2.1" in refused("up", "-c", cluster_file(tmp_path, nodes=nodes))
@@ -126,7 +140,7 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path: Path) -> 
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
     nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
     with Process("up", program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))) as up:
-        wait_for(lambda: len(up.lines) >= len(nodes), 180, "all nodes ready")
+        wait_for(lambda: "all 2 nodes are ready" in up.lines, 180, "all nodes ready")
         assert [line.split()[1] for line in up.lines[:2]] == ["master", "store-0"]
         assert up.stop() == 0
     assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)

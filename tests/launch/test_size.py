@@ -57,9 +57,20 @@ def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_pa
     assert sizes[1].pool_share == 0.031, "12.35 % of all tokens are hits in a pool of 5,340 of 170,899 blocks"
 
 
-def test_a_hit_rate_that_no_pool_reaches_is_refused_with_the_highest(tmp_path: Path) -> None:
-    said = run(LLAMA, tmp_path, "--share", "0.5", code=2)
-    assert "--share: got a hit rate of 0.5; in FAST'25's conversations an unbounded pool has 0.3734" in said
+def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_so(tmp_path: Path) -> None:
+    assert sized(LLAMA, tmp_path, "--share", "0.9").pool_bytes == 1_000_000 * (128 << 10) * 9 // 8
+    said = run(LLAMA, tmp_path, "--share", "0.9")
+    assert (
+        "room for all of 1,000,000 different tokens: 90.0% is more than hits can be in FAST'25's conversations" in said
+    )
+
+
+def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path: Path) -> None:
+    long = sized(LLAMA, tmp_path, "--tokens", "20000000", "--prompt", "128000")
+    given = ("size", "--model", tmp_path, "--tokens", "20M", "--prompt", "128k", "--json")
+    assert msgspec.json.decode(cli(*given).output, type=Size) == long
+    for wrong in ("0", "-1", "20MB", "M", "1e6"):
+        assert "expected a number such as 8192, 128k or 20M" in run(LLAMA, tmp_path, "--tokens", wrong, code=2)
 
 
 @pytest.mark.parametrize(
