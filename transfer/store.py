@@ -94,6 +94,10 @@ class _MooncakeClient(MovesClient, Protocol):
 
 def load_mooncake() -> Any:
     """Returns the module `mooncake.store`. Raises MissingLibraryError, which names the missing package."""
+    if (client := os.environ.get("MOONCAKE_STORE_BACKEND", "cpp")) != "cpp":  # as of 0.3.14
+        raise MissingLibraryError(
+            f"MOONCAKE_STORE_BACKEND is {client!r} in the environment; pd-cache needs Mooncake's client in C++: unset it, or set it to cpp"
+        )
     try:
         import mooncake.store as module
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Connectors of vLLM 0.32, for two nodes on one machine without an accelerator. `bench ttft --pd` has vLLM load them from here.
+"""Connectors of vLLM 0.32, for two nodes on one machine. `bench ttft --pd` has vLLM load them from here.
 
-MooncakeConnector's worker asks torch for the current accelerator, which raises there. NixlConnector's worker moves itself to the machine's
+Without a GPU, MooncakeConnector's worker asks torch for the current accelerator, which raises. NixlConnector's worker moves itself to the machine's
 last core, whatever the node was bound to, so that both nodes would compute on that core.
 """
 
@@ -11,5 +11,6 @@ from vllm.platforms import current_platform
 
 __all__ = ["MooncakeConnector", "NixlConnector"]
 
-torch.accelerator.current_device_index = lambda: 0
-current_platform.discover_numa_topology = list
+if current_platform.is_cpu():
+    torch.accelerator.current_device_index = lambda: 0
+    current_platform.discover_numa_topology = list

@@ -43,6 +43,7 @@ from pd_cache.cluster import (
     dump_config,
 )
 from pd_cache.config import CacheConfig
+from pd_cache.paged import has_gpu
 from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
@@ -140,15 +141,17 @@ LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
 """The seconds that our connector spends on loads."""
 
 
-def arguments(positions: int, kind: ModelKind) -> dict[str, Any]:
-    """Flags of every server."""
+def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
+    """Flags of every server. On a `gpu`, two servers share its memory."""
     flags: dict[str, Any] = {
         "max-model-len": positions,
         "block-size": BLOCK,
         "enforce-eager": True,
         "dtype": "bfloat16",
     }
-    if kind == "mamba2":  # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
+    if gpu:
+        flags["gpu-memory-utilization"] = 0.4
+    elif kind == "mamba2":  # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
         flags |= {"max-num-batched-tokens": BLOCK, "max-num-seqs": 16}
     return flags
 
@@ -308,11 +311,15 @@ def main(
     found, checks = Figures(lengths), []
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar, ExitStack() as stack:
         folder = Path(name)
-        model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind)
+        gpu = has_gpu()
+        model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind, gpu=gpu)
         if pd:
             from bench.suites.ttft_pd import measure_handoffs
 
-            finish(*measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind]), **output)
+            finish(
+                *measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu),
+                **output,
+            )
             return
         rng = random.Random(0)
         prompts = {

@@ -1,6 +1,6 @@
 """From the end of a prefill to the decode node's first token: `bench ttft --pd`.
 
-A prefill and a decode node, each with a core of its own, behind a proxy. `never` and `always` are values of `handoff.stream`. Then the same
+A prefill and a decode node, each with a core of its own, or half of a GPU, behind a proxy. `never` and `always` are values of `handoff.stream`. Then the same
 with connectors of vLLM's own, where the bench makes both hops. With a link, the decode node is in a network namespace of its own, behind a
 link of this rate; everything else, with all of the pool's memory, is on the prefill node's side. Each prompt is new.
 """
@@ -61,6 +61,8 @@ class Place(NamedTuple):
     core: int
     port: int
     enter: tuple[str, ...]
+    gpu: bool
+    """Whether the node computes on a GPU. Otherwise it gets only its core."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -72,15 +74,15 @@ class Place(NamedTuple):
     @property
     def before(self) -> tuple[str, ...]:
         """A command that runs another one there."""
-        return (*self.enter, "taskset", "-c", str(self.core))
+        return self.enter if self.gpu else (*self.enter, "taskset", "-c", str(self.core))
 
 
 @contextmanager
-def linked(rate: str | None) -> Iterator[tuple[Place, Place]]:
+def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
     """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link in each direction; None means
     loopback. Raises ClickException if this user or machine cannot have such a link."""
     if rate is None:
-        yield Place("127.0.0.1", 0, 0, ()), Place("127.0.0.1", 1, 0, ())
+        yield Place("127.0.0.1", 0, 0, (), gpu), Place("127.0.0.1", 1, 0, (), gpu)
         return
     if os.geteuid() != 0 or not all(map(shutil.which, _COMMANDS)):
         needs = f"it needs root, and the commands {', '.join(_COMMANDS)}"
@@ -92,8 +94,8 @@ def linked(rate: str | None) -> Iterator[tuple[Place, Place]]:
     try:
         holder.stdout.readline()
         number = os.getpid() % 256
-        here = Place(f"198.18.{number}.1", 0, 0, ())
-        there = Place(f"198.18.{number}.2", 1, 8000, ("nsenter", f"--target={holder.pid}", "--net", "--mount"))
+        here = Place(f"198.18.{number}.1", 0, 0, (), gpu)
+        there = Place(f"198.18.{number}.2", 1, 8000, ("nsenter", f"--target={holder.pid}", "--net", "--mount"), gpu)
         cable = f"pd-bench-{number}"
         shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
         _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
@@ -176,7 +178,7 @@ def theirs(
                 PEERS[peer],
                 role,
                 engine_id=role,
-                kv_buffer_device="cpu",
+                kv_buffer_device="cuda" if place.gpu else "cpu",
                 kv_connector_module_path="bench.lib.peer_connectors",
                 kv_connector_extra_config={"mooncake_protocol": "tcp"},
             )
@@ -210,6 +212,8 @@ def measure_handoffs(
     rate: str | None,
     peers: Sequence[Peer],
     token_bytes: int,
+    *,
+    gpu: bool,
 ) -> tuple[dict[str, Any], list[Check]]:
     """Returns the figures, medians over the rounds, and the targets."""
     rng = random.Random(0)
@@ -229,7 +233,7 @@ def measure_handoffs(
                     if number:
                         found.setdefault((tokens, way), []).append(times)
 
-    with linked(rate) as places:
+    with linked(rate, gpu=gpu) as places:
         with ours(model, flags, places, pool, folder) as (ways, decode):
             measure(ways, decode)
         for peer in peers:

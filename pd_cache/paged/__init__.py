@@ -53,11 +53,20 @@ def own_stream(device: torch.device) -> None:
         take_stream(device)
 
 
+def has_gpu() -> bool:
+    """Returns whether this process can use a GPU."""
+    if torch.version.cuda is None:
+        return False
+    from pd_cache.paged import cuda
+
+    return cuda.is_available()
+
+
 def host_pin() -> Pin | None:
     """Returns the function that page-locks staging memory in the context of the GPU that is now the calling thread's, whichever thread
     calls it; None if there is no GPU."""
-    if torch.version.cuda is None:
+    if not has_gpu():
         return None
-    from pd_cache.paged import cuda
+    from pd_cache.paged.cuda import pin_here
 
-    return cuda.pin_here() if cuda.is_available() else None
+    return pin_here()

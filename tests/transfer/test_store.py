@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
-from transfer.errors import Status, TransferError
+from transfer.errors import MissingLibraryError, Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore
@@ -161,11 +161,15 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
+def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_STORE_BACKEND", "rs")
+    with pytest.raises(MissingLibraryError, match="MOONCAKE_STORE_BACKEND is 'rs' in the environment; .* unset it"):
+        MooncakeStore(TransferSettings(), master="127.0.0.1:1")
+
+
 @pytest.mark.parametrize(("library", "package"), [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")])
 def test_the_missing_system_library_is_named(monkeypatch, library, package):
     import builtins
-
-    from transfer.errors import MissingLibraryError
 
     real = builtins.__import__
 

@@ -14,6 +14,7 @@ import yaml
 
 from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import load_config
+from pd_cache.paged import has_gpu
 from tests.support.cluster import fetched, metric_at
 from tests.support.pool import Node, Pool, free_port
 from tests.support.waiting import wait_for
@@ -36,14 +37,18 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
+GPU = has_gpu()
+DTYPE = "bfloat16" if GPU else "float32"
+"""Attention's kernels of GPUs take no float32; not each CPU has bfloat16's."""
 ARGS: dict[str, Any] = {
     "max-model-len": 4096,
     "block-size": BLOCK,
     "max-num-batched-tokens": 256,
     "num-gpu-blocks-override": 1024,
-    "dtype": "float32",
+    "dtype": DTYPE,
     "enforce-eager": True,
     "enable-prompt-tokens-details": True,
+    **({"gpu-memory-utilization": 0.15} if GPU else {}),  # up to five servers run at the same time
 }
 """Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
 

@@ -9,6 +9,7 @@ from tests.support.waiting import wait_for
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import (
     CHUNK,
+    GPU,
     HANDOFF_MS,
     LENGTH,
     SHARDS,
@@ -153,7 +154,7 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
     before = pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve")
     pair.b.complete(prompt)
     tokens = 6 * CHUNK
-    per_token = 4 * 2 * 4 * 32 * 4  # layers, K and V, KV heads, head dimension, bytes of a float32
+    per_token = 4 * 2 * 4 * 32 * (2 if GPU else 4)  # layers, K and V, KV heads, head dimension, bytes of a number
     assert pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve") - before == tokens * per_token
     for op in ("lookup", "retrieve"):
         assert pair.b.metric("vllm:pd_cache_ops_total", op=op) > 0

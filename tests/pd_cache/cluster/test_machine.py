@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from launch.cli import example_file
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -25,6 +26,7 @@ from pd_cache.cluster import (
     StoreNode,
     TlsConfig,
     VllmEngineConfig,
+    load_config,
     machine,
 )
 from pd_cache.cluster.machine import local_nodes
@@ -149,6 +151,7 @@ def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(
     (message,) = messages(vllm(*here), tmp_path)
     assert "nodes[2]: a, b together want 180% of the memory of GPU 0 (gpu-memory-utilization); give each" in message
     assert messages(vllm(*here, args={"gpu_memory_utilization": 0.45}), tmp_path) == []
+    assert not [one for one in messages(load_config(example_file("vllm-local")), tmp_path) if "GPU" in one]
     first, second = ({"CUDA_VISIBLE_DEVICES": text} for text in ("0,1", "2,1"))
     apart = [DecodeNode(name="a", env=first), DecodeNode(name="b", env=second)]
     assert messages(vllm(*apart), tmp_path) == [], "each takes the first that it sees"
