@@ -163,7 +163,7 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
 
 def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_STORE_BACKEND", "rs")
-    with pytest.raises(MissingLibraryError, match="MOONCAKE_STORE_BACKEND is 'rs' in the environment; .* unset it"):
+    with pytest.raises(MissingLibraryError, match="MOONCAKE_STORE_BACKEND is 'rs' in the environment"):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
 
 
