@@ -1,0 +1,225 @@
+"""Prompts with images: nobody gets the KV of another image, whatever names it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch.proxy.bodies import Completion
+from tests.support.pool import Pool
+from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer, Server, by_hand, cluster_file, running
+
+SIDE, PATCH = 80, 8
+TOKENS = (SIDE // PATCH) ** 2
+"""Of an image: it reaches into two or three chunks."""
+WORDS, BEFORE, AFTER = 512, 90, 210
+PLAIN = "--model-impl=transformers", "--no-enable-prefix-caching"
+"""vLLM's own Llava imports torchvision, which has no build for CPUs on PyPI."""
+HASHING = {"model-impl": "transformers", "enable-prefix-caching": False}
+NUMBERING = {**HASHING, "mm-processor-cache-gb": 0}
+
+
+def write_llava(folder: Path) -> Path:
+    """Returns the folder of a small Llava with random weights, in which an image decides which tokens come after it."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    torch.manual_seed(0)
+    text = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE, patch_size=PATCH
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=3, image_seq_length=TOKENS, vision_feature_layer=-1
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        if ("vision" in name or "projector" in name) and parameter.dim() > 1:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    named = ["<s>", "</s>", "<unk>", "<image>"]
+    words = {word: index for index, word in enumerate([*named, *(f"t{index}" for index in range(len(named), WORDS))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", additional_special_tokens=["<image>"],
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )  # fmt: skip
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    transformers.LlavaProcessor(
+        images, fast, patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(folder)
+    return folder
+
+
+class Servers(NamedTuple):
+    """One node for each mode of names finds what it has stored itself: vLLM's own prefix cache is off."""
+
+    blocks: PdCacheServer
+    tokens: PdCacheServer
+    """It trusts names of clients. So does the next one."""
+    numbering: PdCacheServer
+    plain: Server
+
+
+@pytest.fixture(scope="module")
+def servers(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    model, folder = write_llava(tmp_path_factory.mktemp("models") / "llava"), tmp_path_factory.mktemp("media")
+    by_blocks = cluster_file(folder, vllm_pool, model, {"prefill-0": {"args": HASHING}})
+    by_tokens = cluster_file(
+        folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "prefill-1": {"args": NUMBERING}},
+        connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
+    )  # fmt: skip
+    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain:
+        yield Servers(*nodes, plain)
+
+
+_numbers = itertools.count()
+
+
+def picture() -> str:
+    """Returns the URL of an image that no other test has used: each of its patches has one colour."""
+    patches = np.random.default_rng(next(_numbers)).integers(0, 256, (SIDE // PATCH, SIDE // PATCH, 3), np.uint8)
+    Image.fromarray(patches.repeat(PATCH, 0).repeat(PATCH, 1)).save(file := io.BytesIO(), "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+class Chat:
+    """A text with images, some of which have a client's name."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(f"chat {next(_numbers)}")
+        self._texts: list[str] = []
+        self._parts: list[dict[str, Any]] = []
+        self.tokens = 0
+
+    def text(self, words: int) -> Chat:
+        self._texts += [f"t{self._rng.randrange(10, WORDS)}" for _ in range(words)]
+        self.tokens += words
+        return self
+
+    def image(self, url: str, **name: str) -> Chat:
+        self._texts.append("<image>")
+        self._parts.append({"type": "image_url", "image_url": {"url": url}, **name})
+        self.tokens += TOKENS
+        return self
+
+    def but(self, place: int, url: str, **name: str) -> Chat:
+        """The same with another image at this place."""
+        other = Chat()
+        other._texts, other.tokens = self._texts, self.tokens
+        other._parts = [*self._parts]
+        other._parts[place] = {"type": "image_url", "image_url": {"url": url}, **name}
+        return other
+
+    def later(self) -> Chat:
+        """The same with a word more, right before the first image."""
+        other = Chat()
+        place = self._texts.index("<image>")
+        other._texts = [*self._texts[:place], "t7", *self._texts[place:]]
+        other._parts, other.tokens = self._parts, self.tokens + 1
+        return other
+
+    @property
+    def whole(self) -> int:
+        """The tokens of its whole chunks."""
+        return self.tokens // CHUNK * CHUNK
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        content = [{"type": "text", "text": " ".join(self._texts)}, *self._parts]
+        return {
+            "model": MODEL_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0,
+            "ignore_eos": True, **fields,
+        }  # fmt: skip
+
+
+class Said(NamedTuple):
+    cached: int
+    text: str
+    reason: str = ""
+
+
+def ask(server: Server, chat: Chat, *, proxied: bool = False, **fields: Any) -> Said:
+    """`proxied`: with the body that the proxy makes of it."""
+    body = chat.body(**fields)
+    if proxied:
+        body = json.loads(Completion(json.dumps(body).encode(), prompt="messages").for_decode(None))
+    answer = server.ask("/v1/chat/completions", body)
+    server.settle()
+    assert answer["usage"]["prompt_tokens"] == chat.tokens
+    cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    report = (answer.get("kv_transfer_params") or {}).get("pd_cache", {}).get("report", {})
+    return Said(cached, answer["choices"][0]["message"]["content"], report.get("reason", ""))
+
+
+def written(server: Server) -> float:
+    return server.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
+
+
+@pytest.mark.parametrize("mode", ["blocks", "tokens"])
+def test_what_is_loaded_of_a_prompt_with_images_is_of_the_same_images_at_the_same_place(servers, mode):
+    server, cat, dog = getattr(servers, mode), picture(), picture()
+    first = Chat().text(BEFORE).image(cat).text(AFTER)
+    two = Chat().text(BEFORE).image(cat).text(AFTER).image(dog).text(AFTER)
+    shared, between = BEFORE // CHUNK * CHUNK, (BEFORE + TOKENS + AFTER) // CHUNK * CHUNK
+    answers = []
+    for chat, cached in (
+        (first, 0),
+        (first, first.whole),
+        (first.but(0, dog), shared),
+        (first.later(), shared),
+        (two, 0),
+        (two.but(1, cat), between),
+        (two.but(0, dog), shared),
+        (two, two.whole),
+    ):
+        said = ask(server, chat, proxied=True)
+        assert said[:2] == (cached, ask(servers.plain, chat).text)
+        answers.append(said.text)
+    assert answers[0] == answers[1]
+    assert len({*answers[1:7]}) == 6, "the images decide about the answer"
+
+
+def test_clients_names_of_images_count_only_within_a_salt_unless_the_file_trusts_them(servers):
+    cat, dog = picture(), picture()
+    chat, hashed = Chat().text(BEFORE).image(cat, uuid="cat").text(AFTER), "ab" * 32
+    before = written(servers.blocks)
+    for name in ("cat", hashed):
+        assert ask(servers.blocks, chat.but(0, cat, uuid=name))[::2] == (0, "media_unidentified")
+    assert ask(servers.blocks, chat.but(0, dog))[::2] == (0, "media_unidentified"), "vLLM's hashes look like names"
+    assert written(servers.blocks) == before
+    assert servers.blocks.metric("vllm:pd_cache_missed_tokens_total", reason="media_unidentified") == 3 * chat.tokens
+    for salt, cached in (("mine", 0), ("mine", chat.whole), ("yours", 0)):
+        assert ask(servers.blocks, chat, cache_salt=salt).cached == cached
+    answer = ask(servers.plain, chat.but(0, dog)).text
+    for cached in (0, chat.whole):  # under a name that vLLM knows for another image
+        assert ask(servers.blocks, chat.but(0, dog, uuid=hashed), proxied=True)[:2] == (cached, answer)
+    for cached in (0, chat.whole):
+        assert ask(servers.tokens, chat).cached == cached
+
+
+def test_images_that_vllm_numbers_are_neither_loaded_nor_stored(servers):
+    chat, before = Chat().text(BEFORE).image(picture()).text(AFTER), written(servers.numbering)
+    answer = ask(servers.plain, chat).text
+    for options in ({}, {"cache_salt": "mine"}, {"proxied": True}):
+        assert ask(servers.numbering, chat, **options) == (0, answer, "media_unidentified")
+    text = Chat().text(AFTER)
+    assert (ask(servers.numbering, text).cached, ask(servers.numbering, text).cached) == (0, text.whole)
+    assert written(servers.numbering) == before + text.whole
