@@ -125,8 +125,9 @@ def _note_of(file: Path) -> str:
 
 
 def program_of(node: Node, file: Path) -> Program:
-    """Returns the command that runs a node of `file`, in which each port is chosen."""
-    command = (sys.executable, "-m", "launch", "launch", node.role, "-c", str(file), "--node", node.name)
+    """Returns the command that runs a node of `file`, in which each port is chosen. It logs details if this process does."""
+    details = ["-v"] if log.isEnabledFor(logging.DEBUG) else []
+    command = (sys.executable, "-m", "launch", *details, "launch", node.role, "-c", str(file), "--node", node.name)
     return Program(name=node.name, argv=command)
 
 

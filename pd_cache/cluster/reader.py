@@ -24,54 +24,6 @@ from transfer.settings import decode_custom
 
 T = TypeVar("T")
 
-_HOST_CLIENT = (
-    "went in 0.2.0: every process is a client of the pool, so leave it out. For one client a host, give the host a cache-server node "
-    "and its engines `cache_server: NAME`"
-)
-_POOLS_EVENTS = (
-    "went in 0.2.0: vLLM nodes publish what their own caches hold (their events_port), and the proxy looks up what the pool holds; "
-    "for events of the pool itself, Mooncake's master has --enable_kv_events from 0.3.14 on"
-)
-_BY_NGINX = (
-    "went in 0.2.0: put nginx in front of the proxy, which bounds slow clients and connections (docs/operations.md)"
-)
-_BY_DEFAULT = "went in 0.2.0: it is always what it was by default; leave it out"
-REMOVED: dict[str, str] = {
-    "bench": "went in 0.2.0: say `pd-cache bench NAME --serve HOST:PORT` on one machine and --connect HOST:PORT on the other",
-    "cache.tiers.disk.sync": "went in 0.2.0: a file that a power failure tears is found by its checksum, and costs a miss; leave it out",
-    "cache.tiers.local.blocking": "went in 0.2.0: a store into memory never waits; leave it out",
-    "cache.tiers.local.device": "went in 0.2.0: the tier is always in this machine's memory, as with `cpu`; leave it out",
-    "cache.tiers.mooncake.pipelined": "went in 0.2.0: the next chunks are always fetched while the last are checked; leave it out",
-    "connector.load": "went in 0.2.0: all loads run while other requests compute, as with `async`; leave it out",
-    "discovery.timeout_s": _BY_DEFAULT,
-    "engine.model.path": "went in 0.2.0: the reference engine has random weights only. Serve a folder with vLLM: `engine: {kind: vllm, model: FOLDER}`",
-    "nodes.master.events_chunks": _POOLS_EVENTS,
-    "nodes.master.events_interval_ms": _POOLS_EVENTS,
-    "nodes.master.events_port": _POOLS_EVENTS,
-    "nodes.cache-server.idle_s": "went in 0.2.0: the memory of a chunk size that no engine has is freed when one with another size comes; leave it out",
-    "nodes.cache-server.max_in_flight": _BY_DEFAULT,
-    "nodes.master.put_discard_timeout_s": _BY_DEFAULT,
-    "proxy.body_timeout_s": _BY_NGINX,
-    "proxy.breaker_failures": _BY_DEFAULT,
-    "proxy.connect_timeout_s": _BY_DEFAULT,
-    "proxy.header_timeout_s": _BY_NGINX,
-    "proxy.health_interval_s": _BY_DEFAULT,
-    "proxy.health_timeout_s": _BY_DEFAULT,
-    "proxy.idle_timeout_s": _BY_NGINX,
-    "proxy.node_cache_tokens": "went in 0.2.0: nodes report how large their caches are; leave it out",
-    "proxy.ui_followers": "went in 0.2.0: 32 browsers may follow; keys decide who (proxy.monitor_keys_file); leave it out",
-    "proxy.write_timeout_s": _BY_NGINX,
-    "nodes.store.threads": "went in 0.2.0 with transfer.client: host; leave it out",
-    "transfer.client": _HOST_CLIENT,
-    "transfer.client_address": _HOST_CLIENT,
-    "transfer.local_buffer_size": _BY_DEFAULT,
-}
-"""Keys of earlier versions, and what to do instead. A key of a node is `nodes.ROLE.key`, of a tier `cache.tiers.KIND.key`.
-
-Example: `{"transfer.client": "went in 0.2.0: give the host a cache-server node"}`.
-"""
-
-
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = {
     f"{_TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
@@ -283,17 +235,10 @@ def _problems_in_section(
             yield from _problems(fields[key].type, part, (*path, key))
         elif key != tag:
             hint = _near(key, allowed, "; did you mean {}?")
-            unknown = f"unknown key{hint} (allowed here: {', '.join(allowed)})"
-            yield Problem((*path, key), REMOVED.get(_written(path, value, key), unknown))
+            yield Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
     for name, field in fields.items():
         if field.required and name not in value:
             yield _missing(name, allowed, value, path)
-
-
-def _written(path: KeyPath, section: dict[str, Any], key: str) -> str:
-    """Returns how `REMOVED` writes the key of a section."""
-    names = [str(section.get("role") or section.get("kind")) if isinstance(part, int) else str(part) for part in path]
-    return ".".join([*names, key])
 
 
 def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath) -> Problem:

@@ -73,6 +73,12 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
             up.pick_node(file, role, name)
 
 
+def test_nodes_log_details_if_up_does(caplog: pytest.LogCaptureFixture) -> None:
+    for level, details in (("INFO", 0), ("DEBUG", 1)):
+        caplog.set_level(level, "launch.up")
+        assert up.program_of(ProxyNode(name="p"), Path("c.yaml")).argv.count("-v") == details
+
+
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
     program = "import launch.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
