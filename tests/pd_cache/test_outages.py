@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.engines import FAST, Host, host
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
+from tests.support.engines import CHUNK, FAST, Host, host
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError
+from transfer.settings import ByteSize
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
@@ -47,6 +49,18 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         wait_for(lambda: node.engine.available, 30, "the engine finding the master")
         wait_for(storing(node), 30, "a store going through")
         assert node.lookup(TOKENS) == 40
+
+
+def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool().start()
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **FAST) as node:
+        wait_for(storing(node), what="a store going through")
+        pool.kill("master")
+        others = node.engine.name_chunks(list(range(100, 140)))
+        wait_for(lambda: node.engine.find(others).reason == "pool_down", what="a lookup that noticed it")
+        assert node.lookup(TOKENS) == 40
+        assert all(node.retrieve(TOKENS, SLOTS))
 
 
 def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool: Callable[..., Pool]) -> None:
