@@ -331,8 +331,8 @@ def pool() -> None:
 def pool_ls(file: Path, as_json: bool) -> None:
     """List the namespaces in the pool, with their chunks and bytes.
 
-    A namespace is what keys of one model, layout and version of the weights begin with. `used by`: how many running nodes have it, or `old`:
-    other weights are current, and none loads it. Nobody knows when a key was last read.
+    A namespace is what keys of one model, layout and weights version begin with. `used by`: how many running nodes have it, or `old`: all
+    of them have other weights. Nobody knows when a key was last read.
     """
     from launch.operate.pool import space_table
 

@@ -21,8 +21,6 @@ _CONNECTIONS = 16
 """How many connections may be open at a time. One more is closed at once."""
 _PATIENCE_S = 10.0
 """How long a connection may take to send a request, and to take the answer."""
-_LONGEST = 1 << 14
-"""The most bytes of a request's body."""
 
 
 class Response(NamedTuple):
@@ -48,7 +46,7 @@ def exposed(
     pool that does not answer is no reason to restart the node. Raises RoleError if the address cannot be bound.
     """
 
-    def respond(path: str, body: bytes | None) -> Response:
+    def respond(path: str) -> Response:
         if path == "/metrics":
             return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
         if path == "/health":
@@ -62,14 +60,10 @@ def exposed(
 
 
 @contextlib.contextmanager
-def serving(
-    host: str, port: int, respond: Callable[[str, bytes | None], Response], connections: int
-) -> Iterator[tuple[str, int]]:
+def serving(host: str, port: int, respond: Callable[[str], Response], connections: int) -> Iterator[tuple[str, int]]:
     """Serves HTTP while the block runs, over at most so many connections at a time. Yields the address.
 
-    `respond` gets the path of each request, and the body of a POST. After a POST the connection stays open for the next one.
-
-    Raises RoleError for the same reason as `exposed`.
+    `respond` gets the path of each request. Raises RoleError for the same reason as `exposed`.
     """
     try:
         server = _Server((host, port), _handler(respond))
@@ -113,7 +107,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """Says nothing: a client that goes away in the middle is no event."""
 
 
-def _handler(respond: Callable[[str, bytes | None], Response]) -> type[BaseHTTPRequestHandler]:
+def _handler(respond: Callable[[str], Response]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -121,23 +115,12 @@ def _handler(respond: Callable[[str, bytes | None], Response]) -> type[BaseHTTPR
         timeout = _PATIENCE_S
 
         def do_GET(self) -> None:
-            self.close_connection = True
-            self._answer(respond(self.path.partition("?")[0], None))
-
-        def do_POST(self) -> None:
-            length = self.headers.get("content-length", "")
-            if length.isascii() and length.isdecimal() and int(length) <= _LONGEST:
-                self._answer(respond(self.path, self.rfile.read(int(length))))
-            else:
-                self.close_connection = True
-                self._answer(Response(413, b"expected a body with its length\n"))
-
-        def _answer(self, response: Response) -> None:
+            response = respond(self.path.partition("?")[0])
             self.send_response(response.status)
             self.send_header("content-type", response.kind)
             self.send_header("content-length", str(len(response.body)))
-            if self.close_connection:
-                self.send_header("connection", "close")
+            self.close_connection = True
+            self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(response.body)
 

@@ -108,7 +108,7 @@ def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """A namespace in one version of the weights."""
+    """A namespace in one weights version."""
 
     name: str
     """What its keys have after the format: the fingerprint, and after a dot the version, if it is not the first."""
@@ -119,7 +119,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
     """The nodes that have this namespace."""
     current: bool | None
-    """Whether an engine has this version of the weights; None if no engine has the namespace, or one does not say its version."""
+    """Whether an engine has this weights version; None if no engine has the namespace, or one does not say its version."""
     shards: int
     """Into how many objects a chunk is cut, as far as there are keys."""
     objects: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -52,27 +53,29 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
 
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-reset") as threads:
         list(threads.map(name, before))
-    unchanged, nodes, well = {state.id for state in states}, dict[str, str](), True
-    for row in _engines(config):
-        weights = row.record.weights
-        strange = [one for one in weights if one.label != label]
-        kept = [one for one in strange if not everywhere and (one.id in unchanged or one.label == FIRST)]
-        if not weights:
-            nodes[row.name] = (
-                f"not reached, and keeps what it has: {row.why if row.state == 'down' else 'it does not say which weights it has'}"
-            )
-        elif any(one.label is None for one in strange):
-            nodes[row.name] = "out: it was not reached, or its weights have changed again"
-        elif strange:
-            shown = ", ".join(sorted({shown_version(one.label or FIRST) for one in strange}))
-            why = "" if everywhere else ": it has not said that they changed"
-            nodes[row.name] = (
-                f"{shown}{why if strange == kept else ': another command has named it, or it was started meanwhile'}"
-            )
-        else:
-            nodes[row.name] = shown_version(label)
-        well &= bool(weights) and all(one in kept and one.label is not None for one in strange)
-    return Reset(nodes, well)
+    seen = {state.id for state in states}
+    outcomes = {row.name: _outcome(row, label, seen, everywhere=everywhere) for row in _engines(config)}
+    return Reset(
+        {name: shown for name, (shown, _) in outcomes.items()}, all(as_meant for _, as_meant in outcomes.values())
+    )
+
+
+def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: bool) -> tuple[str, bool]:
+    """Returns what a node's engines have in the end, and whether that is as it was meant. `seen`: the ids of all states in the beginning."""
+    states = row.record.weights
+    if not states:
+        why = row.why if row.state == "down" else "it does not say which weights it has"
+        return f"not reached, and keeps what it has: {why}", False
+    labels = {state.label for state in states}
+    if None in labels:
+        return "out: it was not reached, or its weights have changed again", False
+    if labels == {label}:
+        return shown_version(label), True
+    others = [state for state in states if state.label != label]
+    shown = ", ".join(sorted({shown_version(state.label or FIRST) for state in others}))
+    if not everywhere and all(state.id in seen or state.label == FIRST for state in others):
+        return f"{shown}: it has not said that they changed", True
+    return f"{shown}: another command has named it, or it was started meanwhile", False
 
 
 def _engines(config: ClusterConfig) -> list[NodeStatus]:

@@ -62,7 +62,7 @@ class SchedulerAdapter:
 
     @property
     def label(self) -> str:
-        """The version of the engine's weights, for `LoadStoreOp.label`."""
+        """The label of the engine's weights, for `LoadStoreOp.label`."""
         return self._cache.label or FIRST
 
     def reset(self, version: str) -> None:
@@ -133,7 +133,7 @@ class LoadStoreOp:
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
     label: str = FIRST
-    """The version of the weights (`SchedulerAdapter.label`): for a store, as it was before the first of these tokens was computed."""
+    """That of the weights (`SchedulerAdapter.label`): for a store, as it was before the first of these tokens was computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -290,7 +290,7 @@ class WorkerAdapter:
             self._names(op)
 
     def _follow(self, label: str) -> None:
-        """Takes the scheduler's word for the version of the weights."""
+        """Takes the weights version from the scheduler."""
         if label != self._cache.label:
             self._cache.reset(label)
 

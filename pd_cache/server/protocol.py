@@ -220,7 +220,7 @@ class Move(Message, frozen=True):
     event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     label: Label = ""
-    """For a store, the version of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
+    """For a store, that of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
 
 
 class Store(Move, frozen=True, tag="store"):

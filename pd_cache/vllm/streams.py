@@ -134,7 +134,7 @@ class Streams:
         return stream
 
     def load(self, stream: Stream, found: Found, label: str | None, now: float) -> list[LoadOp]:
-        """Returns the load of what a lookup has found in this version of the weights."""
+        """Returns the load of what a lookup has found in this weights version."""
         if found.chunks <= stream.done or stream.over:
             stream.poll_s = min(2 * stream.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
             stream.next_poll = now + stream.poll_s

@@ -20,7 +20,7 @@ from tests.support.cluster import ENGINE
 def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
     """The port of a server that answers each path with a page, or with 404 where there is none."""
 
-    def respond(path: str, body: bytes | None) -> Response:
+    def respond(path: str) -> Response:
         found = page(path)
         return Response(404 if found is None else 200, found or b"")
 

@@ -268,7 +268,7 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
         nodes=(StoreNode(name="s", segment_size=ByteSize(64 << 20)),),
     )
     with pytest.raises(ConfigError, match=r"no master of the cluster test registered in etcd .* within 0\.1 s"):
-        find_master(config, 0.1)  # without one nobody could say which weights are current
+        find_master(config, 0.1)
     with ExitStack() as stack:
         for number, lease_ttl_ms in enumerate((20_000, 3_000)):
             master = MasterNode(name=f"m{number}", port=50051 + number, lease_ttl_ms=lease_ttl_ms)

@@ -117,7 +117,7 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
 def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(
     body: bytes, why: str, watched: WatchedNodes
 ) -> None:
-    def respond(path: str, _: bytes | None) -> Response:
+    def respond(path: str) -> Response:
         return Response(503, body) if path == "/health" else Response(200, b"pd_cache_pool_up 1\n")
 
     with serving("127.0.0.1", 0, respond, 8) as (_, port):

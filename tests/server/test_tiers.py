@@ -37,7 +37,7 @@ def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool],
         store_surely(first, TOKENS)
         with Engine(server.url, first.model) as second:
             of = {name: psutil.Process(pool.nodes[name].process.pid) for name in ("store-0", "master")}
-            # a question to Mooncake would wait now; the master's role itself still answers which weights are current
+            # a question to Mooncake would wait now
             stopped = [of["store-0"], *of["master"].children()]
             for process in stopped:
                 suspend(process)

@@ -123,7 +123,6 @@ class VllmTierSubject(AdapterSubject):
 
     def wait_available(self) -> None:
         self.tier.cache.wait_available(60)
-        # a pool that has just started does not know yet which weights are current
         wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), what="a store")
 
     def close(self) -> None:
