@@ -96,7 +96,7 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: Pa
     rows = {row["name"]: row for row in cli_json("status", "-c", file)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
     assert {row["state"] for row in rows.values()} == {"up"}
-    assert {row["mooncake"] for row in rows.values()} == {mooncake_version()}
+    assert {row["mooncake"] for row in rows.values() if row["role"] != "master"} == {mooncake_version()}
     assert rows["master"]["bytes_by_tier"]["pool"] > 0
     assert 0 < rows["decode-0"]["hit_rate"] <= 1
     assert rows["prefill-0"]["hit_rate"] is not None

@@ -20,7 +20,6 @@ from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
-from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
 from tests.support.kv import make_cache, same_tensors, write_prompt
 from tests.support.pool import Pool
@@ -254,22 +253,22 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         groups = EngineLookup([engine])
-        assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none", FIRST), "the end of a prefix is enough"
-        assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored", FIRST)
+        assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none"), "the end of a prefix is enough"
+        assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored")
 
 
 def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool: Pool, tokens: list[int]) -> None:
     model = uuid.uuid4().hex
     with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
         names = storer.engine.name_chunks(tokens)
-        assert storer.engine.find(names) == Found(0, 0, "never_stored", FIRST)
+        assert storer.engine.find(names) == Found(0, 0, "never_stored")
         storer.compute(tokens, slots := [*range(LONG)])
         assert storer.store(tokens, slots) == 24
-        assert finder.engine.find(names) == Found(3, 3, "none", FIRST)
+        assert finder.engine.find(names) == Found(3, 3, "none")
         gone = storer.engine.database.keys(names[1:])
         assert storer.engine.backend.store.remove(gone, timeout=60, force=True) == [Status.OK] * len(gone)
-        assert storer.engine.find(names) == Found(1, 1, "evicted", FIRST)
-        assert finder.engine.find(names) == Found(1, 1, "evicted", FIRST)
-        assert stranger.engine.find(names) == Found(1, 1, "never_stored", FIRST)
+        assert storer.engine.find(names) == Found(1, 1, "evicted")
+        assert finder.engine.find(names) == Found(1, 1, "evicted")
+        assert stranger.engine.find(names) == Found(1, 1, "never_stored")
         loaded = finder.engine.load(names, [*range(3 * CHUNK // BLOCK)], kv_caches=finder.cache)
         assert loaded == Loaded(1, "evicted", TierChunks(pool=1))

@@ -28,7 +28,6 @@ from pd_cache.server.client import ServerCache
 from pd_cache.server.connection import server_welcome
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
 from pd_cache.server.server import CacheServer
-from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache, same_tensors
@@ -288,14 +287,14 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
     with caches(own_server, whole, ends, asking=asking) as (scheduler, first, second):
         before = own_server.sessions.pinned
         assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
-        assert scheduler.find(NAMES) == Found(0, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES) == Found(0, 5, "no_tail")
         end = [-1, *range(1, 2 * PER_CHUNK)]
         assert second.store(NAMES[2:4], end) == [StoreOutcome.NEW] * 2
         with pytest.raises(ValueError, match="blocks must lie"):
             first.store(NAMES[:2], end)
-        assert scheduler.find(NAMES, session="a") == Found(4, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES, session="a") == Found(4, 5, "no_tail")
         assert own_server.sessions.pinned == before + 4 + 2 * 3
-        assert scheduler.find(NAMES, at_hand=3) == Found(4, 5, "no_tail", FIRST)
+        assert scheduler.find(NAMES, at_hand=3) == Found(4, 5, "no_tail")
         into = range(20, 20 + 4 * PER_CHUNK)
         assert first.load(NAMES[:4], into, session="a").chunks == 4
         assert own_server.sessions.pinned == before + 2 * 3
@@ -317,10 +316,10 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         assert scheduler.find(NAMES).chunks == 0
         assert other.store(NAMES[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
         before = own_server.sessions.pinned
-        assert scheduler.find(NAMES, session="a") == Found(4, 4, "none", FIRST)
+        assert scheduler.find(NAMES, session="a") == Found(4, 4, "none")
         assert own_server.sessions.pinned == before + 4 + 4
-        assert scheduler.find(NAMES, at_hand=2) == Found(4, 4, "none", FIRST)
-        assert scheduler.find(NAMES[:3]) == Found(2, 2, "none", FIRST)
+        assert scheduler.find(NAMES, at_hand=2) == Found(4, 4, "none")
+        assert scheduler.find(NAMES[:3]) == Found(2, 2, "none")
         assert other.load(NAMES[1:], range(4 * PER_CHUNK), session="a").chunks == 4
         assert own_server.sessions.pinned == before + 4
 

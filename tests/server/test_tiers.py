@@ -13,7 +13,6 @@ from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import ServerCache
 from pd_cache.server.protocol import EngineIdentity
-from pd_cache.versions import FIRST
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import Pool, suspend
@@ -78,25 +77,23 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool: Pool, t
         cache = ServerCache(server.url, identity, lookup_timeout_s=60, move_timeout_s=60)
         clients.callback(cache.close)
         cache.connection.wait_ready(60)
-        assert cache.find(names) == Found(0, 0, "not_asked", FIRST), "no worker has registered yet"
+        assert cache.find(names) == Found(0, 0, "not_asked"), "no worker has registered yet"
         cache.register_kv_caches(tensors)
         server.models.backends[0].wait_available(60)
-        assert cache.find(names) == Found(0, 0, "never_stored", FIRST)
+        assert cache.find(names) == Found(0, 0, "never_stored")
         assert cache.store(names[:3], blocks[:-2]) == [StoreOutcome.NEW] * 3
-        assert cache.find(names) == Found(3, 3, "never_stored", FIRST, TierChunks(memory=3))
-        assert cache.find(names, at_hand=2) == Found(3, 3, "never_stored", FIRST, TierChunks(memory=1))
+        assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=3))
+        assert cache.find(names, at_hand=2) == Found(3, 3, "never_stored", TierChunks(memory=1))
         assert cache.load(names[:3], blocks[:-2]) == Loaded(3, "none", TierChunks(memory=3))
         model = next(iter(server.models))
         memory, rest = (tier.backend for tier in model.mover.backend.tiers)  # type: ignore[attr-defined]
         keys = model.database.keys(names)
         assert memory.batched_remove(keys[1:3]) == [Status.OK] * 2
-        assert cache.find(names) == Found(3, 3, "never_stored", FIRST, TierChunks(memory=1)), (
-            "the pool's are not counted"
-        )
+        assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=1)), "the pool's are not counted"
         assert cache.load(names[:3], blocks[:-2]) == Loaded(3, "none", TierChunks(memory=1, pool=2))
         assert memory.batched_remove(keys[2:3]) == [Status.OK], "what was read from the pool is in memory again"
         assert rest.store.remove(keys[2:3], timeout=60, force=True) == [Status.OK]
         assert cache.load(names[:3], blocks[:-2]) == Loaded(2, "evicted", TierChunks(memory=2))
-        assert cache.find(names) == Found(2, 2, "evicted", FIRST, TierChunks(memory=2))
+        assert cache.find(names) == Found(2, 2, "evicted", TierChunks(memory=2))
         servers.close()
         assert cache.find(names).reason == "server_down"
