@@ -24,6 +24,7 @@ from launch.discovery import View
 from launch.openai import ID_HEADER, errors, given_id, runner_of
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
+from launch.proxy.hints import HEADER as HINTS_HEADER
 from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
@@ -87,12 +88,14 @@ class Proxy:
 
     async def setup(self) -> None:
         """Starts the application. It accepts no connections yet."""
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_outermost, errors])
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._outermost, errors])
         for pages in (self.requests, self._queries, self._ui):
             pages.add_to(app)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._samples)
         app.router.add_get("/requests/{id}", self._trip)
+        app.router.add_get("/", self._home)
+        app.on_response_prepare.append(self._share)
         app.cleanup_ctx.append(self._beside_requests)
         app.on_shutdown.append(self.requests.drain)
         self._runner = runner_of(app, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0)
@@ -129,7 +132,37 @@ class Proxy:
             await asyncio.to_thread(self._direct.close)
             await asyncio.to_thread(self._pools.caches.close)
 
+    @web.middleware
+    async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Gives the request its id. Answers what browsers ask before they send a request of a page from elsewhere."""
+        request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
+        asks_first = request.method == "OPTIONS" and self._origin(request)
+        response = web.Response() if asks_first else await handler(request)
+        if not response.prepared:
+            response.headers[ID_HEADER] = request[REQUEST_ID]
+        return response
+
+    def _origin(self, request: web.Request) -> str:
+        """Returns the origin that a browser is told may read the answer; empty for none."""
+        given, allowed = request.headers.get("Origin", ""), self._config.cors_origins
+        return "*" if given and "*" in allowed else given if given in allowed else ""
+
+    async def _share(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Lets pages of `cors_origins` read the answer, which is about to begin."""
+        if origin := self._origin(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = f"{ID_HEADER}, {HINTS_HEADER}"
+            response.headers["Vary"] = "Origin"
+            if request.method == "OPTIONS":
+                wanted = request.headers.get("Access-Control-Request-Headers", "")
+                response.headers["Access-Control-Allow-Headers"] = wanted
+                response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+                response.headers["Access-Control-Max-Age"] = "600"
+
     # --- what it says of itself ------------------------------------------------------------------------------------
+
+    async def _home(self, request: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": "/ui"})
 
     async def _health(self, request: web.Request) -> web.Response:
         now = time.monotonic()
@@ -172,13 +205,3 @@ async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]
             await do()
         except Exception:  # the next time may succeed
             log.exception("%s failed unexpectedly", do)
-
-
-@web.middleware
-async def _outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives the request its id."""
-    request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
-    response = await handler(request)
-    if not response.prepared:
-        response.headers[ID_HEADER] = request[REQUEST_ID]
-    return response

@@ -37,6 +37,13 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_LABEL})"
 """The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS, of which the last is no number."""
+Origin = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|https?://[^/\x00-\x20\x7f-\U0010ffff]+)\Z",
+        description="* or the origin of web pages: http:// or https://, a host and its port, and no path",
+    ),
+]
 ServerUrl = Annotated[
     str,
     msgspec.Meta(
@@ -434,6 +441,8 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A file with the key that nodes ask for (vLLM's `--api-key`); the proxy sends it in place of the client's. Read again when it changes."""
     tls: ServerTlsConfig | None = None
     """If it is None, the proxy speaks plain HTTP."""
+    cors_origins: tuple[Origin, ...] = ()
+    """The origins whose web pages may ask the proxy from a browser; `*` for all."""
     max_requests_per_key: Positive | None = None
     """The most requests in flight of one key. One more is answered 429 with Retry-After."""
     drain_s: Seconds = 5.0

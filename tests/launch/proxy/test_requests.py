@@ -358,6 +358,36 @@ async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allow
         assert "128 headers, and lines of 8190 bytes" in (await response.json())["error"]["message"]
 
 
+@pytest.mark.parametrize("allowed", [("https://chat.example",), ("*",), ()])
+@scenario
+async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_streams_and_errors(allowed) -> None:
+    page = {"Origin": "https://chat.example"}
+    asking = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with cluster(0, 1, cors_origins=allowed) as c:
+
+        async def shared(method: str, path: str, headers: dict[str, str], body: object = None) -> tuple[Any, ...]:
+            async with c.session.request(method, c.url + path, headers=headers, json=body) as response:
+                told = {name[21:]: value for name, value in response.headers.items() if "Access-Control" in name}
+                return response.status, told.get("Origin"), told.get("Headers")
+
+        origin = allowed[0] if allowed else None
+        first = await shared("OPTIONS", "/v1/completions", asking)
+        assert first == ((200, origin, "authorization") if allowed else (405, None, None))
+        stream = {"prompt": "x", "stream": True}
+        assert (await shared("POST", "/v1/completions", page, stream))[:2] == (200, origin)
+        assert (await shared("POST", "/v1/completions", page, {}))[:2] == (400, origin)
+        other = {**asking, "Origin": "https://elsewhere.example"}
+        everybody = allowed == ("*",)
+        assert (await shared("OPTIONS", "/v1/completions", other))[:2] == ((200, "*") if everybody else (405, None))
+        assert (await shared("POST", "/v1/completions", {}, stream))[:2] == (200, None)
+
+
+@scenario
+async def test_the_root_leads_to_the_page() -> None:
+    async with cluster(0, 1) as c, c.get("/") as response:
+        assert (response.status, response.url.path) == (200, "/ui")
+
+
 @scenario
 async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and_are_served_later(caplog):
     async with cluster(0, 1) as c:

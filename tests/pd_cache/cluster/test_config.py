@@ -181,6 +181,7 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
         ),
         ("proxy: {drain_s: 10}", "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s"),
         ("proxy: {request_timeout_s: 60}", "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s"),
+        ('proxy: {cors_origins: ["https://a.example/"]}', "cors_origins[0]: 'https://a.example/': must be * or the origin"),
         ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': must be a number of seconds, without a unit"),
         ("name: a\nname: b", "c.yaml:2: name: is given twice, first on line 1"),
         ("name: [", "c.yaml:3: is not valid YAML: "),
