@@ -250,14 +250,15 @@ class Completion:
                 raise ApiError(400, what, param=name, code="invalid_value") from None
         self._media: bool | None = False
         """Whether a chat has images, audio or video; None if it cannot be read."""
-        if self._chat and self._prompt.find(b"[", 1) > 0:  # otherwise no message has parts
+        if self._chat:
             try:
-                media = [message.media() for message in decode_json(self._prompt, list[_ChatMessage])]
+                messages = enumerate(decode_json(self._prompt, list[_ChatMessage]))
             except UndecodableError:
                 self._media = None
                 return
-            self._media = any(media)
-            named = [place for place, parts in enumerate(media) if any(part.uuid != _NULL for part in parts)]
+            media = [(place, part) for place, message in messages for part in message.media()]
+            self._media = bool(media)
+            named = sorted({place for place, part in media if part.uuid != _NULL})
             if len(named) > _MOST_NAMED:
                 raise ApiError(400, f"More than {_MOST_NAMED} messages have parts with a `uuid`", param=prompt)
             if named:
