@@ -392,7 +392,7 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
         told = await c.hint("kv.prefetch", {"tokens": IDS, "model": "tiny", "cache_salt": "s"})
         assert (told["status"], told["node"], told["ttl_s"]) == ("accepted", node.url, 60)
         assert (told["tokens"], told["in_pool"]) == (768, 512)
-        assert node.bodies == [{"prompt": IDS, "model": "tiny", "cache_salt": "s", "max_tokens": 1, "stream": False, "kv_transfer_params": STREAM}]  # fmt: skip
+        assert node.bodies == [{"prompt": IDS, "model": "tiny", "cache_salt": "s", "max_tokens": 1, "temperature": 0, "stream": False, "kv_transfer_params": STREAM}]  # fmt: skip
         await c.ask({"prompt": [8] * 300})
         assert len(c.decode[1].bodies) == 1, "the prefetch counts as work"
         await c.ask({"prompt": [*IDS, 9], "cache_salt": "s"})
@@ -441,7 +441,13 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         told = await prefetch()
         node = next(one for one in c.decode if one.url == told["node"])
         assert (told["status"], told["in_pool"]) == ("accepted", 768)
-        assert node.bodies[-1] == {"prompt": IDS, "max_tokens": 1, "stream": False, "kv_transfer_params": None}
+        assert node.bodies[-1] == {
+            "prompt": IDS,
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": False,
+            "kv_transfer_params": None,
+        }
         await c.ask({"prompt": [*IDS, 9]})
         assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
         assert not c.proxy.requests._prefetched
