@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from launch.http import fetch
-from launch.status import NodeStatus, shown_version
+from launch.status import ClusterStatus, NodeStatus, shown_version
 from launch.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
@@ -38,7 +38,7 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
 
     Raises PdCacheError if there is none.
     """
-    label, before = secrets.token_hex(8) if version is None else version, _engines(config)
+    label, before = secrets.token_hex(8) if version is None else version, _engines(cluster_status(config))
     states = [state for row in before for state in row.record.weights]
     meant = {state.id for state in states if state.label != label and (everywhere or state.label is None)}
     if not meant and all(state.label != label for state in states):
@@ -54,7 +54,10 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-reset") as threads:
         list(threads.map(name, before))
     seen = {state.id for state in states}
-    outcomes = {row.name: _outcome(row, label, seen, everywhere=everywhere) for row in _engines(config)}
+    status = cluster_status(config)
+    outcomes = {row.name: _outcome(row, label, seen, everywhere=everywhere) for row in _engines(status)}
+    if not status.fresh:
+        outcomes["discovery"] = f"{status.source}; others may not have been reached", False
     return Reset(
         {name: shown for name, (shown, _) in outcomes.items()}, all(as_meant for _, as_meant in outcomes.values())
     )
@@ -78,5 +81,5 @@ def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: 
     return f"{shown}: another command has named it, or it was started meanwhile", False
 
 
-def _engines(config: ClusterConfig) -> list[NodeStatus]:
-    return [row for row in cluster_status(config).nodes if row.record.role in ("prefill", "decode")]
+def _engines(status: ClusterStatus) -> list[NodeStatus]:
+    return [row for row in status.nodes if row.role in ("prefill", "decode")]

@@ -9,6 +9,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,14 +76,18 @@ class Node:
 
 
 class Cluster:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **sections: Any) -> None:
         self.a, self.b = Node(), Node(engines=2)
         nodes = [
             free_node("master", port=free_port(), metrics_port=free_port()),
             free_node("prefill-a", port=self.a.port),
             free_node("decode-b", port=self.b.port),
         ]
-        self.file = cluster_file(folder, nodes=nodes)
+        self.file = cluster_file(folder, nodes=nodes, **sections)
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
 
     def reset(self, version: str | None = None, *, everywhere: bool = False) -> Reset:
         return reset_engines(load_config(self.file), version, everywhere=everywhere)
@@ -95,8 +100,7 @@ class Cluster:
 def c(tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
     yield cluster
-    cluster.a.close()
-    cluster.b.close()
+    cluster.close()
 
 
 def test_all_engines_that_are_out_get_one_label_which_is_made_if_none_is_given(c: Cluster) -> None:
@@ -141,6 +145,19 @@ def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c: Cluster) 
     done = c.run("--version", "w1", code=1)
     assert "decode-b: not reached, and keeps what it has: 127.0.0.1:" in done.stdout
     assert c.a.labels == ["w1"]
+
+
+def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
+    cluster = Cluster(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
+    try:
+        for node in (cluster.a, cluster.b):
+            node.change()
+        shown = cluster.run("--version", "w1", code=1).stdout
+        assert "prefill-a: version w1" in shown
+        assert "discovery: etcd, which does not answer: these are the nodes of the file; others may not" in shown
+    finally:
+        cluster.close()
 
 
 def test_a_node_that_does_not_say_which_weights_it_has_counts_as_not_reached(c: Cluster) -> None:

@@ -126,7 +126,7 @@ class _Faulty(LaneCache):
 def cache(buffer: PagedBuffer) -> Iterator[_Faulty]:
     layout = KVLayout.from_tensors(buffer.tensors)
     settings = NodeSettings(
-        master="none",
+        master="127.0.0.1:1",
         cache=CacheConfig(chunk_size=CHUNK, tiers=(LocalTier(capacity=ByteSize(64 << 20)),)),
         transfer=TransferSettings(staging_size=ByteSize(16 << 20)),
     )
