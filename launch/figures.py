@@ -7,11 +7,11 @@ again, and all that it shows now is new.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,7 +28,6 @@ LONGEST_WINDOW_S = 60.0
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 """The labels and the value of each sample, by the sample's name without vLLM's prefix."""
 Key = tuple[str, str]
-K = TypeVar("K")
 
 TRENDS: dict[str, Key] = {"load": ("bytes", "retrieve"), "store": ("bytes", "store"), "lookups": ("lookups", "")}
 """The counts whose rates are shown over time."""
@@ -93,9 +92,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
     """What only grows, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
-    `evictions` (by tier), `missed` (tokens by reason)."""
-    buckets: dict[str, dict[float, float]] = {}
-    """For each of `TIMINGS` that the node exports, how many took up to so many seconds."""
+    `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many took up to so many seconds."""
     queued: float | None = None
     running: float | None = None
     staging: float | None = None
@@ -112,6 +109,18 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     tenants: dict[str, dict[str, float]] = {}
     """For a proxy, of each tenant since its start: `requested` and `found`, in tokens; chunks `evicted` because of its quota; and if it has one,
     the `bytes` that the pool holds at most, and the `quota`."""
+
+    @property
+    def troubles(self) -> list[str]:
+        """What does not work, as the node itself says."""
+        found = []
+        if self.pool_up is False:
+            found.append("calls do not go to the pool: its breaker is open, or its client is not")
+        if self.tiers_off:
+            found.append(f"switched off: {', '.join(self.tiers_off)}")
+        if self.nodes_down:
+            found.append(f"leaves {self.nodes_down} of its nodes alone")
+        return found
 
 
 def read_node(samples: Samples, at: float) -> NodeReading:
@@ -142,12 +151,12 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         "hits": _by(samples, "pd_cache_tier_hits_total", "tier"),
         "evictions": evictions,
         "missed": _by(samples, "pd_cache_missed_tokens_total", "reason"),
+        **{timing: _buckets(samples, timing) for timing in TIMINGS},
     }
     return NodeReading(
         at=at,
         started=started[0][1] if started else None,
         counts={(kind, label): value for kind, found in families.items() for label, value in found.items()},
-        buckets={name: found for name in TIMINGS if (found := _buckets(samples, name))},
         queued=_gauge(samples, *_QUEUED),
         running=_gauge(samples, *_RUNNING),
         staging=_gauge(samples, "pd_cache_staging_bytes"),
@@ -196,18 +205,16 @@ def _gauge(samples: Samples, *names: str) -> float | None:
     return sum(total(samples, name) for name in present) if present else None
 
 
-def _buckets(samples: Samples, timing: str) -> dict[float, float]:
+def _buckets(samples: Samples, timing: str) -> dict[str, float]:
     names = {"first token": _FIRST_TOKEN, "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",)}.get(timing)
-    found: dict[float, float] = {}
+    found: dict[str, float] = {}
     for name in names or ("pd_cache_op_seconds_bucket",):
         for labels, value in samples.get(name, ()):
             if names is not None or labels.get("op") == timing:
-                try:
+                with contextlib.suppress(ValueError):
                     bound = float(labels.get("le", ""))
-                except ValueError:
-                    continue
-                if not math.isnan(bound):
-                    found[bound] = found.get(bound, 0.0) + value
+                    if not math.isnan(bound):
+                        found[str(bound)] = found.get(str(bound), 0.0) + value
     return found
 
 
@@ -261,7 +268,6 @@ class _Increment(msgspec.Struct, frozen=True):
     at: float
     seconds: float
     counts: dict[Key, float]
-    buckets: dict[str, dict[float, float]]
 
     def rate(self, key: Key) -> float:
         return self.counts.get(key, 0.0) / self.seconds
@@ -285,15 +291,17 @@ class NodeHistory:
         if before is None:
             if self._since_start:
                 seconds = math.inf if reading.started is None else max(1.0, time.time() - reading.started)
-                self._steps.append(_Increment(reading.at, seconds, reading.counts, reading.buckets))
+                self._steps.append(_Increment(reading.at, seconds, reading.counts))
             return
-        buckets = {name: _increase(before.buckets.get(name, {}), found) for name, found in reading.buckets.items()}
-        counts = _increase(before.counts, reading.counts)
-        self._steps.append(_Increment(reading.at, reading.at - before.at, counts, buckets))
+        counts = {
+            key: value - known if value >= (known := before.counts.get(key, 0.0)) else value
+            for key, value in reading.counts.items()
+        }
+        self._steps.append(_Increment(reading.at, reading.at - before.at, counts))
 
     def silent(self, at: float) -> None:
         """Notes that the node did not answer: its trends go on at zero."""
-        self._steps.append(_Increment(at, 1.0, {}, {}))
+        self._steps.append(_Increment(at, 1.0, {}))
 
     def trend(self, name: str) -> list[float]:
         """Returns the rate of one of `TRENDS` in each interval, the latest last."""
@@ -335,10 +343,6 @@ def merged_sources(nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory],
     return _shares(tokens)
 
 
-def _increase(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
-    return {key: value - known if value >= (known := before.get(key, 0.0)) else value for key, value in after.items()}
-
-
 def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for step in steps:
@@ -374,13 +378,8 @@ def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
 
 
 def _quantiles(steps: list[_Increment]) -> dict[str, tuple[float, float]]:
-    counted: dict[str, dict[float, float]] = {}
-    for step in steps:
-        for name, buckets in step.buckets.items():
-            together = counted.setdefault(name, {})
-            for bound, value in buckets.items():
-                together[bound] = together.get(bound, 0.0) + value
-    pairs = {name: (quantile(found, 0.5), quantile(found, 0.99)) for name, found in sorted(counted.items())}
+    counted = {name: {float(bound): count for bound, count in _sums(steps, name).items()} for name in TIMINGS}
+    pairs = {name: (quantile(found, 0.5), quantile(found, 0.99)) for name, found in counted.items()}
     return {name: pair for name, pair in pairs.items() if not math.isnan(pair[0])}
 
 

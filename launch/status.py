@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from launch.discovery import View
 from launch.figures import NodeHistory, NodeReading, Rates, merged_sources
 from launch.masters import LEADER, Segment
-from pd_cache.cluster import About, NodeRecord, Skew, differences, mooncake_skew
+from pd_cache.cluster import NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
 NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
@@ -32,23 +32,7 @@ def shown_version(label: str) -> str:
     return f"version {label}" if label else "weights of its files"
 
 
-class NodeAnswer(NamedTuple):
-    """What came of asking one node."""
-
-    name: str
-    at: float
-    """When, by `time.monotonic()`."""
-    reading: NodeReading | None = None
-    """What its metrics say; None if they were not read."""
-    down: str = ""
-    """Why it does not answer; empty if it does."""
-    trouble: str = ""
-    """What does not work, as far as its answers say; empty if all works."""
-    about: About = About()
-    leads: str = ""
-    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
-    segments: tuple[Segment, ...] | None = None
-    """For a master: the segments that it knows; None if it has not said so."""
+NO_READING = NodeReading(at=0.0)
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
@@ -56,21 +40,23 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     record: NodeRecord
     """As registered, or as the file says, completed by the node's own answers."""
+    at: float = 0.0
+    """When it was asked, by `time.monotonic()`."""
     state: NodeState = "up"
     why: str = ""
     """Why it is not `up`; empty if it is."""
+    reading: NodeReading = NO_READING
+    """What its metrics say; without figures if they were not read."""
+    leads: str = ""
+    """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
+    segments: tuple[Segment, ...] | None = None
+    """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None if that is not known."""
     difference: str = ""
     """How its namespace differs from that of most nodes; empty if it does not."""
-    reading: NodeReading = NodeReading(at=0.0)
-    """What its metrics say; without figures if they were not read."""
     rates: Rates | None = None
     history: NodeHistory = msgspec.field(default_factory=NodeHistory)
     silent_s: float | None = None
     """For how long it has not answered; None if it never did."""
-    leads: str = ""
-    """See `NodeAnswer.leads`."""
-    segments: tuple[Segment, ...] = ()
-    """The memory that the pool has from it, as the master says. For a master, all that it knows."""
 
     @property
     def name(self) -> str:
@@ -98,7 +84,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     @property
     def memory(self) -> str:
         """`draining` or `drained` if the pool puts nothing into its memory any more (`pd-cache drain`); otherwise empty."""
-        own = self.segments if self.role != "master" else ()
+        own = () if self.role == "master" else self.segments or ()
         return " ".join(sorted({segment.shown_status for segment in own} - {""}))
 
     @property
@@ -239,11 +225,12 @@ _NO_MEMORY = (
 
 
 class _Watched(msgspec.Struct):
-    """One node, its last answer and its history."""
+    """One node and its history."""
 
     record: NodeRecord
     history: NodeHistory
-    last: NodeAnswer | None = None
+    last: NodeStatus | None = None
+    """What came of asking it."""
     answered: float | None = None
     """When it last answered."""
 
@@ -252,22 +239,14 @@ class WatchedNodes:
     """What is known of the nodes. The time comes from the caller."""
 
     def __init__(
-        self,
-        discovery: str = "static",
-        *,
-        elected: bool = False,
-        stale_s: float = 10.0,
-        since_start: bool = False,
-        asked: Callable[[NodeRecord], object] = page_of,
+        self, discovery: str = "static", *, elected: bool = False, stale_s: float = 10.0, since_start: bool = False
     ) -> None:
-        """`discovery`, `elected`: its kind, and as of `ClusterStatus`. `stale_s`: after how many seconds without an answer a node counts as down,
-        even if it was not asked since. `since_start`: shares and quantiles are those since the nodes' start, and not of the last minute. `asked`:
-        which nodes are asked."""
+        """`discovery`: its kind. `elected`: as of `ClusterStatus`. `stale_s`: after how many seconds without an answer a node counts as down, even
+        if it was not asked since. `since_start`: shares and quantiles are those since the nodes' start, and not of the last minute."""
         self._discovery = discovery
         self._elected = elected
         self._stale_s = stale_s
         self._since_start = since_start
-        self._asked = asked
         self._view, self._synced = View(()), True
         self._nodes: dict[str, _Watched] = {}
         self._compared: list[NodeRecord] = []
@@ -276,50 +255,45 @@ class WatchedNodes:
     @property
     def asked(self) -> list[NodeRecord]:
         """The nodes to ask."""
-        return [record for record in self._view.nodes if self._asked(record)]
+        return [record for record in self._view.nodes if page_of(record)]
 
     def update(self, view: View, synced: bool = True) -> None:
         """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced`: as of `Directory.wait_synced`."""
-        self._view, self._synced, nodes = view, synced, {}
+        self._view, self._synced, before = view, synced, self._nodes
+        self._nodes = {}
         for record in view.nodes:
-            node = self._nodes.get(record.name) or _Watched(record, NodeHistory(self._since_start))
-            node.record = record
-            nodes[record.name] = node
-        self._nodes = nodes
+            node = before.get(record.name) or _Watched(record, NodeHistory(self._since_start))
+            if node.record != record:
+                node.record, node.last = record, None
+            self._nodes[record.name] = node
 
-    def take(self, answers: Iterable[NodeAnswer]) -> None:
-        """Takes in what nodes answered. Ignores nodes that are gone."""
+    def take(self, answers: Iterable[NodeStatus]) -> None:
+        """Takes in what came of asking nodes. Ignores nodes that are gone."""
         for answer in answers:
             if (node := self._nodes.get(answer.name)) is None:
                 continue
-            if answer.reading is None:
+            node.last = answer
+            if answer.answers:
+                node.answered = answer.at
+            if answer.reading is NO_READING:
                 node.history.silent(answer.at)
             else:
                 node.history.add(answer.reading)
-            if not answer.down:
-                node.answered = answer.at
-            elif node.last is not None:  # what it said of itself before stays
-                answer = answer._replace(about=node.last.about)
-            node.last = answer
 
     def status(self, now: float) -> ClusterStatus:
         """Returns the cluster as it is now."""
-        watched = sorted(
-            self._nodes.values(),
-            key=lambda node: (_ROLES.index(node.record.role) if node.record.role in _ROLES else len(_ROLES), node.record.name),
-        )  # fmt: skip
-        nodes = [self._node(node, now) for node in watched]
+        nodes = [self._node(node, now) for node in self._nodes.values()]
+        nodes.sort(key=lambda node: (_ROLES.index(node.role) if node.role in _ROLES else len(_ROLES), node.name))
         if (records := [node.record for node in nodes]) != self._compared:
             self._compared, self._differences = records, differences(records)
-        said = [node.last.segments for node in watched if node.last is not None and node.last.leads == LEADER]
-        segments = next((listed for listed in said if listed is not None), None)
+        leading = (node.segments for node in nodes if node.leads == LEADER)
+        segments = next((known for known in leading if known is not None), None)
         for node in nodes:
             node.difference = self._differences.get(node.name, "")
-            last = node.history.last
-            names = (node.record.address,) if node.role == "store" else () if last is None else last.segments
-            node.segments = tuple(
-                segment for segment in segments or () if node.role == "master" or segment.segment_name in names
-            )
+            if node.role != "master" and segments is not None:
+                last = node.history.last or NO_READING
+                names = (node.record.address,) if node.role == "store" else last.segments
+                node.segments = tuple(segment for segment in segments if segment.segment_name in names)
         source, stale = self._discovery, self._view.stale_since
         if not self._synced:
             source += ", which does not answer: these are the nodes of the file"
@@ -342,36 +316,20 @@ class WatchedNodes:
         return next((sources for sources in found if sources is not None), None)
 
     def _node(self, node: _Watched, now: float) -> NodeStatus:
-        last = node.last or NodeAnswer(node.record.name, now)
-        state, why = self._state(node, last, now)
-        found = NodeStatus(record=node.record.telling(last.about), state=state, why=why, history=node.history)
-        if node.answered is not None:
-            found.silent_s = now - node.answered
-        if found.answers:
-            found.leads, found.rates = last.leads, node.history.rates(now)
-            found.reading = last.reading or found.reading
+        record = node.record
+        if not page_of(record):
+            more = "; its memory shows at the master" if record.role == "store" else ""
+            return NodeStatus(record=record, state="not asked", why=f"it has no metrics_port{more}")
+        if node.last is None:
+            return NodeStatus(record=record, state="asking")
+        silent_s = None if node.answered is None else now - node.answered
+        found = msgspec.structs.replace(node.last, history=node.history, silent_s=silent_s)
+        if not found.answers:
+            return found
+        if now - found.at > self._stale_s:
+            return NodeStatus(record=record, state="down", why="no answer yet", history=node.history, silent_s=silent_s)
+        found.rates = node.history.rates(now)
+        if record.name in self._view.doubted:
+            whys = found.why, "not registered again since discovery was away"
+            found.state, found.why = "degraded", "; ".join(filter(None, whys))
         return found
-
-    def _state(self, node: _Watched, last: NodeAnswer, now: float) -> tuple[NodeState, str]:
-        if not page_of(node.record):
-            more = "; its memory shows at the master" if node.record.role == "store" else ""
-            return "not asked", f"it has no metrics_port{more}"
-        if not self._asked(node.record):
-            return "not asked", ""
-        if last.down:
-            return "down", last.down
-        if node.answered is None:
-            return "asking", ""
-        if now - node.answered > self._stale_s:
-            return "down", "no answer yet"
-        troubles = [last.trouble] if last.trouble else []
-        if node.record.name in self._view.doubted:
-            troubles.append("not registered again since discovery was away")
-        if (reading := last.reading) is not None:
-            if reading.pool_up is False:
-                troubles.append("calls do not go to the pool: its breaker is open, or its client is not")
-            if reading.tiers_off:
-                troubles.append(f"switched off: {', '.join(reading.tiers_off)}")
-            if reading.nodes_down:
-                troubles.append(f"leaves {reading.nodes_down} of its nodes alone")
-        return ("degraded", "; ".join(troubles)) if troubles else ("up", "")

@@ -18,9 +18,9 @@ import msgspec
 from launch.discovery import open_directory
 from launch.figures import read_node, read_samples
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
-from launch.masters import LEADER, MasterHealth, Segment, read_segments
-from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes, page_of, shown_version
-from pd_cache.cluster import About, ClusterConfig, NodeRecord, read_about
+from launch.masters import LEADER, MasterHealth, read_segments
+from launch.status import ClusterStatus, NodeStatus, WatchedNodes, page_of, shown_version
+from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.versions import FIRST
 
@@ -51,41 +51,43 @@ class _Unwell(msgspec.Struct, frozen=True):
     """Why, if it says so."""
 
 
-def ask_node(record: NodeRecord, access: Access) -> NodeAnswer:
+def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
     """Asks a node for its `/health`, and then for its metrics. `access`: key and certificates for proxies. Raises nothing."""
-    name, url, proxy = record.name, page_of(record), record.role == "proxy"
-    about, trouble, leads = About(), "", ""
-    segments: tuple[Segment, ...] | None = None
+    url, proxy, found, troubles = page_of(record), record.role == "proxy", NodeStatus(record=record), list[str]()
+    access = access if proxy else NOBODY
     try:
-        body = _text(f"{url}/health", access if proxy else NOBODY)
+        body = _text(f"{url}/health", access)
         if record.role == "master":
             health = decode_json(body, MasterHealth)
-            leads = (
-                "leads, but does not serve yet" if health.role == LEADER and not health.service_ready else health.role
-            )
-        about = read_about(body)
+            waits = health.role == LEADER and not health.service_ready
+            found.leads = "leads, but does not serve yet" if waits else health.role
+        found.record = record.telling(read_about(body))
     except BadStatus as error:
         if error.status >= 500:
             said = _Unwell()
             with contextlib.suppress(ValueError):
                 said = decode_json(error.body, _Unwell)
-            trouble = f"/health answers {error.status}: {one_line(said.reason or said.status)}".removesuffix(": ")
+            troubles.append(
+                f"/health answers {error.status}: {one_line(said.reason or said.status)}".removesuffix(": ")
+            )
     except (OSError, ValueError) as error:
-        return NodeAnswer(name, time.monotonic(), down=one_line(str(error)) or repr(error))
-    answer = NodeAnswer(name, time.monotonic(), None, "", trouble, about, leads)
-    if proxy and access.guarded and not access.key:  # this machine has no readable key for its metrics
-        return answer
-    try:
-        text = _text(f"{url}/metrics", access if proxy else NOBODY)
-        at = time.monotonic()
-        if record.role == "master":
-            with contextlib.suppress(OSError, ValueError):
-                segments = tuple(read_segments(_text(f"{url}/get_segments_detail").encode()))
-        with _reading:
-            return answer._replace(at=at, reading=read_node(read_samples(text), at), segments=segments)
-    except (OSError, ValueError) as error:
-        why = f"its metrics: {one_line(str(error)) or repr(error)}"
-        return answer._replace(at=time.monotonic(), trouble="; ".join(filter(None, (trouble, why))))
+        return NodeStatus(record=record, at=time.monotonic(), state="down", why=one_line(str(error)) or repr(error))
+    found.at = time.monotonic()
+    if not proxy or access.key or not access.guarded:  # otherwise this machine has no readable key for its metrics
+        try:
+            text = _text(f"{url}/metrics", access)
+            found.at = time.monotonic()
+            if record.role == "master":
+                with contextlib.suppress(OSError, ValueError):
+                    found.segments = tuple(read_segments(_text(f"{url}/get_segments_detail").encode()))
+            with _reading:
+                found.reading = read_node(read_samples(text), found.at)
+            troubles += found.reading.troubles
+        except (OSError, ValueError) as error:
+            troubles.append(f"its metrics: {one_line(str(error)) or repr(error)}")
+    if troubles:
+        found.state, found.why = "degraded", "; ".join(troubles)
+    return found
 
 
 def _text(url: str, access: Access = NOBODY) -> str:
@@ -141,7 +143,7 @@ class _Schedule(msgspec.Struct):
     """When to ask one node."""
 
     due: float = 0.0
-    question: Future[NodeAnswer] | None = None
+    question: Future[NodeStatus] | None = None
     """Under way."""
 
 
@@ -155,7 +157,7 @@ class Asker:
         self._schedules: dict[str, _Schedule] = {}
         self._threads = ThreadPoolExecutor(_AT_A_TIME, "pd-cache-watch")
 
-    def poll(self, records: Iterable[NodeRecord], now: float) -> list[NodeAnswer]:
+    def poll(self, records: Iterable[NodeRecord], now: float) -> list[NodeStatus]:
         """Asks every node that is due, and returns the answers that have arrived. Does not wait."""
         wanted = {record.name: record for record in records}
         self._schedules = {name: self._schedules.get(name) or _Schedule() for name in wanted}
@@ -164,9 +166,8 @@ class Asker:
             schedule = self._schedules[name]
             if schedule.question is not None and schedule.question.done():
                 error = schedule.question.exception()
-                answers.append(
-                    NodeAnswer(name, now, down=one_line(repr(error))) if error else schedule.question.result()
-                )
+                failed = NodeStatus(record=record, at=now, state="down", why=one_line(repr(error)))
+                answers.append(failed if error else schedule.question.result())
                 schedule.question = None
                 # from when it was due, so that intervals do not drift, unless it was late
                 schedule.due = max(schedule.due + self._interval_s, now)

@@ -85,7 +85,7 @@ def drain(
     if not status.leading or status.segments is None:
         said = "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters) or "none is known"
         raise PdCacheError(f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`")
-    own = next(iter(row.segments), None)
+    own = next(iter(row.segments or ()), None)
     if own is None:
         unknown = row.state == "not asked" and row.record.address.endswith(":0")
         hint = " If it does, give it a `port` or a `metrics_port`" if unknown else ""

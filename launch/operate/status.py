@@ -62,7 +62,7 @@ def as_dict(status: ClusterStatus) -> dict[str, object]:
             "in_flight": node.in_flight,
             "errors": node.reading.errors,
             "leads": node.leads,
-            "segments": [segment.segment_name for segment in node.segments if node.role != "master"],
+            "segments": [one.segment_name for one in (node.role != "master" and node.segments) or ()],
             "tenants": node.reading.tenants,
             "memory": node.memory,
         }

@@ -217,8 +217,9 @@ def _evicted(node: NodeStatus) -> float | None:
 def _given(node: NodeStatus) -> str:
     if node.memory:
         return "drain"  # the details say how far it is
-    size = sum(segment.size_bytes for segment in node.segments)
-    return percent(sum(segment.allocator_used_bytes for segment in node.segments) / size) if size else ""
+    given = node.segments or ()
+    size = sum(segment.size_bytes for segment in given)
+    return percent(sum(segment.allocator_used_bytes for segment in given) / size) if size else ""
 
 
 def _trend(node: NodeStatus, width: int) -> str:
@@ -321,7 +322,7 @@ def details(node: NodeStatus, width: int) -> RenderableType:
     state += [f"{tier} holds {shown_bytes(int(size))}" for tier, size in reading.tier_bytes.items() if size]
     state += [f"{tier} evicts {rate(value)}/s" for tier, value in rates.evictions.items() if value]
     add("now", *state, *([f"{rate(rates.requests)} requests/s"] if rates.requests else []))
-    for segment in node.segments:
+    for segment in node.segments or ():
         name = f"{one_line(segment.segment_name)}  {segment.shown_status}".rstrip()
         add("gives", _bar(segment.allocator_used_bytes, segment.size_bytes, name))
     for tenant, counts in reading.tenants.items():

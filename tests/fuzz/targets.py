@@ -30,7 +30,7 @@ from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_model
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes
+from launch.status import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
@@ -315,7 +315,7 @@ def _metrics(data: bytes) -> None:
     watched = WatchedNodes()
     watched.update(View(_WATCHED))
     for at, known in ((0.0, _OLDER), (2.0, reading)):
-        watched.take([NodeAnswer(record.name, at, known) for record in _WATCHED])
+        watched.take([NodeStatus(record=record, at=at, reading=known) for record in _WATCHED])
     for width in (80, 200):
         console = Console(file=io.StringIO(), width=width, height=24)
         console.print(draw(Screen(watched.status(2.0)), width, 24, "name"))

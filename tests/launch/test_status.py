@@ -12,7 +12,7 @@ from launch.discovery import View
 from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment
 from launch.operate.status import as_dict, status_table
-from launch.status import ClusterStatus, NodeAnswer, NodeStatus, WatchedNodes
+from launch.status import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.support.cli import drawn
 
@@ -88,8 +88,9 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
 def engine(reading: NodeReading | None = None, **fields: Any) -> NodeStatus:
     record = NodeRecord(name="e", role="decode", address="http://10.0.0.1:4")
     watched = WatchedNodes(since_start=True)
-    watched.update(View((msgspec.structs.replace(record, **fields),)))
-    watched.take([NodeAnswer(fields.get("name", "e"), 0.0, reading or read_node(read_samples(METRICS), 0.0))])
+    record = msgspec.structs.replace(record, **fields)
+    watched.update(View((record,)))
+    watched.take([NodeStatus(record=record, reading=reading or read_node(read_samples(METRICS), 0.0))])
     return watched.status(0.0).nodes[0]
 
 

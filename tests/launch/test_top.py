@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import pty
 import select
@@ -12,6 +11,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,7 +20,7 @@ from launch.discovery import View
 from launch.figures import NodeReading
 from launch.masters import Segment
 from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
-from launch.status import NodeAnswer, WatchedNodes
+from launch.status import NodeStatus, WatchedNodes
 from launch.supervise import end, spawn_child
 from pd_cache.cluster import NodeRecord
 from tests.support.cli import cli, cli_json, program, run_program
@@ -31,7 +31,7 @@ from tests.support.waiting import PATIENCE_S
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
-def cluster(count: int = 12, long: bool = False, *later: NodeAnswer) -> Screen:
+def cluster(count: int = 12, long: bool = False, *later: NodeStatus) -> Screen:
     """A cluster with something in every column, and a node that is down."""
     watched = WatchedNodes()
     tail = "-with-a-name-that-is-longer-than-any-column" * long
@@ -51,18 +51,25 @@ def cluster(count: int = 12, long: bool = False, *later: NodeAnswer) -> Screen:
                 ("tokens", "engine"): 10 * at, ("tokens", "loaded"): 70 * at, ("tokens", "computed"): 20 * at,
                 ("hits", "memory"): 3 * at, ("hits", "pool"): 4 * at, ("evictions", "memory"): 9 * at,
                 ("missed", "never_stored"): 20 * at, ("missed", "lease_expired"): at,
+                **{(timing, le): times * at for timing in ("lookup", "first token", "retrieve") for le, times in (("0.001", 5), ("inf", 6))},
             },
-            buckets={timing: {0.001: 5 * at, math.inf: 6 * at} for timing in ("lookup", "first token", "retrieve")},
             queued=3, running=128, staging=1e9, staging_used=3e8, pool_up=True, tier_bytes={"memory": 1e9},
         )  # fmt: skip
         leading = {"leads": "leader", "segments": (Segment("h:1", 1 << 30, "", 1 << 29),)}
         watched.take(
-            NodeAnswer(record.name, at, reading, **leading if record.name.startswith("n5") else {})
+            NodeStatus(record=record, at=at, reading=reading, **leading if record.name.startswith("n5") else {})
             for record in records[:7] + records[8:]
         )
-    watched.take(NodeAnswer(one.name, 4.0, down="Connection refused\\x1b[2J" + "x" * 300) for one in records[7:8])
+    watched.take(
+        NodeStatus(record=one, at=4.0, state="down", why="Connection refused\\x1b[2J" + "x" * 300)
+        for one in records[7:8]
+    )
     watched.take(later)
     return Screen(watched.status(5.0))
+
+
+def known(name: str, at: float, **fields: Any) -> NodeStatus:
+    return NodeStatus(record=NodeRecord(name=name, role="decode", address="http://h:1"), at=at, **fields)
 
 
 def shown(screen: Screen, width: int, height: int) -> list[str]:
@@ -77,7 +84,7 @@ def names(screen: Screen) -> list[str]:
 
 
 def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last() -> None:
-    screen = cluster(6, False, NodeAnswer("n2", 5.0, NodeReading(at=5.0, counts={("bytes", "retrieve"): 9e9})))
+    screen = cluster(6, False, known("n2", 5.0, reading=NodeReading(at=5.0, counts={("bytes", "retrieve"): 9e9})))
     assert names(screen) == ["n0", "n1", "n2", "n3", "n4", "n5"], "in the order of a request's way"
     for _ in range(2):
         screen.press("sort")
@@ -169,7 +176,7 @@ def test_keys(typed: bytes, keys: list[str]) -> None:
 
 def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
     odd = Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)
-    screen = cluster(12, False, NodeAnswer("n5", 5.0, NodeReading(at=5.0), leads="leader", segments=odd))
+    screen = cluster(12, False, known("n5", 5.0, leads="leader", segments=odd))
     screen.selected = "n5"
     lines = shown(screen, 120, 40)
     assert any("\\x1b[2J" in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from launch.figures import NodeReading
 from launch.health_server import Response, serving
 from launch.http import NOBODY
 from launch.masters import Segment
-from launch.status import NodeAnswer, NodeStatus, WatchedNodes, page_of
+from launch.status import NodeStatus, WatchedNodes, page_of
 from launch.watched import Asker, ask_node
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, NodeRecord
 from tests.support.pool import free_port
@@ -26,16 +27,16 @@ STORE = NodeRecord(name="store-0", role="store", address="10.0.0.3:50052")
 MASTER = NodeRecord(name="master", role="master", address="10.0.0.1:50051", metrics="http://10.0.0.1:9003")
 
 
-def answer(name: str, at: float, load: float = 0.0, **fields: object) -> NodeAnswer:
-    return NodeAnswer(name, at, NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))
+def answer(record: NodeRecord, at: float, load: float = 0.0, **fields: Any) -> NodeStatus:
+    return NodeStatus(record=record, at=at, reading=NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))
 
 
 @pytest.fixture
 def watched() -> WatchedNodes:
     found = WatchedNodes()
     found.update(View((DECODE, MASTER, PREFILL, STORE)))
-    found.take([answer("prefill-0", 0.0), answer("decode-0", 0.0)])
-    found.take([answer("prefill-0", 2.0, 200.0), answer("decode-0", 2.0, 800.0)])
+    found.take([answer(PREFILL, 0.0), answer(DECODE, 0.0)])
+    found.take([answer(PREFILL, 2.0, 200.0), answer(DECODE, 2.0, 800.0)])
     return found
 
 
@@ -44,10 +45,12 @@ def nodes(watched: WatchedNodes, now: float) -> list[NodeStatus]:
 
 
 def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
-    watched.take([answer("decode-0", 3.0, 800.0, queued=7.0), NodeAnswer("decode-0", 4.0, down="refused")])
+    watched.take(
+        [answer(DECODE, 3.0, 800.0, queued=7.0), NodeStatus(record=DECODE, at=4.0, state="down", why="refused")]
+    )
     row = nodes(watched, 5.0)[1]
     assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == ("down", "refused", 2.0, None, None)
-    watched.take([answer("decode-0", 7.0, 900.0)])
+    watched.take([answer(DECODE, 7.0, 900.0)])
     row = nodes(watched, 7.0)[1]
     assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
 
@@ -61,23 +64,28 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched: WatchedNodes
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("metrics", "why"),
     [
-        ({"pool_up": False}, "calls do not go to the pool"),
-        ({"tiers_off": ("disk",)}, "switched off: disk"),
-        ({"nodes_down": 2}, "leaves 2 of its nodes alone"),
+        ("pd_cache_pool_up 0", "calls do not go to the pool: its breaker is open, or its client is not"),
+        ('pd_cache_tier_off{tier="disk"} 1', "switched off: disk"),
+        ('pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0', "leaves 2 of its nodes alone"),
     ],
 )
-def test_a_node_that_says_that_something_does_not_work_is_degraded(watched, fields, why):
-    watched.take([answer("decode-0", 4.0, **fields)])
-    row = nodes(watched, 4.0)[1]
-    assert (row.state, row.why[: len(why)]) == ("degraded", why)
+def test_a_node_that_says_that_something_does_not_work_is_degraded(metrics: str, why: str) -> None:
+    with serving("127.0.0.1", 0, lambda path: Response(200, f"{metrics}\n".encode()), 8) as (_, port):
+        found = ask_node(record("decode-0", port), NOBODY)
+    assert (found.state, found.why) == ("degraded", why)
+
+
+def test_a_node_that_has_not_registered_again_since_an_outage_is_degraded(watched: WatchedNodes) -> None:
+    watched.update(View((DECODE, PREFILL), doubted=frozenset({"decode-0"})))
+    assert [(row.state, row.why) for row in nodes(watched, 4.0)] == [("up", ""), ("degraded", "not registered again since discovery was away")]  # fmt: skip
 
 
 def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched: WatchedNodes) -> None:
     own, other = Segment("10.0.0.3:50052", 100, "", 40), Segment("10.0.0.1:13000", 100, "", 7)
-    watched.take([NodeAnswer("master", 3.0, NodeReading(at=3.0), leads="leader", segments=(own, other))])
-    watched.take([answer("prefill-0", 4.0, segments=("10.0.0.1:13000",))])
+    watched.take([NodeStatus(record=MASTER, at=3.0, leads="leader", segments=(own, other))])
+    watched.take([answer(PREFILL, 4.0, segments=("10.0.0.1:13000",))])
     assert [row.segments for row in nodes(watched, 4.0)] == [(other,), (), (own,), (own, other)]
 
 
@@ -85,9 +93,9 @@ def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_pr
     def tokens(at: float, computed: float, pool: float) -> NodeReading:
         return NodeReading(at=at, counts={("tokens", "computed"): computed, ("tokens", "loaded"): pool})
 
-    watched.take([NodeAnswer("decode-0", 4.0, tokens(4.0, 10, 90))])
+    watched.take([NodeStatus(record=DECODE, reading=tokens(4.0, 10, 90))])
     assert watched.status(4.0).sources["computed"] == 0.1
-    watched.take([NodeAnswer("prefill-0", 4.0, tokens(4.0, 60, 40))])
+    watched.take([NodeStatus(record=PREFILL, reading=tokens(4.0, 60, 40))])
     assert watched.status(4.0).sources["computed"] == 0.6
 
 
@@ -101,8 +109,8 @@ def record(name: str, port: int) -> NodeRecord:
 def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
     answer = ask_node(record("a", well), NOBODY)
     assert answer.reading.at == answer.at <= time.monotonic()
-    assert ask_node(record("b", port := free_port()), NOBODY).down == f"127.0.0.1:{port}: Connection refused"
-    assert "this user has none running" in ask_node(record("c", 0), NOBODY).down
+    assert ask_node(record("b", port := free_port()), NOBODY).why == f"127.0.0.1:{port}: Connection refused"
+    assert "this user has none running" in ask_node(record("c", 0), NOBODY).why
 
 
 @pytest.mark.parametrize(
@@ -121,8 +129,7 @@ def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(
         return Response(503, body) if path == "/health" else Response(200, b"pd_cache_pool_up 1\n")
 
     with serving("127.0.0.1", 0, respond, 8) as (_, port):
-        watched.take([ask_node(record("decode-0", port), NOBODY)])
-    row = nodes(watched, time.monotonic())[1]
+        row = ask_node(record("decode-0", port), NOBODY)
     assert (row.state, row.why, row.reading.pool_up) == ("degraded", f"/health answers 503{why}", True)
 
 
@@ -131,7 +138,7 @@ def test_a_store_is_asked_where_it_answers(well: int) -> None:
     assert not page_of(store)
     store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
     assert page_of(store)
-    assert ask_node(store, NOBODY).reading is not None
+    assert ask_node(store, NOBODY).reading.counts
 
 
 def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_no_trouble() -> None:
@@ -154,15 +161,15 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
 def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.watched.TIMEOUT_S", 0.2)
     records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
-    answers: list[NodeAnswer] = []
+    answers: list[NodeStatus] = []
     with closing(Asker(NOBODY, 0.05)) as asker:
 
         def enough() -> bool:
             answers.extend(asker.poll(records, time.monotonic()))
-            return sum(one.name == "well" and one.reading is not None for one in answers) >= 20
+            return sum(one.name == "well" and one.answers for one in answers) >= 20
 
         wait_for(enough, what="answers of the one that is well")
-    whys = {one.down.removeprefix(f"127.0.0.1:{mute}: ") for one in answers if one.name != "well"}
+    whys = {one.why.removeprefix(f"127.0.0.1:{mute}: ") for one in answers if one.name != "well"}
     assert whys <= {"no whole answer within 0.2 s", "timed out"}
 
 
@@ -171,10 +178,10 @@ def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_int
     asked: list[str] = []
     let = threading.Event()
 
-    def ask(record: NodeRecord, _: object) -> NodeAnswer:
+    def ask(record: NodeRecord, _: object) -> NodeStatus:
         asked.append(record.name)
         let.wait(PATIENCE_S)
-        return NodeAnswer(record.name, 0.0, down="refused")
+        return NodeStatus(record=record, state="down", why="refused")
 
     monkeypatch.setattr("launch.watched.ask_node", ask)
     asker, records = Asker(NOBODY, 2.0), [record("a", 1)]

@@ -226,7 +226,7 @@ function drawNodes(state) {
     { name: "evicted/s", cell: (node) => short(Object.values(node.evictions || {}).reduce((all, some) => all + some, 0) || NaN), n: true },
     { name: "why", cell: (node) => node.why || (node.missed || []).slice(0, 3).map(([reason]) => reason).join(", "), as: "whole break" },
   ];
-  $("nodes").replaceChildren(table(columns, state.nodes.filter((node) => node.role !== "proxy"), true));
+  $("nodes").replaceChildren(table(columns, state.nodes, true));
 }
 
 function drawTenants(state) {

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from functools import partial
@@ -28,9 +29,8 @@ from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
 from launch.proxy.tenants import Tenants
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
-from launch.status import WatchedNodes, page_of
+from launch.status import WatchedNodes
 from launch.watched import Asker
-from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import one_line
 
 _HERE = Path(__file__).parent
@@ -141,11 +141,13 @@ class UiPages:
     # --- what runs while somebody follows ------------------------------------------------------------------------
 
     def update(self, view: View) -> None:
-        self._view = view
+        """Shows the nodes of this view, except for proxies: this one has no keys to ask them with."""
+        nodes = tuple(record for record in view.nodes if record.role != "proxy")
+        self._view = dataclasses.replace(view, nodes=nodes)
 
     def _start(self) -> None:
         self._events.clear()
-        self._nodes = WatchedNodes(asked=_asked)  # a pause would look like one long interval
+        self._nodes = WatchedNodes()  # a pause would look like one long interval
         self._task = asyncio.create_task(self._watch())
 
     async def _stop(self, app: web.Application | None = None) -> None:
@@ -190,7 +192,7 @@ class UiPages:
         status = self._nodes.status(now)
         names = {node.record.address: node.name for node in status.nodes}
         owners = {
-            one.segment_name: node.name for node in status.nodes if node.role != "master" for one in node.segments
+            one.segment_name: node.name for node in status.nodes if node.role != "master" for one in node.segments or ()
         }
         segments = sorted(status.segments or (), key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
         return {
@@ -228,11 +230,6 @@ class UiPages:
             "tenants": [] if client else [{"name": name, **counts} for name, counts in self._tenants.usage().items()],
             "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
         }
-
-
-def _asked(record: NodeRecord) -> bool:
-    """Returns whether the page asks a node. This proxy has no keys for proxies."""
-    return record.role != "proxy" and bool(page_of(record))
 
 
 def _shown_slow(one: EndedRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:

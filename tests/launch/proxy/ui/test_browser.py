@@ -59,7 +59,7 @@ async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_
         await browser.type_password(WATCHING)
         await browser.open(c.url + "/ui")
         await browser.until(f"{STATE} === 'degraded'")
-        await browser.until(f"{text_of('state')} === 'serving, but 1 of 5 nodes down'")
+        await browser.until(f"{text_of('state')} === 'serving, but 1 of 4 nodes down'")
         await browser.until("document.querySelectorAll('#picture path.edge.load').length === 2")
         await browser.until(f"{text_of('nodes')}.includes({EVIL[:40]!r})")
         assert "this-proxy" not in await browser.evaluate(text_of("nodes")), "it would say only that it is not asked"
