@@ -30,6 +30,7 @@ from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.runtime import own_folder
 from pd_cache.vllm.layers import (
     NO_DRAFT,
     DraftLayers,
@@ -83,7 +84,7 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(h
     (given,) = (json.loads(one.partition("=")[2]) for one in argv if one.startswith("--kv-events-config="))
     record = describe_node(config, node, f"http://{host}:5003")
     addresses, came = [(record.events, record.replays), *record.ranks], [list[Step](), list[Step]()]
-    with closing(EventSubscriber()) as subscriber, ExitStack() as stack:
+    with own_folder(), closing(EventSubscriber()) as subscriber, ExitStack() as stack:
         for rank in range(2):
             publisher = ZmqEventPublisher(rank, given["endpoint"], given["replay_endpoint"])
             stack.callback(publisher.shutdown)
