@@ -109,9 +109,10 @@ def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: 
     with host(pool, model=model) as one:
         before = one.engine.label
         one.compute(TOKENS, SLOTS)
-        for label in (None, "w1"):
+        for label, reason in ((None, "weights_unnamed"), ("w1", "reset")):
             one.engine.reset(label)
             one.store(TOKENS, SLOTS, label=before)
+            assert one.troubles("store")[reason] == 5
             assert one.lookup(TOKENS) == 0
         one.engine.reset("")
         assert one.lookup(TOKENS) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,9 @@ from pd_cache.vllm.files import (
     serving_weights,
     write_about,
 )
+from pd_cache.vllm.settings import read_settings
 from tests.support.names import NAMESPACE
+from tests.support.pool import ROOT
 from transfer.settings import mooncake_version
 
 WINDOW = msgspec.structs.replace(NAMESPACE, group="1-3", keeps="the last 256 tokens", tail=1)
@@ -199,3 +202,16 @@ def test_of_an_engine_that_does_not_answer_nothing_is_told_and_it_counts_as_not_
         stopped.listen()
         assert ask() == (200, about(file))
         assert ask("/weights", "POST", body=msgspec.json.encode(Naming(label="w1", ids=())))[0] == 503
+
+
+def test_a_vllm_that_was_started_by_hand_has_the_file_from_its_environment(file: Path, tmp_path: Path) -> None:
+    """With the file that docs/migrate.md has for an existing Mooncake cluster."""
+    (example,) = re.findall(
+        r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "migrate.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(example)
+    extra = {"config_file": str(cluster), "node": "vllm-0"}
+    found = read_settings(extra, "kv_both")
+    assert (found.namespace_file, found.node.master) == (str(file), "10.0.0.1:50051")
+    assert read_settings({**extra, "namespace_file": "/own"}, "kv_both").namespace_file == "/own"
