@@ -181,6 +181,14 @@ def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_pat
     cli("config", "check", "--file-only", "-c", file.rename(tmp_path / odd))
 
 
+def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path: Path) -> None:
+    engine = {"kind": "vllm", "model": "m", "args": {"max-model-len": 8192}}
+    for args, warned in (({"max-model-len": 4096}, True), ({}, False)):
+        nodes = [free_node("master"), free_node("prefill-0", args=args), free_node("decode-0")]
+        done = cli("config", "check", "--file-only", "-c", cluster_file(tmp_path, engine=engine, nodes=nodes))
+        assert ("warning: max-model-len differs: prefill-0 4096, decode-0 8192;" in done.stderr) == warned
+
+
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
     done = run_program("bench", "lookup", "--help")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
