@@ -299,7 +299,8 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
 @click.option(
     "--all", "everywhere", is_flag=True, help="Name the weights of all engines, not only of those that are out."
 )
-def reset(file: Path, version: str | None, everywhere: bool) -> None:
+@_json_option
+def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> None:
     """Name the new weights of engines, so that these share KV again.
 
     An engine whose weights change is out: it loads and stores nothing. Run this when the last engine has the new weights. Nodes share KV
@@ -314,8 +315,7 @@ def reset(file: Path, version: str | None, everywhere: bool) -> None:
             "expected up to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
         )
     done = reset_engines(_running(file), version, everywhere=everywhere)
-    for name, what in done.nodes.items():
-        click.echo(f"{name}: {what}")
+    _answer(as_json, done._asdict(), *(f"{name}: {what}" for name, what in done.nodes.items()))
     if not done.well:
         raise SystemExit(1)
 

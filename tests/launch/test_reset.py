@@ -111,6 +111,8 @@ def test_all_engines_that_are_out_get_one_label_which_is_made_if_none_is_given(c
     assert label
     assert sorted(shown.splitlines()) == [f"decode-b: version {label}", f"prefill-a: version {label}"]
     assert c.run("--version", label).stdout == shown, "a second time changes nothing"
+    told = dict.fromkeys(("prefill-a", "decode-b"), f"version {label}")
+    assert json.loads(c.run("--version", label, "--json").stdout) == {"nodes": told, "well": True}
     for node in (c.a, c.b):
         node.change()
     c.run()
