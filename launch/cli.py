@@ -344,9 +344,9 @@ def pool_ls(file: Path, as_json: bool) -> None:
 @_file_option()
 @_json_option
 def pool_du(file: Path, as_json: bool) -> None:
-    """Show the bytes in the pool by model, by segment, and by tenant, as the proxies count them.
+    """Show the bytes in the pool by model and by segment.
 
-    Not by `cache_salt`: chunks of all salts lie under names that do not say it.
+    Not by tenant or `cache_salt`: the names of chunks do not say it.
     """
     from launch.operate.pool import usage, usage_table
 
@@ -365,7 +365,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
     """Remove the namespaces whose name, or whose model, is PATTERN. It may have the wildcards of a shell.
 
     Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and store them again: only what
-    no node uses stays away. For a tenant's, see docs/tenants.md.
+    no node uses stays away.
     """
     from rich.console import Console
 

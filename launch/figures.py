@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line
 
 SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
@@ -106,9 +105,6 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """By operation and reason."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool."""
-    tenants: dict[str, dict[str, float]] = {}
-    """For a proxy, of each tenant since its start: `requested` and `found`, in tokens; chunks `evicted` because of its quota; and if it has one,
-    the `bytes` that the pool holds at most, and the `quota`."""
 
     @property
     def troubles(self) -> list[str]:
@@ -167,7 +163,6 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         tier_bytes=tiers,
         errors=errors,
         segments=tuple(_by(samples, "pd_cache_segment_bytes", "segment")),
-        tenants=_tenants(samples),
     )
 
 
@@ -181,23 +176,6 @@ def _by(samples: Samples, name: str, label: str) -> dict[str, float]:
                 text = TIERS.get(text.partition("-")[0], text)  # a second tier of a kind is called `disk-1`
             found[text] = found.get(text, 0.0) + value
     return found
-
-
-def _tenants(samples: Samples) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for kind, name in (("bytes", "bytes"), ("quota", "quota_bytes"), ("evicted", "evicted_chunks_total")):
-        for tenant, value in _by(samples, f"pd_cache_proxy_tenant_{name}", "tenant").items():
-            found.setdefault(tenant, {})[kind] = value
-    for labels, value in samples.get("pd_cache_proxy_tenant_tokens_total", ()):
-        found.setdefault(labels.get("tenant", ""), {})[labels.get("outcome", "")] = value
-    return found
-
-
-def tenant_cells(counts: Mapping[str, float]) -> tuple[str, str, str, str]:
-    """Returns what is known of a tenant as text for people: bytes, quota, hit rate, chunks evicted."""
-    size, quota = (shown_bytes(counts[kind]) if kind in counts else "" for kind in ("bytes", "quota"))
-    asked = counts.get("requested", 0.0)
-    return size, quota, f"{counts.get('found', 0.0) / asked:.0%}" if asked else "", f"{counts.get('evicted', 0.0):.0f}"
 
 
 def _gauge(samples: Samples, *names: str) -> float | None:

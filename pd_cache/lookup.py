@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
 from typing import Any, Protocol
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Namespace, Tokens, check_names
@@ -19,8 +18,6 @@ from transfer.store import MooncakeStore
 
 _RENEWED = 1 << 14
 """How many leases one request renews. It takes 7 to 9 ms."""
-_REMOVED = 1 << 8
-"""How many objects one request removes."""
 
 
 class LooksUp(Protocol):
@@ -121,11 +118,6 @@ class LookupClient(ABC):
         Returns the weights' label and how many objects the pool has. None if one of them is not known, or if this client has no pool.
         """
         return None
-
-    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
-        """Removes these chunks, in all groups of layers, from the pool. Returns for each OK, MISSING, BUSY if it is leased or being written, or
-        why that is not known. `force`: leased or not; a read under way is then a miss."""
-        return [Status.CLOSED] * len(names)
 
     def supports_producer_reuse(self) -> bool:
         """Returns whether prefill nodes, too, may look up and reuse chunks."""
@@ -313,20 +305,6 @@ class MooncakeLookupClient(LookupClient):
                 return None
             found += statuses.count(Status.OK)
         return label, found
-
-    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
-        label, found = self.version.label, list[Status]()
-        if label is None:
-            return super().remove(names)
-        step = max(1, _REMOVED // self._groups.keys_per_chunk)
-        for start in range(0, len(names), step):
-            keys = [self._groups.keys([name], label) for name in names[start : start + step]]
-            told = iter(self.store.remove(list(chain(*keys)), timeout=self._exist_s, force=force))
-            for statuses in (set(islice(told, len(one))) for one in keys):
-                trouble = statuses - {Status.OK, Status.MISSING}
-                gone = Status.OK if Status.OK in statuses else Status.MISSING
-                found.append(Status.BUSY if Status.BUSY in trouble else trouble.pop() if trouble else gone)
-        return found
 
     def stored(self, names: Sequence[bytes]) -> None:
         if self._history is not None:

@@ -42,7 +42,8 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import KnownCache
-from launch.proxy.pins import Client, Pin, Pins
+from launch.proxy.keys import Client
+from launch.proxy.pins import Pin, Pins
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.cluster import HintsConfig

@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import known_master
-from launch.figures import tenant_cells
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
 from launch.status import ClusterStatus
 from launch.watched import cluster_status
@@ -140,8 +139,6 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
     namespaces: list[Space]
     segments: list[Segment]
-    tenants: dict[str, dict[str, float]] = {}
-    """What the proxies together say of each tenant; see `NodeReading.tenants`."""
 
 
 def survey(config: ClusterConfig) -> PoolReport:
@@ -177,12 +174,7 @@ def survey(config: ClusterConfig) -> PoolReport:
             )
         )
     spaces.sort(key=lambda one: (one.kind == "other", -(one.bytes or 0), one.name))
-    tenants: dict[str, dict[str, float]] = {}
-    for row in status.nodes:
-        for name, counts in row.reading.tenants.items():
-            before = tenants.get(name, {})
-            tenants[name] = {kind: before.get(kind, 0.0) + counts.get(kind, 0.0) for kind in before | counts}
-    return PoolReport(namespaces=spaces, segments=list(status.segments or ()), tenants=tenants)
+    return PoolReport(namespaces=spaces, segments=list(status.segments or ()))
 
 
 def _leading(status: ClusterStatus) -> str:
@@ -244,10 +236,8 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
         and (fnmatch.fnmatchcase(one.name, pattern) or fnmatch.fnmatchcase(one.model, pattern))
     ]
     if not chosen:
-        what, see = "namespace of an old version" if old else "namespace", "see `pd-cache pool ls`"
-        if pattern in report.tenants:  # a chunk's key does not say whose it is
-            see = f"it is a tenant: `{pattern}: {{quota: 0}}` in proxy.tenants_file removes what counts for it"
-        raise PdCacheError(f"no {what} in the pool matches {pattern}: {see}; nothing was removed")
+        what = "namespace of an old version" if old else "namespace"
+        raise PdCacheError(f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed")
     return chosen
 
 
@@ -299,25 +289,21 @@ def space_table(spaces: Sequence[Space]) -> Group:
 
 
 def usage_table(report: PoolReport) -> Group:
-    """Returns the bytes by model, by segment and by tenant as text for people, to be read in 80 columns."""
+    """Returns the bytes by model and by segment as text for people, to be read in 80 columns."""
     models, segments = _table("model", ">bytes", ">objects"), _table("segment", ">used", ">size")
     for model, (objects, size) in by_model(report).items():
         models.add_row(escape(one_line(model)), _shown(size), f"{objects:,}")
     for one in report.segments:
         sizes = shown_bytes(one.allocator_used_bytes), shown_bytes(one.size_bytes)
         segments.add_row(escape(one_line(one.segment_name)), *sizes)
-    tenants = _table("tenant", ">bytes", ">quota", ">hit rate", ">chunks evicted")
-    for name, counts in sorted(report.tenants.items()):
-        tenants.add_row(escape(name), *tenant_cells(counts))
-    shown = Group(models, *_estimate(report.namespaces), Text(), segments)
-    return Group(shown, Text(), tenants) if report.tenants else shown
+    return Group(models, *_estimate(report.namespaces), Text(), segments)
 
 
 def usage(report: PoolReport) -> dict[str, object]:
     """Returns the same for scripts."""
     models = by_model(report).items()
     named = [{"model": model, "objects": objects, "bytes": size} for model, (objects, size) in models]
-    return {"models": named, "segments": report.segments, "tenants": report.tenants}
+    return {"models": named, "segments": report.segments}
 
 
 def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:

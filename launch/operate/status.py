@@ -63,7 +63,6 @@ def as_dict(status: ClusterStatus) -> dict[str, object]:
             "errors": node.reading.errors,
             "leads": node.leads,
             "segments": [one.segment_name for one in (node.role != "master" and node.segments) or ()],
-            "tenants": node.reading.tenants,
             "memory": node.memory,
         }
         for node in status.nodes

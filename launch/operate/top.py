@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import open_directory
-from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age, tenant_cells
+from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age
 from launch.http import proxy_access
 from launch.status import ClusterStatus, NodeStatus
 from launch.supervise import stop_on_signals
@@ -325,9 +325,6 @@ def details(node: NodeStatus, width: int) -> RenderableType:
     for segment in node.segments or ():
         name = f"{one_line(segment.segment_name)}  {segment.shown_status}".rstrip()
         add("gives", _bar(segment.allocator_used_bytes, segment.size_bytes, name))
-    for tenant, counts in reading.tenants.items():
-        size, quota, hit, evicted = tenant_cells(counts)
-        add("tenant", tenant, f"{size} of {quota}" if quota else "", f"hit {hit or '-'}", f"{evicted} chunks evicted")
     for reason, tokens, when in rates.missed[:5]:
         meaning = MEANINGS.get(reason, "")  # type: ignore[call-overload]
         add("computed", f"{short(tokens):>5} tokens, last {shown_age(when)} ago: {reason}: {meaning}")

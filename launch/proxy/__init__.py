@@ -13,6 +13,5 @@ It guarantees:
 A request's way: `app` (the socket, the outermost handler, and what the proxy says of itself) → `requests` (from its key to its last byte,
 over the two hops) → `keys`, `bodies` → `direct` (does it need a prefill node?) → `routing` (which node next, when to stop, whom a failure is
 attributed to; pure) → `nodes` (what nodes answer, their health, discovery). `prefixes` (pure) and `events` know which nodes have the
-beginning of a prompt, `hints` and `pins` keep prompts in the pool, `tenants` bounds what each tenant has there, `metrics` counts, and `ui` shows the
-cluster to browsers.
+beginning of a prompt, `hints` and `pins` keep prompts in the pool, `metrics` counts, and `ui` shows the cluster to browsers.
 """

@@ -11,7 +11,6 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -30,7 +29,6 @@ from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import REQUEST_ID, Requests
-from launch.proxy.tenants import LOOK_S, Tenants
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.reasons import HopReport, Trip
@@ -70,20 +68,15 @@ class Proxy:
         self._pools = NodePools(config, self._direct, master)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self._tenants = tenants = Tenants(config, self._files, self._direct, self.metrics)
-        pins_of = partial(tenants.chunks, what="pins")
-        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes, tenant_room=pins_of)
-        self.requests = Requests(
-            config, keys, self._pools, self._direct, self._hints, tenants, self.metrics, recent, tracing
-        )
-        self._ui = UiPages(cluster, keys, recent, tenants, self.metrics, self._pools, self.requests.trips)
+        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes, limits=keys.limits)
+        self.requests = Requests(config, keys, self._pools, self._direct, self._hints, self.metrics, recent, tracing)
+        self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.requests.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
         self._pools.update(view)
         self._hints.update(view)
-        self._tenants.update(view)
         self._ui.update(view)
 
     async def setup(self) -> None:
@@ -118,8 +111,7 @@ class Proxy:
         self.requests.session = session
         checks = check_health(self._pools, session)
         hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
-        quotas = _repeat(lambda: LOOK_S, partial(self._tenants.remove, self._hints.pins.of))
-        beside = {asyncio.create_task(one) for one in (checks, hints, quotas)}
+        beside = {asyncio.create_task(one) for one in (checks, hints)}
         stop_following = self._files.follow()
         try:
             yield
@@ -186,7 +178,6 @@ class Proxy:
                 metrics.node_up.labels(hop, node).set(up)
             for node, load in pool.loads().items():
                 metrics.node_load.labels(hop, node).set(load)
-        self._tenants.show()
         metrics.view_stale.set(self._pools.stale_s(now))
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -18,7 +18,6 @@ from pd_cache.chunks import Namespace
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import MissReason
 from pd_cache.versions import FIRST
-from transfer.errors import Status
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +26,7 @@ Why = Literal["short", "in_pool", "scored"]
 LOOKUP_THREADS = 4
 LOOKUP_TIMEOUT_S = 0.6
 MAX_WAITING = 32
-"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way without a lookup, except for those
-that count for a quota."""
+"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way without a lookup."""
 _MAX_TOKENS = 1 << 18
 """The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
 _MAX_KEYS = 1 << 18
@@ -201,12 +199,6 @@ class DirectRule:
             return None
         told = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
         return None if told is None else ((namer.fingerprint, told[0]), told[1])
-
-    async def remove(self, names: Sequence[bytes], force: bool) -> list[Status]:
-        """Removes chunks from the pool; see `LookupClient.remove`. Returns nothing if the pool is not known."""
-        if (client := self._client) is None:
-            return []
-        return await asyncio.get_running_loop().run_in_executor(self._threads, client.remove, names, force)
 
     def _retire(self) -> None:
         if self._opened is not None:

@@ -32,13 +32,13 @@ from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
+from launch.proxy.keys import Client
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import (
     KINDS,
     PROMPTS,
     TARGETS,
     ActionAnswer,
-    Client,
     HintAction,
     HintPayload,
     HintRefusedError,
@@ -52,7 +52,7 @@ from launch.proxy.pins import (
     renewal_s,
 )
 from launch.proxy.prefixes import NamedPrompt
-from pd_cache.cluster import HintsConfig
+from pd_cache.cluster import HintsConfig, TenantConfig
 from pd_cache.decoding import UndecodableError, decode_json
 
 log = logging.getLogger(__name__)
@@ -98,15 +98,15 @@ class Hints:
         metrics: ProxyMetrics,
         pool_bytes: PoolBytes = lambda view: 0,
         clock: Callable[[], float] = time.monotonic,
-        tenant_room: Callable[[str], int | None] = lambda tenant: None,
+        limits: Callable[[str], TenantConfig] = lambda tenant: TenantConfig(),
     ) -> None:
-        """`direct` names prompts and renews leases. `tenant_room(tenant)`: how many chunks its pins may have; None for as many as all pins."""
+        """`direct` names prompts and renews leases. `limits(tenant)`: what a tenant may have."""
         self._config = config
         self._direct = direct
         self._metrics = metrics
         self._pool_bytes = pool_bytes
         self._clock = clock
-        self._tenant_room = tenant_room
+        self._limits = limits
         self._view = View(())
         self._pool: int | None = None
         """The pool's size, as far as it is known."""
@@ -271,8 +271,17 @@ class Hints:
                 self._asked = self._clock()
         if self._pool is None:
             raise ApiError(400, "the size of the pool is not known: no master has answered")
-        share = self._pool * self._config.max_share / max(1, len(self._view.by_role("proxy")))
+        share = self._pool * self._config.max_share / self._proxies
         return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
+
+    def _tenant_room(self, tenant: str) -> int | None:
+        """Returns how many chunks a tenant's pins may have; None for as many as all pins."""
+        pins = self._limits(tenant).pins
+        return None if pins is None else int(pins) // self._proxies // self._direct.chunk_bytes
+
+    @property
+    def _proxies(self) -> int:
+        return max(1, len(self._view.by_role("proxy")))
 
     # --- leases --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Who may ask, and how much: keys of clients, monitors and nodes, the certificate, and how many requests are admitted.
+"""Who may ask, and how much: keys of clients, monitors and nodes, tenants, the certificate, and how many requests are admitted.
 
-Files of keys and certificates are read again when they change.
+Files of keys, tenants and certificates are read again when they change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
+from aiohttp import web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.pins import Client
-from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig
+from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
 from pd_cache.sparse_log import SparseLog
 
@@ -30,7 +30,21 @@ log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TENANT = re.compile(r"@?[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class Client(NamedTuple):
+    """Whose a key is."""
+
+    name: str = ""
+    """Empty if clients need no keys."""
+    tenant: str = ""
+    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
+
+    @property
+    def holder(self) -> str:
+        """The name that limits apply to: the tenant's, or the client's if it has no tenant."""
+        return self.tenant or self.name
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
@@ -50,7 +64,9 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
             continue
         where = f"proxy.{field}: {file}:{number}"
         tenant = "".join(fields[2:3])
-        good = 2 <= len(fields) <= (3 if field == "api_keys_file" else 2) and (not tenant or _TENANT.fullmatch(tenant))
+        good = 2 <= len(fields) <= (3 if field == "api_keys_file" else 2) and (
+            not tenant or _TENANT.fullmatch(tenant.removeprefix("@"))
+        )
         if not good or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
             raise ConfigError(
                 f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
@@ -91,7 +107,9 @@ class Keys:
         self._monitors: Mapping[bytes, Client] | None = None
         self.node_key: str | None = None
         """The nodes' own key."""
-        for field in ("api_keys_file", "monitor_keys_file", "node_key_file"):
+        self.tenants: Mapping[str, TenantConfig] | None = None
+        """Those of `tenants_file`; None without one."""
+        for field in ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file"):
             if (file := getattr(config, field)) is not None:
                 files.add(f"proxy.{field}", [file], partial(self._read, field, file))
 
@@ -100,6 +118,8 @@ class Keys:
             self._clients = read_keys(file, field)
         elif field == "monitor_keys_file":
             self._monitors = read_keys(file, field)
+        elif field == "tenants_file":
+            self.tenants = read_tenants(file)
         else:
             self.node_key = read_node_key(file)
 
@@ -120,6 +140,28 @@ class Keys:
         if client is None:
             raise _refused()
         return client
+
+    def in_tenant(self, client: Client, request: web.Request) -> Client:
+        """Returns the client of a request in the name of its tenant, which a header names if the key's tenant is `@HEADER`.
+
+        Raises ApiError 400 if the header does not name one, 403 if the tenant is not known.
+        """
+        tenant = client.tenant
+        if tenant.startswith("@"):
+            given = request.headers.getall(tenant[1:], [])
+            # two of them: the gateway's, and one that its client has sent
+            if len(given) != 1 or not _TENANT.fullmatch(given[0]):
+                what = f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -"
+                raise ApiError(400, what, code="bad_tenant")
+            tenant = given[0]
+        if tenant and self.tenants is not None and tenant not in self.tenants:
+            raise ApiError(403, f"The tenant {tenant} is not in proxy.tenants_file", code="unknown_tenant")
+        return client._replace(tenant=tenant)
+
+    def limits(self, tenant: str) -> TenantConfig:
+        """Returns what a tenant may have. The pins of a tenant that the file does not name any more end."""
+        known = self.tenants or {}
+        return known.get(tenant, TenantConfig(pins=0) if known and tenant else TenantConfig())
 
     def may_watch(self, authorization: str | None) -> bool:
         """Returns whether the client may see answers that name nodes."""

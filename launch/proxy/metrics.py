@@ -11,7 +11,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from launch.openai import ApiError
-from launch.proxy.pins import Client
+from launch.proxy.keys import Client
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import KEY, RecentReports, RequestReport, Trip
 
@@ -63,22 +63,13 @@ class ProxyMetrics:
         )
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests",
-            "Completions of a tenant; counted is `no` if the prompt could not be named, and does not count for the quota",
-            ["tenant", "counted"],
+            "Completions of the tenants that proxy.tenants_file names",
+            ["tenant"],
         )
         self.tenant_tokens = counter(
             "pd_cache_proxy_tenant_tokens",
-            "Tokens of a tenant's prompts, as they were looked up in the pool: requested and found",
+            "Tokens of the tenants' prompts that were looked up in the pool: requested, and found there",
             ["tenant", "outcome"],
-        )
-        self.tenant_evicted = counter(
-            "pd_cache_proxy_tenant_evicted_chunks", "Chunks that were removed because of the tenant's quota", ["tenant"]
-        )
-        self.tenant_bytes = gauge(
-            "pd_cache_proxy_tenant_bytes", "What the pool holds for a tenant with a quota, at most", ["tenant"]
-        )
-        self.tenant_quota = gauge(
-            "pd_cache_proxy_tenant_quota_bytes", "This proxy's part of the tenant's quota", ["tenant"]
         )
         self.prefill_seconds = histogram(
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"

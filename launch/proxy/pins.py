@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from launch.proxy.keys import Client
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
@@ -96,20 +97,6 @@ def refused(action_id: str, error: Exception) -> ActionAnswer:
 def renewal_s(lease_ms: int) -> float:
     """Returns how often leases are renewed: so that one renewal may fail."""
     return min(_LONGEST_S, lease_ms / 3000)
-
-
-class Client(NamedTuple):
-    """Whose a key is."""
-
-    name: str = ""
-    """Empty if clients need no keys."""
-    tenant: str = ""
-    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
-
-    @property
-    def holder(self) -> str:
-        """The name that limits apply to: the tenant's, or the client's if it has no tenant."""
-        return self.tenant or self.name
 
 
 def fair(holder: str, held: int, free: int) -> bool:

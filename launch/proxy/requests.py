@@ -30,7 +30,7 @@ from launch.proxy.bodies import (
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.hints import HEADER, HINTS_S, LARGEST_HINTS, PREFETCH_S, Hints, Sender
-from launch.proxy.keys import Admission, Keys
+from launch.proxy.keys import Admission, Client, Keys
 from launch.proxy.metrics import REPORT_BYTES, ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -44,10 +44,9 @@ from launch.proxy.nodes import (
     refusal_of,
     send,
 )
-from launch.proxy.pins import Client, fair
+from launch.proxy.pins import fair
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
-from launch.proxy.tenants import Tenants
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
@@ -108,7 +107,7 @@ class Exchange:
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
-        """Ends what the decode node needs until its first byte: streams, and that no chunk is removed for a quota or a hint."""
+        """Ends the streams that the decode node needs until its first byte."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the hints that came with it, if some did."""
 
@@ -172,14 +171,13 @@ class Requests:
         nodes: NodePools,
         direct: DirectRule,
         hints: Hints,
-        tenants: Tenants,
         metrics: ProxyMetrics,
         recent: RecentRequests,
         tracing: Tracing,
     ) -> None:
         self.session: aiohttp.ClientSession
         """For requests to nodes. Set while the proxy runs."""
-        self.admission = Admission(config.max_requests, config.max_requests_per_key, tenants.config)
+        self.admission = Admission(config.max_requests, config.max_requests_per_key, keys.limits)
         self.bodies = BodyMemory(config.body_memory)
         self.retries = RetryBudget(max(_FEW_RETRIES, config.max_requests))
         self.running: set[asyncio.Task[Any]] = set()
@@ -190,7 +188,6 @@ class Requests:
         self._pools = nodes.pools
         self._direct = direct
         self._hints = hints
-        self._tenants = tenants
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
@@ -227,7 +224,7 @@ class Requests:
         status = 499
         try:
             client = exchange.client = self._keys.client(request.headers.get("Authorization"))
-            exchange.client = client._replace(tenant=self._tenants.named(client.tenant, request))
+            exchange.client = self._keys.in_tenant(client, request)
             response = await self._admitted(exchange, serve, most, read_s)
             status = response.status
         except ApiError as error:
@@ -352,12 +349,15 @@ class Requests:
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             holder = exchange.client.holder  # prompts that others prefetch cost it nothing
             name = bool(completion.hints) or any(one.holder == holder for one in self._prefetched.values())
-            name = name or self._tenants.counts(tenant)
             why, known = await self._judge(exchange, completion, prompt, name=name)
             named = None if isinstance(known, str) else known
             if completion.scores_prompt():
                 why = why or "scored"
-            self._tenants.note(tenant, named, exchange.until_answered)
+            if tenant in (self._keys.tenants or ()):
+                self._metrics.tenant_requests.labels(tenant).inc()
+                if named is not None and named.pool_tokens is not None:
+                    self._metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
+                    self._metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
             span.note(direct=why or "")
         if named is not None:
             self._hints.note(exchange.client, exchange.id, named)
@@ -403,8 +403,7 @@ class Requests:
         why = direct.why(prompt.tokens)
         if why is not None and not name:
             return why, "not asked for"
-        # a tenant that sends many prompts at a time would exceed its quota by those that are not named
-        if self._judging >= MAX_WAITING and not self._tenants.counts(exchange.client.tenant):
+        if self._judging >= MAX_WAITING:
             return why, f"{MAX_WAITING} others are being looked up; try again"
         if not direct.can_tell(completion.model(), prompt.tokens):
             return why, direct.blind or "it is too long, or for another model"

@@ -397,19 +397,12 @@ class HintsConfig(Section, frozen=True, kw_only=True):
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):
-    """What a tenant may have; None for as much as there is. Of several proxies, each grants an equal part of the bytes."""
+    """What a tenant may have; None for as much as there is. Of several proxies, each grants an equal part of `pins`."""
 
-    quota: Bytes | None = None
-    """How much of the pool. Beyond it, the tenant's own chunks that were not used for longest are removed."""
     pins: Bytes | None = None
-    """How much of the pool its pins may keep; None for its quota."""
+    """How much of the pool its pins may keep."""
     max_requests: Positive | None = None
     """The most requests in flight at a proxy. One more is answered 429 with Retry-After."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quota is not None and (self.pins or 0) > self.quota:
-            raise ValueError("`pins` must not be more than `quota`")
 
 
 class TenantsFile(Section, frozen=True, kw_only=True):
@@ -443,7 +436,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys. It is read again when it
     changes."""
     tenants_file: Line | None = None
-    """A YAML file with `tenants: {NAME: {quota, pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
+    """A YAML file with `tenants: {NAME: {pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
     """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. If it is None, clients' keys open these."""
     node_key_file: Line | None = None
@@ -461,11 +454,8 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
         super().__post_init__()
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
-        if self.tenants_file is not None and (self.api_keys_file is None or self.direct_tokens == 0):
-            raise ValueError(
-                "`tenants_file` needs `api_keys_file`, which says whose a key is, and `direct_tokens` other than 0, because what is "
-                "looked up is counted"
-            )
+        if self.tenants_file is not None and self.api_keys_file is None:
+            raise ValueError("`tenants_file` needs `api_keys_file`, which says whose a key is")
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError("`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key")
         if self.body_memory < 3 * LARGEST_BODY:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launch.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples, tenant_cells
+from launch.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter
@@ -192,19 +192,3 @@ def test_what_is_no_count_is_left_out() -> None:
 def test_anything_else_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="not a line"):
         read_samples(text)
-
-
-def test_what_a_proxy_says_of_its_tenants() -> None:
-    reading = read_node(
-        read_samples("""
-pd_cache_proxy_tenant_bytes{tenant="a"} 1048576
-pd_cache_proxy_tenant_quota_bytes{tenant="a"} 2097152
-pd_cache_proxy_tenant_evicted_chunks_total{tenant="a"} 3
-pd_cache_proxy_tenant_tokens_total{tenant="a",outcome="requested"} 400
-pd_cache_proxy_tenant_tokens_total{tenant="a",outcome="found"} 100
-pd_cache_proxy_tenant_evicted_chunks_total{tenant="b"} 0
-"""),
-        0.0,
-    )
-    assert tenant_cells(reading.tenants["a"]) == ("1.0 MiB", "2.0 MiB", "25%", "3")
-    assert tenant_cells(reading.tenants["b"]) == ("", "", "", "0")

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import Result
 
@@ -158,10 +157,6 @@ def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is(
     lines = drawn(pooled.usage_table(report)).split()
     assert "m 2.0 GiB 20" in " ".join(lines)
     assert "10.0.0.1:3 3.0 GiB 4.0 GiB" in " ".join(lines)
-    assert "tenant" not in lines
-    counts = {"bytes": 1 << 30, "quota": 2 << 30, "requested": 4, "found": 1, "evicted": 7}
-    text = drawn(pooled.usage_table(msgspec.structs.replace(report, tenants={"a": counts, "b": {"evicted": 0}})))
-    assert "a 1.0 GiB 2.0 GiB 25% 7" in " ".join(text.split())
 
 
 def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_may_be_current() -> None:

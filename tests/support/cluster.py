@@ -8,7 +8,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor import DoctorReport, Verdict
-from launch.masters import keys_at
 from launch.up import LocalCluster, running
 from launch.watched import cluster_status
-from pd_cache.chunks import ChunkedTokenDatabase, salt_keys
 from pd_cache.cluster import ClusterConfig, dump_config, load_config, read_config
 from tests.support.cli import program
 from tests.support.pool import ROOT, free_port
@@ -171,15 +169,6 @@ def metric_at(url: str, name: str, headers: Mapping[str, str] | None = None, **l
     ]
     samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
     return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
-
-
-def chunks_held(cluster: LocalCluster, *prompts: Sequence[int], salt: str | None = None) -> list[int]:
-    """How many chunks of each prompt the pool has, by the names that the prefill node gives them."""
-    rows = {row.name: row.record for row in cluster_status(cluster.config).nodes}
-    database = ChunkedTokenDatabase(rows["prefill-0"].cache_namespaces[0])
-    there = {key.decode() for key in keys_at(rows["master"].metrics or "", 60.0)}
-    names = (database.name_chunks(prompt, None, salt_keys(salt)) for prompt in prompts)
-    return [len(there.intersection(database.all_shard_keys(some))) for some in names]
 
 
 def examined(file: Path, *inside: str) -> DoctorReport:

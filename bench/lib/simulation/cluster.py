@@ -18,8 +18,7 @@ from bench.lib.simulation.workload import SimulatedRequest
 from launch.engines.reference.cache import FIRST_POLL_S, LONGEST_POLL_S
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
-from launch.proxy.keys import Admission
-from launch.proxy.pins import Client
+from launch.proxy.keys import Admission, Client
 from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig

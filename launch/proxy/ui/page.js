@@ -229,18 +229,6 @@ function drawNodes(state) {
   $("nodes").replaceChildren(table(columns, state.nodes, true));
 }
 
-function drawTenants(state) {
-  $("tenanted").hidden = !state.tenants.length;
-  const columns = [
-    { name: "tenant", cell: (one) => one.name, as: "title break" },
-    { name: "holds at most", cell: (one) => bytes(one.bytes), n: true },
-    { name: "quota", cell: (one) => bytes(one.quota), n: true },
-    { name: "hit", cell: (one) => (one.requested ? percent(one.found / one.requested) : ""), n: true },
-    { name: "chunks evicted", cell: (one) => short(one.evicted), n: true },
-  ];
-  $("tenants").replaceChildren(table(columns, state.tenants, true));
-}
-
 // --- the last hour
 function chart(width, what, label) {
   const [left, low] = [48, 120];
@@ -308,7 +296,6 @@ function draw() {
   drawPicture(latest);
   drawHour(latest);
   drawSlow(latest);
-  drawTenants(latest);
   drawNodes(latest);
 }
 function verdict(state) {

@@ -27,7 +27,6 @@ from launch.openai import ApiError, overloaded
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
-from launch.proxy.tenants import Tenants
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
 from launch.status import WatchedNodes
 from launch.watched import Asker
@@ -54,7 +53,7 @@ _WRITE_S = 10.0
 class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
-    def __init__(self, cluster: str, keys: Keys, recent: RecentRequests, tenants: Tenants, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
+    def __init__(self, cluster: str, keys: Keys, recent: RecentRequests, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
         """`cluster`: its name."""
         self._cluster = cluster
         self._pools = pools
@@ -63,7 +62,6 @@ class UiPages:
         self._view = View(())
         self._nodes = WatchedNodes()
         self._recent = recent
-        self._tenants = tenants
         self._metrics = metrics
         self._files = {name: (_HERE / name).read_bytes() for name in _TYPES}
         self._published = asyncio.Event()
@@ -227,7 +225,6 @@ class UiPages:
                 }
                 for one in minutes
             ],
-            "tenants": [] if client else [{"name": name, **counts} for name, counts in self._tenants.usage().items()],
             "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
         }
 

@@ -21,8 +21,9 @@ from launch.discovery import View
 from launch.proxy import requests
 from launch.proxy.direct import Pool
 from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Sender
+from launch.proxy.keys import Client
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.pins import Client, HintRefusedError, Pin, Pins
+from launch.proxy.pins import HintRefusedError, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord
@@ -43,7 +44,6 @@ from tests.support.proxy import (
     until,
     view,
 )
-from transfer.errors import Status
 
 CHUNK = NAMESPACE.chunk_size
 
@@ -96,14 +96,6 @@ class Renewing(Lookups):
     def __init__(self, found: int = 512) -> None:
         super().__init__(found)
         self.renewed: list[Sequence[bytes]] = []
-        self.removed: list[Sequence[bytes]] = []
-        self.forced = 0
-        self.leased: Sequence[bytes] = ()
-
-    def remove(self, names: Sequence[bytes], force: bool = False) -> list[Status]:
-        self.removed.append(names)
-        self.forced += len(names) * force
-        return [Status.BUSY if name in self.leased else Status.OK for name in names]
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
         if self.label is None:

@@ -1,12 +1,8 @@
-"""Tenants: in whose name a request is, what keeps their hits apart, and what is removed of whom. In a real pool: tests/launch/test_tenants.py."""
+"""Tenants: in whose name a request is, what keeps their hits apart, and what bounds them."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-from contextlib import ExitStack, closing
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.discovery import View
 from launch.openai import ApiError
-from launch.proxy import tenants as proxy_tenants
 from launch.proxy.bodies import tenant_salt
-from launch.proxy.direct import MAX_WAITING
-from launch.proxy.keys import WatchedFiles
-from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.prefixes import NamedPrompt
-from launch.proxy.tenants import Ledger, Tenants
-from pd_cache.cluster import NodeRecord, ProxyConfig, read_tenants
+from launch.proxy.keys import Keys, WatchedFiles
+from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
 from tests.launch.proxy.test_direct import IDS, rule
 from tests.launch.proxy.test_hints import Renewing
 from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, look_twice, scenario, until
 from tests.support.proxy import cluster as proxied
-from transfer.errors import Status
 
 OF_A, OF_B, PLAIN, GATE, WATCH = (f"key-of-{name}-0123456789" for name in ("a", "b", "nobody", "gate", "monitor"))
 CHUNK = NAMESPACE.chunk_bytes
-FILE = f"tenants: {{a: {{quota: {4 * CHUNK}, pins: {2 * CHUNK}, max_requests: 1}}, b: {{}}}}"
+FILE = f"tenants: {{a: {{pins: {2 * CHUNK}, max_requests: 1}}, b: {{}}}}"
 
 
 def files(folder: Path, text: str = FILE) -> dict[str, str]:
@@ -53,11 +42,10 @@ def body(**fields: Any) -> dict[str, Any]:
     [
         ("", "file:.* expected"),
         ("tenant: {}", "unknown key; did you mean tenants"),
-        ("tenants: {a: {quota: lots}}", r"tenants.a.quota: 'lots'"),
+        ("tenants: {a: {pins: lots}}", r"tenants.a.pins: 'lots'"),
         ("tenants: {a/b: {}}", "1 to 63 letters"),
-        ("tenants:\n  a: {quotas: 1GiB}", r":2: tenants.a.quotas: .*unknown key; did you mean quota"),
+        ("tenants:\n  a: {quota: 1GiB}", r":2: tenants.a.quota: .*unknown key"),
         ("tenants: {a: {max_requests: 0}}", "tenants.a.max_requests: 0"),
-        ("tenants: {a: {quota: 1GiB, pins: 2GiB}}", "`pins` must not be more than `quota`"),
         ("tenants: {a: {}, a: {}}", "given twice"),
     ],
 )
@@ -69,143 +57,18 @@ def test_a_wrong_file_of_tenants_is_refused_with_the_reason(tmp_path: Path, text
 
 def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     watched = WatchedFiles()
-    with closing(rule(Renewing())) as direct:
-        tenants = Tenants(ProxyConfig(**files(tmp_path)), watched, direct, ProxyMetrics())
-        assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests) == (4, 1)
-        assert tenants.chunks("b", "quota") is None
-        for text in (f"tenants: {{a: {{quota: {8 * CHUNK}}}}}", "tenants: {a: {quota: x}}"):
-            (tmp_path / "tenants").write_text(text)
-            look_twice(watched)
-            assert (tenants.chunks("a", "quota"), tenants.config("a").max_requests) == (8, None)
-        proxies = [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(2)]
-        tenants.update(View(tuple(proxies)))
-        assert tenants.chunks("a", "quota") == 4, "each of two proxies has half"
-        assert tenants.chunks("a", "pins") == 4, "what is pinned cannot be removed for the quota"
-
-
-@pytest.mark.parametrize("config", [{"direct_tokens": 0, "api_keys_file": "k"}, {}])
-def test_tenants_need_keys_and_lookups(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="`tenants_file` needs `api_keys_file`"):
-        ProxyConfig(tenants_file="t", **config)
-
-
-# --- what goes first ---------------------------------------------------------------------------------------------------
-
-
-def test_a_ledger_gives_up_what_was_not_used_for_longest_a_prompts_end_first() -> None:
-    ledger = Ledger()
-    ledger.use([b"a1", b"a2", b"a3"], 0.0)
-    ledger.use([b"b1"], 1.0)
-    ledger.use([b"a1", b"a2"], 2.0)
-    assert list(ledger.oldest(9)) == [(b"a3", 0.0), (b"b1", 1.0), (b"a2", 2.0), (b"a1", 2.0)]
-    assert [name for name, _ in ledger.oldest(1, {b"a3"})] == [b"b1"], "what is pinned stays"
-    assert list(ledger.oldest(-1)) == []
-    ledger.use([b"b1"], 3.5)
-    told = [Status.OK, Status.OK, Status.BUSY, Status.POOL_DOWN]
-    assert ledger.settle([b"a3", b"b1", b"a2", b"a1"], told, 3.0, 4.0) == 2
-    leased = [(b"a1", 2.0), (b"b1", 3.5), (b"a2", 2.0)]
-    assert list(ledger.oldest(9)) == leased, "what was used meanwhile, or is leased, stays"
-    assert ledger.settle([b"a1"], [Status.MISSING], 5.0, 7.0) == 0
-    assert len(ledger) == 3, "it may still be on its way into the pool"
-    ledger.settle([b"a1"], [Status.MISSING], 8.0, 8.0)
-    assert len(ledger) == 2, "it is not in the pool"
-    ledger.settle([b"b1"], [], 63.0, 63.0)
-    assert len(ledger) == 2, "no pool is known"
-
-
-def test_what_requests_under_way_need_stays_as_long_as_one_of_them_needs_it() -> None:
-    ledger = Ledger()
-    ledger.use([b"a", b"b"], 0.0)
-    times = iter((30.0, 40.0))
-    first, second = (ledger.hold(names, lambda: next(times)) for names in ([b"a", b"b"], [b"a"]))
-    assert list(ledger.oldest(9)) == []
-    first()
-    assert list(ledger.oldest(9)) == [(b"b", 30.0)], "a node may have leased it until then"
-    second()
-    assert list(ledger.oldest(9)) == [(b"b", 30.0), (b"a", 40.0)]
-
-
-def test_what_was_removed_is_removed_again_when_a_late_store_may_have_brought_it_back() -> None:
-    ledger = Ledger()
-    ledger.use([b"a", b"b"], 0.0)
-    ledger.settle([b"a", b"b"], [Status.OK, Status.OK], 1.0, 1.0)
-    ledger.use([b"a"], 2.0)
-    assert (len(ledger), ledger.again(1.0), ledger.again(9.0), ledger.again(9.0)) == (1, [], [b"b"], [])
-
-
-def test_what_is_counted_of_all_tenants_together_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_tenants, "_MOST_CHUNKS", 10)
-    with closing(rule(Renewing())) as direct:
-        file = "tenants: {a: {quota: 1GiB}, b: {quota: 1GiB}}"
-        watched = WatchedFiles()
-        tenants = Tenants(ProxyConfig(**files(tmp_path, file)), watched, direct, ProxyMetrics())
-
-        def note(tenant: str, *numbers: int) -> None:
-            names = [f"{tenant}{number}".encode() for number in numbers]
-            unknown = NamedPrompt("", 0, pool_tokens=None, names=names)  # as while the pool is away
-            tenants.note(tenant, unknown, ExitStack())
-
-        note("b", 1, 2, 3)
-        for number in range(100):
-            note("a", number, 1000)
-        assert {name: len(ledger) for name, ledger in tenants._ledgers.items()} == {"a": 7, "b": 3}
-        assert next(iter(tenants._ledgers["a"]._used)) == b"a94", "those that were not used for longest are forgotten"
-        (tmp_path / "tenants").write_text("tenants: {b: {quota: 1GiB}}")
+    keys = Keys(ProxyConfig(**files(tmp_path)), watched)
+    assert keys.limits("a") == TenantConfig(pins=2 * CHUNK, max_requests=1)
+    for text in ("tenants: {a: {max_requests: 2}}", "tenants: {a: {pins: x}}"):
+        (tmp_path / "tenants").write_text(text)
         look_twice(watched)
-        asyncio.run(tenants.remove())
-        assert list(tenants._ledgers) == ["b"], "and those of whom the file does not name any more"
+        assert keys.limits("a") == TenantConfig(max_requests=2)
+    assert keys.limits("b") == TenantConfig(pins=0), "b is no tenant any more"
 
 
-@scenario
-async def test_a_tenant_over_its_quota_loses_its_own_chunks_and_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.proxy.app.LOOK_S", 3600.0)
-    client = Renewing(found=256)
-    text = FILE.replace(", max_requests: 1", "")
-    async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
-        await c.ask(body(), headers=bearer(OF_B))
-        names = [c.proxy._direct._namer.name([n, *IDS[1:]], tenant_salt(None, "a")).names for n in range(4)]  # type: ignore[union-attr]
-        async with c.stuck_at(c.decode[0], body(prompt=[0, *IDS[1:]]), headers=bearer(OF_A)):
-            for first in range(1, 3):  # with that one, 9 chunks, of which 4 may stay
-                await c.ask(body(prompt=[first, *IDS[1:]]), headers=bearer(OF_A))
-            await c.proxy._tenants.remove(lambda tenant: names[2] if tenant == "a" else ())
-        assert [*chain(*client.removed)] == [*reversed(names[1])], "neither what is to be loaded nor what is pinned"
-        assert client.forced == 3, "it is leased by its request"
-        await until(lambda: not c.proxy.requests.running, "the client has gone")
-        c.proxy._tenants._clock = lambda: time.monotonic() + 20
-        await c.proxy._tenants.remove()
-        assert [*chain(*client.removed)][3:] == [*reversed(names[0][1:])]
-        assert client.forced == 3, "the leases of its own requests are over: another proxy's requests hold these"
-        c.proxy._tenants._clock = lambda: time.monotonic() + 90
-        await c.proxy._tenants.remove()
-        removed = [*chain(*client.removed)]
-        assert removed[5:] == removed[:5], "a late store may have brought them back"
-        c.proxy._tenants.show()
-        assert c.metric("tenant_evicted_chunks_total", tenant="a") == 10
-        assert c.metric("tenant_bytes", tenant="a") == c.metric("tenant_quota_bytes", tenant="a") == 4 * CHUNK
-        assert c.metric("tenant_tokens_total", tenant="a", outcome="requested") == 3 * len(IDS)
-        assert c.metric("tenant_tokens_total", tenant="a", outcome="found") == 3 * 256
-        assert c.metric("tenant_requests_total", tenant="b", counted="yes") == 1
-        assert c.proxy._ui.state(None)["tenants"][0]["bytes"] == 4 * CHUNK
-        assert c.proxy._ui.state("ann")["tenants"] == []
-        await c.ask(body(prompt="x" * 9000), headers=bearer(OF_A))  # no node tokenizes
-        assert c.metric("tenant_requests_total", tenant="a", counted="no") == 1
-
-
-@scenario
-async def test_as_many_prompts_of_a_tenant_count_as_come_at_a_time(tmp_path: Path) -> None:
-    client = Renewing(found=0)
-    client.gate.clear()
-    text = "tenants: {a: {quota: 1GiB}}"
-    async with proxied(direct=rule(client), **files(tmp_path, text)) as c:
-        asked = [body(prompt=[first, *IDS[1:]]) for first in range(MAX_WAITING + 8)]
-        asking = [asyncio.ensure_future(c.post(one, headers=bearer(OF_A)).__aenter__()) for one in asked]
-        await until(lambda: c.proxy.requests._judging == len(asked), "all are looked up")
-        await c.ask(body(), headers=bearer(PLAIN))  # without a lookup
-        client.gate.set()
-        for one in asking:
-            (await one).close()
-        assert c.metric("tenant_requests_total", tenant="a", counted="yes") == len(asked)
-        assert len(c.proxy._tenants._ledgers["a"]) == 3 * len(asked)
+def test_tenants_need_keys() -> None:
+    with pytest.raises(ValueError, match="`tenants_file` needs `api_keys_file`"):
+        ProxyConfig(tenants_file="t")
 
 
 # --- in whose name -----------------------------------------------------------------------------------------------------
@@ -337,3 +200,15 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
             assert (response.status, error["message"][:27]) == (429, "1 requests of this tenant a")
         await until(lambda: not c.proxy.requests.running, "the client has gone")
         await c.ask(body(), headers=bearer(GATE, X_Tenant="a"))
+
+
+@scenario
+async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path: Path) -> None:
+    async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
+        for _ in range(2):
+            await c.ask(body(), headers=bearer(OF_A))
+        await c.ask(body(prompt=[1]), headers=bearer(GATE, X_Tenant="b"))  # too short for a lookup
+        await c.ask(body(), headers=bearer(PLAIN))
+        assert [c.metric("tenant_requests_total", tenant=tenant) for tenant in "ab"] == [2, 1]
+        assert c.metric("tenant_tokens_total", tenant="a", outcome="requested") == 2 * len(IDS)
+        assert c.metric("tenant_tokens_total", tenant="a", outcome="found") == 2 * 256
