@@ -168,11 +168,11 @@ async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -
 
 
 @scenario
-async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes() -> None:
+async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes(monkeypatch) -> None:
+    monkeypatch.setattr("launch.proxy.routing._A_SECOND", 0.0)
     async with cluster(0, 2) as c:
         c.decode[0].default = c.decode[1].default = says(b"", 500)
         c.proxy.requests.retries._left = 1.0
-        c.proxy.requests.retries._per_second = 0.0
         for _ in range(4):
             await c.ask(status=500)
         assert len(c.decode[0].bodies + c.decode[1].bodies) == 5
