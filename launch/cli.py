@@ -79,7 +79,7 @@ def _answer(as_json: bool, value: object, *shown: object) -> None:
 
 def _running(file: Path) -> ClusterConfig:
     """Returns the cluster of a file; with the ports that `up` chose, if `up` runs the file here."""
-    from launch.up import running_config
+    from launch.run.up import running_config
 
     return running_config(file) or load_config(file)
 
@@ -181,8 +181,8 @@ def _log_what_happens() -> None:
 @click.option("--node", "name", help="Which node of the file; needed where several of the role belong on this machine.")
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
-    from launch.roles import run_role
-    from launch.up import choose_ports, pick_node, unresolved_port
+    from launch.run.roles import run_role
+    from launch.run.up import choose_ports, pick_node, unresolved_port
     from pd_cache.cluster.machine import check_machine
 
     _log_what_happens()
@@ -207,8 +207,8 @@ def launch(role: str, file: Path, name: str | None) -> None:
 )
 def up(file: Path, drain_s: float | None) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints `ready NODE ADDRESS` for each."""
-    from launch.supervise import stop_on_signals
-    from launch.up import running, welcome
+    from launch.run.supervise import stop_on_signals
+    from launch.run.up import running, welcome
 
     _log_what_happens()
     config, source = read_config(file)
@@ -249,7 +249,7 @@ def status(file: Path, as_json: bool) -> None:
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
     from launch.operate.status import as_dict, status_table
-    from launch.watched import cluster_status
+    from launch.operate.watched import cluster_status
 
     found = cluster_status(_running(file))
     _answer(as_json, as_dict(found), status_table(found))
@@ -274,7 +274,7 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     `h` shows the keys, `q` ends.
     """
     from launch.operate import top as shown
-    from launch.watched import cluster_status
+    from launch.operate.watched import cluster_status
 
     config, console = _running(file), _output()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -417,7 +417,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
     from rich.progress import Progress
 
     from launch.operate import drain as drained
-    from launch.supervise import stop_on_signals
+    from launch.run.supervise import stop_on_signals
 
     config = _running(file)
     screen = Console(stderr=True)
@@ -583,7 +583,7 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     from launch.doctor.checks import library_findings
     from launch.doctor.report import Verdict
     from launch.engines import vllm_command as vllm
-    from launch.supervise import RoleError
+    from launch.run.supervise import RoleError
     from pd_cache.cluster import EngineNode, ProxyNode, VllmEngineConfig, machine
     from pd_cache.cluster.schema import max_model_lens
 

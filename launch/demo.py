@@ -19,7 +19,7 @@ from rich.table import Table
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
 from launch.http import NOBODY, fetch
-from launch.up import quiet, running
+from launch.run.up import quiet, running
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config
 from pd_cache.decoding import decode_json
 from pd_cache.errors import ConfigError, PdCacheError

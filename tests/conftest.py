@@ -104,8 +104,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
-        "launch.watched.SYNC_S",
-        "launch.watched.TIMEOUT_S",
+        "launch.operate.watched.SYNC_S",
+        "launch.operate.watched.TIMEOUT_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from launch.up import LocalCluster, quiet, running
+from launch.run.up import LocalCluster, quiet, running
 from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
 from transfer.settings import TransferSettings, prepare
 from transfer.store import load_mooncake

@@ -32,7 +32,7 @@ import zmq
 import pd_cache
 from bench.lib.pool import config_option
 from bench.lib.report import Check, finish
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError

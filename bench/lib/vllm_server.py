@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
-from launch.supervise import Child, ForeignProgram, Program, StopFlag
+from launch.run.supervise import Child, ForeignProgram, Program, StopFlag
 from pd_cache.cluster import Argument
 from pd_cache.cluster.machine import bound_socket
 

@@ -32,7 +32,7 @@ from bench.lib.report import at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 
 _READY_S = 30.0
 _STREAM_S = 120.0

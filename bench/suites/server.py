@@ -28,7 +28,7 @@ from bench.lib.pool import cluster_here
 from bench.lib.report import at_least, at_most, finish, option, output_options
 from bench.lib.stats import gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode

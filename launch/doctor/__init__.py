@@ -18,8 +18,8 @@ import pd_cache
 from launch.discovery import known_master
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
-from launch.status import ClusterStatus
-from launch.watched import cluster_status
+from launch.operate.state import ClusterStatus
+from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.config import NodeSettings

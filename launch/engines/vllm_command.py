@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from launch.supervise import Program, RoleError
+from launch.run.supervise import Program, RoleError
 from pd_cache.cluster import (
     SECRET_VARIABLES,
     Argument,

@@ -20,8 +20,8 @@ import msgspec
 
 from launch.discovery import known_master
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
-from launch.supervise import StopFlag, end, spawn_child
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.supervise import StopFlag, end, spawn_child
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes, shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError

@@ -18,10 +18,10 @@ import msgspec
 
 from launch.discovery import View
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
-from launch.pool_lookups import hash_seeds, master_of, open_lookup
+from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup
+from launch.operate.state import NodeStatus
+from launch.operate.watched import cluster_status
 from launch.proxy.prefixes import PromptNamer
-from launch.status import NodeStatus
-from launch.watched import cluster_status
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from launch.discovery import known_master
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
-from launch.status import ClusterStatus
-from launch.watched import cluster_status
+from launch.operate.state import ClusterStatus
+from launch.operate.watched import cluster_status
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from launch.http import fetch
-from launch.status import ClusterStatus, NodeStatus, shown_version
-from launch.watched import cluster_status
+from launch.operate.state import ClusterStatus, NodeStatus, shown_version
+from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST, Naming

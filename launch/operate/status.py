@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.figures import shown_age
-from launch.status import SKEW_UNTRIED, ClusterStatus
+from launch.operate.figures import shown_age
+from launch.operate.state import SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster.machine import shown_bytes
 
 

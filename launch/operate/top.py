@@ -26,11 +26,11 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.discovery import open_directory
-from launch.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age
 from launch.http import proxy_access
-from launch.status import ClusterStatus, NodeStatus
-from launch.supervise import stop_on_signals
-from launch.watched import SYNC_S, Asker, watched_nodes
+from launch.operate.figures import TIMINGS, TRENDS, Rates, hit_rate, shown_age
+from launch.operate.state import ClusterStatus, NodeStatus
+from launch.operate.watched import SYNC_S, Asker, watched_nodes
+from launch.run.supervise import stop_on_signals
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from launch.up import LocalCluster
+from launch.run.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
 from tests.support.needs import needed
 from tests.support.prometheus import FOLDER, Prometheus, configuration

@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 
-from launch import health_server
-from launch.health_server import Response
+from launch.run import health_server
+from launch.run.health_server import Response
 from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import ENGINE
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.up import running_config
+from launch.run.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import CHUNK, cluster_file, complete, free_node
 from tests.support.leaks import alive

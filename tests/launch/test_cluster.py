@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launch.up import LocalCluster
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.up import LocalCluster
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_of_every_role, started
 from tests.support.waiting import PATIENCE_S, wait_for

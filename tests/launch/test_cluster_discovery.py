@@ -17,7 +17,7 @@ import pytest
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import DoctorReport, Verdict
-from launch.up import LocalCluster
+from launch.run.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError
@@ -152,8 +152,8 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 
 VLLM = """#!{python}
 import json, pathlib, signal, sys, time
-from launch.health_server import Response, serving
-from launch.supervise import stop_on_signals
+from launch.run.health_server import Response, serving
+from launch.run.supervise import stop_on_signals
 from pd_cache.chunks import Namespace
 from pd_cache.vllm.files import write_about
 
@@ -203,7 +203,7 @@ def test_a_reset_finds_engines_from_a_file_that_names_none(cluster, own_etcd, tm
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
+    monkeypatch.setattr("launch.operate.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     found = cli_json("status", "-c", file, code=1)
     assert found["discovery"] == "etcd, which does not answer: these are the nodes of the file"

@@ -15,7 +15,7 @@ from launch.doctor import Finding, Verdict
 from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.masters import LEADER, Segment
-from launch.status import ClusterStatus, NodeStatus
+from launch.operate.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord
 from pd_cache.cluster.machine import machine_memory
 from transfer.settings import TransferSettings, decode_custom

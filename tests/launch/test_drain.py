@@ -15,8 +15,8 @@ import pytest
 from launch.masters import Segment, begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
 from launch.operate.drain import Drain, drain, drain_local
-from launch.supervise import StopFlag
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.supervise import StopFlag
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, run_program

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.up import LocalCluster
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.up import LocalCluster
 from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, fetched, free_node, kill, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launch.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples
+from launch.operate.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter

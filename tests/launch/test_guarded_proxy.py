@@ -16,8 +16,8 @@ from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
 from bench.suites.serve import clusters_proxy
 from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, proxy_certificate, trusting
-from launch.status import NodeStatus
-from launch.watched import cluster_status
+from launch.operate.state import NodeStatus
+from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port

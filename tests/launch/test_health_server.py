@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from launch.health_server import exposed
-from launch.supervise import RoleError
+from launch.run.health_server import exposed
+from launch.run.supervise import RoleError
 from tests.support.cluster import fetched
 from tests.support.waiting import PATIENCE_S, wait_for
 

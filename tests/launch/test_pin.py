@@ -13,7 +13,7 @@ import pytest
 
 from launch.discovery import View
 from launch.discovery.directory import file_records
-from launch.pool_lookups import open_lookup, pool_bytes
+from launch.operate.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord, load_config

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from launch.cli import example_file
-from launch.up import running
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.up import running
 from pd_cache.cluster import load_config, read_config
 from pd_cache.cluster.machine import find_program
 from tests.support.cli import cli, cli_json

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from launch.discovery import View
-from launch.figures import NodeReading, read_node, read_samples
 from launch.masters import Segment
+from launch.operate.figures import NodeReading, read_node, read_samples
+from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes
 from launch.operate.status import as_dict, status_table
-from launch.status import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.support.cli import drawn
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
+from launch.run.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from tests.support.leaks import alive
 from tests.support.pool import ROOT, Process
@@ -128,7 +128,7 @@ def test_a_group_starts_together_once_all_of_the_group_before_are_ready() -> Non
 def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     world = World(a=[[(1, "ready a http://a:1"), (5, 1)], [(1, "ready a http://a:2")]], b=[[(2, "ready b")]])
     said: list[str] = []
-    caplog.set_level("INFO", "launch.supervise")
+    caplog.set_level("INFO", "launch.run.supervise")
     with Supervisor(
         SupervisorConfig(), sink=said.append, spawn=world.spawn, clock=lambda: world.now, sleep=world.sleep
     ) as supervisor:
@@ -298,7 +298,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> No
 
 UP = """
 import signal, sys
-from launch.supervise import Program, Supervisor, stop_on_signals
+from launch.run.supervise import Program, Supervisor, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a parent may have left it
@@ -311,7 +311,7 @@ print("down", flush=True)
 """
 
 ORDERLY = """
-from launch.supervise import spawn_child, stop_on_signals
+from launch.run.supervise import spawn_child, stop_on_signals
 with stop_on_signals() as stop:
     child = spawn_child(["sleep", "600"])
     print("pid", child.pid, flush=True)
@@ -369,7 +369,7 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
 
 
 def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path: Path) -> None:
-    script = ROOT / "launch" / "_tethered.py"
+    script = ROOT / "launch" / "run" / "_tethered.py"
     stranger = "1" if os.getpid() != 1 else "2"
     command = [sys.executable, "-I", "-S", str(script), stranger, "15", "/bin/touch", "touch", str(tmp_path / "ran")]
     assert subprocess.run(command, timeout=PATIENCE_S).returncode == 128 + 15
@@ -390,7 +390,7 @@ def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_t
     """As when it comes just before the wait begins: Python's handler runs only after the wait."""
     code = (
         "import signal, threading\n"
-        "from launch.supervise import stop_on_signals\n"
+        "from launch.run.supervise import stop_on_signals\n"
         "def elsewhere(): signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
         "with stop_on_signals() as stop:\n"
         "    threading.Timer(0.1, elsewhere).start()\n"

@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 
 from launch.discovery import View
-from launch.figures import NodeReading
 from launch.masters import Segment
+from launch.operate.figures import NodeReading
+from launch.operate.state import NodeStatus, WatchedNodes
 from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
-from launch.status import NodeStatus, WatchedNodes
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from pd_cache.cluster import NodeRecord
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import cluster_file

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.up import LocalCluster
+from launch.run.up import LocalCluster
 from tests.support.cluster import CHUNK, complete, kill, started
 from tests.support.collector import Collector, ReceivedSpan, collecting
 from tests.support.waiting import wait_for

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import up
+from launch.run import up
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -75,12 +75,14 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
 
 def test_nodes_log_details_if_up_does(caplog: pytest.LogCaptureFixture) -> None:
     for level, details in (("INFO", 0), ("DEBUG", 1)):
-        caplog.set_level(level, "launch.up")
+        caplog.set_level(level, "launch.run.up")
         assert up.program_of(ProxyNode(name="p"), Path("c.yaml")).argv.count("-v") == details
 
 
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
-    program = "import launch.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
+    program = (
+        "import launch.run.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
+    )
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["777", "777"]

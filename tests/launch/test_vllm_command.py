@@ -11,7 +11,7 @@ import pytest
 
 from launch.discovery import file_records
 from launch.engines.vllm_command import vllm_program
-from launch.supervise import Child, Program, RoleError
+from launch.run.supervise import Child, Program, RoleError
 from pd_cache.cluster import (
     Argument,
     ClusterConfig,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.lib.model import VOCABULARY, write_model
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
 from tests.vllm.servers import Server, by_hand, connector

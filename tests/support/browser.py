@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from tests.support.waiting import PATIENCE_S
 
 CHROMIUM = next(

@@ -18,8 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor import DoctorReport, Verdict
-from launch.up import LocalCluster, running
-from launch.watched import cluster_status
+from launch.operate.watched import cluster_status
+from launch.run.up import LocalCluster, running
 from pd_cache.cluster import ClusterConfig, dump_config, load_config, read_config
 from tests.support.cli import program
 from tests.support.pool import ROOT, free_port

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.discovery.etcd import load_etcd3, prefix_of
-from launch.supervise import spawn_child
+from launch.run.supervise import spawn_child
 from pd_cache.cluster import EtcdDiscovery, TlsConfig
 from tests.support.hosts import Host
 from tests.support.pool import free_port

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from launch.supervise import end, spawn_child
+from launch.run.supervise import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for

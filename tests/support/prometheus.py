@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from launch.supervise import spawn_child
+from launch.run.supervise import spawn_child
 from pd_cache.cluster import ClusterConfig
 from tests.support.needs import needed
 from tests.support.pool import free_port

@@ -1,7 +1,7 @@
 """Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
 
 That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite costs. `warm_nodes` makes
-`launch.supervise` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
+`launch.run.supervise` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
 Other roles, which start in half a second, are forked only if there is a nursery already. A forked node is a child of the test like any other:
 it has a pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams, environment, folder, session and
 signals are what they would be.
@@ -27,8 +27,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch.supervise
-from launch import _tethered
+import launch.run.supervise
+from launch.run import _tethered
 
 ROOT = Path(__file__).resolve().parents[2]
 _TETHER = [sys.executable, "-I", "-S", str(Path(_tethered.__file__).resolve())]
@@ -138,12 +138,12 @@ def warm_nodes() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    usual = launch.supervise.subprocess
-    launch.supervise.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
+    usual = launch.run.supervise.subprocess
+    launch.run.supervise.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
     try:
         yield
     finally:
-        launch.supervise.subprocess = usual
+        launch.run.supervise.subprocess = usual
         nursery.close()
 
 
@@ -170,7 +170,7 @@ def _next_job(connection: socket.socket) -> dict[str, Any]:
 
 
 def become(job: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Does what the kernel and `launch/_tethered.py` do for a new program, in a fork that is to be a child of `parent`."""
+    """Does what the kernel and `launch/run/_tethered.py` do for a new program, in a fork that is to be a child of `parent`."""
     while os.getppid() != job["parent"]:
         time.sleep(0.0005)  # the process between is not gone yet
     _tethered.set_death_signal(job["death_signal"])
@@ -199,11 +199,11 @@ def become(job: Mapping[str, Any], streams: Sequence[int]) -> None:
 
 _IMPORTED = (
     "launch.proxy.app",
-    "launch.roles.cache_server",
-    "launch.roles.master",
-    "launch.roles.proxy",
-    "launch.roles.reference",
-    "launch.roles.store",
+    "launch.run.roles.cache_server",
+    "launch.run.roles.master",
+    "launch.run.roles.proxy",
+    "launch.run.roles.reference",
+    "launch.run.roles.store",
     "pd_cache.server.server",
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from launch.supervise import spawn_child
+from launch.run.supervise import spawn_child
 from tests.support.pool import ROOT, Pool
 
 READER = """

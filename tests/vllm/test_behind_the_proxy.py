@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from launch.proxy.bodies import tenant_salt
-from launch.up import quiet
-from launch.up import running as running_cluster
+from launch.run.up import quiet
+from launch.run.up import running as running_cluster
 from pd_cache.cluster import dump_config, read_config
 from tests.support.adapter import write_adapter
 from tests.support.cli import cli, cli_json

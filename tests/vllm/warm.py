@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch._tethered import set_death_signal
-from launch.supervise import end, spawn_child
+from launch.run._tethered import set_death_signal
+from launch.run.supervise import end, spawn_child
 from tests.support.warm_nodes import become
 
 _ASKER = """

@@ -24,7 +24,7 @@ from launch.engines.reference.protocol import (
 )
 from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
 from launch.openai import ApiError, errors, given_id, runner_of
-from launch.supervise import stop_on_signals, stop_signals
+from launch.run.supervise import stop_on_signals, stop_signals
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RecentReports, RequestReport
 from pd_cache.tracing import UNTRACED, Tracing, trace_headers

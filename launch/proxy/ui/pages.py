@@ -24,12 +24,12 @@ import pd_cache
 from launch.discovery import View
 from launch.http import NOBODY
 from launch.openai import ApiError, overloaded
+from launch.operate.state import WatchedNodes
+from launch.operate.watched import Asker
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
-from launch.status import WatchedNodes
-from launch.watched import Asker
 from pd_cache.decoding import one_line
 
 _HERE = Path(__file__).parent

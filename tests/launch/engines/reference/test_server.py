@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
-from launch.supervise import stop_signals
+from launch.run.supervise import stop_signals
 from tests.support.proxy import scenario, until
 
 from .conftest import prompt_of, request_of, tiny_config

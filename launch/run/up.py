@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from launch.discovery.directory import describe_node
-from launch.supervise import Program, StopFlag, Supervisor, to_stderr
+from launch.run.supervise import Program, StopFlag, Supervisor, to_stderr
 from pd_cache.cluster import (
     ROLES,
     CacheServerNode,

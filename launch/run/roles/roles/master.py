@@ -10,7 +10,7 @@ from collections.abc import Callable
 from launch.discovery import Member
 from launch.http import fetch
 from launch.masters import LEADER, MasterHealth
-from launch.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
+from launch.run.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import find_program
 from pd_cache.decoding import decode_json

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from launch.discovery import Member
 from launch.engines.vllm_command import vllm_program
 from launch.http import healthy
-from launch.supervise import Child, ForeignProgram, stop_on_signals
+from launch.run.supervise import Child, ForeignProgram, stop_on_signals
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, dump_config, read_about
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import about

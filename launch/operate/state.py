@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from launch.discovery import View
-from launch.figures import NodeHistory, NodeReading, Rates, merged_sources
 from launch.masters import LEADER, Segment
+from launch.operate.figures import NodeHistory, NodeReading, Rates, merged_sources
 from pd_cache.cluster import NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 

@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from launch.discovery import open_directory
-from launch.figures import read_node, read_samples
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, read_segments
-from launch.status import ClusterStatus, NodeStatus, WatchedNodes, page_of, shown_version
+from launch.operate.figures import read_node, read_samples
+from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.versions import FIRST

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
-from launch import _tethered
+from launch.run import _tethered
 from pd_cache.cluster import SupervisorConfig
 from pd_cache.errors import PdCacheError
 

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 import pd_cache
-from launch.supervise import RoleError
+from launch.run.supervise import RoleError
 from transfer.settings import mooncake_version
 
 _CONNECTIONS = 16

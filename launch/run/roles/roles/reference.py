@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
 from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
-from launch.supervise import stop_on_signals
+from launch.run.supervise import stop_on_signals
 from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig

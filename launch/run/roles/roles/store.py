@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from launch.discovery import Member
-from launch.supervise import stop_on_signals
+from launch.run.supervise import stop_on_signals
 from pd_cache.cluster import ClusterConfig, StoreNode
 from transfer.errors import PoolUnavailableError
 
@@ -26,7 +26,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
         if node.metrics_port is not None:  # before the store is open, so that one that waits for its master says so
             from prometheus_client import CollectorRegistry, ProcessCollector
 
-            from launch.health_server import exposed
+            from launch.run.health_server import exposed
             from pd_cache.metrics import BackendLevels, LevelCollector
 
             registry, levels = CollectorRegistry(), LevelCollector()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from prometheus_client import ProcessCollector
 
 from launch.discovery import Member
-from launch.health_server import exposed
-from launch.supervise import stop_on_signals
+from launch.run.health_server import exposed
+from launch.run.supervise import stop_on_signals
 from pd_cache.cluster import CacheServerNode, ClusterConfig
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.server import CacheServer

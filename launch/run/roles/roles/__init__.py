@@ -34,12 +34,12 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
             member.announce(url)
 
         if isinstance(node, MasterNode):
-            from launch.roles.master import run_master
+            from launch.run.roles.master import run_master
 
             run_master(config, node, announce, member)
             return
         if isinstance(node, ProxyNode):
-            from launch.roles.proxy import run_proxy
+            from launch.run.roles.proxy import run_proxy
 
             run_proxy(config, node, announce, on_stop=member.leave)
             return
@@ -48,21 +48,21 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
             # other nodes leave the pool to their host's cache server
             member.master = config.master_address
         if isinstance(node, StoreNode):
-            from launch.roles.store import run_store
+            from launch.run.roles.store import run_store
 
             run_store(config, node, announce, member)
         elif isinstance(node, CacheServerNode):
             with _imports():
-                from launch.roles.cache_server import run_cache_server
+                from launch.run.roles.cache_server import run_cache_server
 
             run_cache_server(config, node, announce, member)
         elif isinstance(config.engine, VllmEngineConfig):
-            from launch.roles.vllm import run_vllm
+            from launch.run.roles.vllm import run_vllm
 
             run_vllm(config, node, announce, member)
         else:
             with _imports():
-                from launch.roles.reference import run_reference_engine
+                from launch.run.roles.reference import run_reference_engine
 
             run_reference_engine(config, node, announce, member)
 

@@ -7,12 +7,12 @@ import ssl
 from collections.abc import Callable
 
 from launch.discovery import View, open_directory
-from launch.pool_lookups import hash_seeds, master_of, open_lookup, pool_bytes
+from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup, pool_bytes
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import ServerTls, WatchedFiles
-from launch.supervise import stop_signals
+from launch.run.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.tracing import open_tracing
 
