@@ -1,4 +1,5 @@
-"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a request's id, and what they log."""
+"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a request's id, the last requests, and
+what they log."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import logging
 import re
 import sys
-from typing import Any
+from collections import OrderedDict
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,6 +20,7 @@ from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEAD = "it may have 128 headers, and lines of 8190 bytes"
@@ -53,6 +56,26 @@ def given_id(request: web.Request) -> str:
     """Returns the id that a request came with; empty if it came with none, or a strange one."""
     given = request.headers.get(ID_HEADER, "")
     return given if _ID.fullmatch(given) else ""
+
+
+class RecentReports(Generic[T]):
+    """What is known of the last requests, by their ids."""
+
+    def __init__(self, most: int = 1000) -> None:
+        """Keeps the `most` requests that were noted last."""
+        self._most = most
+        self._known: OrderedDict[str, T] = OrderedDict()
+
+    def note(self, request_id: str, report: T) -> None:
+        """Remembers a report. One with the same id is replaced."""
+        self._known.pop(request_id, None)
+        self._known[request_id] = report
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def get(self, request_id: str) -> T | None:
+        """Returns the report of this id; None if there was none, or if it was so long ago that it is forgotten."""
+        return self._known.get(request_id)
 
 
 @web.middleware

@@ -10,13 +10,11 @@ from __future__ import annotations
 import enum
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
-from pd_cache.versions import FIRST
 from transfer.errors import Status
 
 MissReason = Literal[
@@ -136,7 +134,7 @@ class ChunkHistory:
         self._table = array("Q")
         self._before = array("Q")
         """The table of the weights before."""
-        self._label = FIRST
+        self._label = ""  # of the weights that the namespace identifies
 
     def note(self, names: Sequence[bytes]) -> None:
         """Remembers that chunks of these names, of one width from 8 bytes on, were there. Takes 0.1 µs a name."""
@@ -223,7 +221,6 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag
 
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-T = TypeVar("T")
 
 KEY = "report"
 """The key of a request's report in the object `pd_cache` of an answer, see docs/troubleshooting.md."""
@@ -304,42 +301,3 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
             f"asked={self.asked} at_hand={self.at_hand} found={self.found} loaded={self.loaded} (memory={self.memory} "
             f"disk={self.disk} pool={self.pool}) streamed={self.streamed} computed={self.computed} reason={self.reason}"
         )
-
-
-class HopReport(msgspec.Struct, frozen=True):
-    """What one node reported on a request."""
-
-    hop: str
-    """`prefill` or `decode`."""
-    node: str
-    """The node's URL, or its name; empty for a client that may not see it."""
-    report: RequestReport | None = None
-    """None if the node has none on it."""
-
-
-class Trip(msgspec.Struct, frozen=True):
-    """A request's way through the nodes, as a proxy knows it."""
-
-    client: str
-    """The name of the client's key; empty if clients need no keys."""
-    hops: tuple[HopReport, ...]
-
-
-class RecentReports(Generic[T]):
-    """What is known of the last requests, by their ids."""
-
-    def __init__(self, most: int = 1000) -> None:
-        """Keeps the `most` requests that were noted last."""
-        self._most = most
-        self._known: OrderedDict[str, T] = OrderedDict()
-
-    def note(self, request_id: str, report: T) -> None:
-        """Remembers a report. One with the same id is replaced."""
-        self._known.pop(request_id, None)
-        self._known[request_id] = report
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
-
-    def get(self, request_id: str) -> T | None:
-        """Returns the report of this id; None if there was none, or if it was so long ago that it is forgotten."""
-        return self._known.get(request_id)

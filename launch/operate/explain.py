@@ -22,12 +22,13 @@ from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup
 from launch.operate.state import NodeStatus
 from launch.operate.watched import cluster_status
 from launch.proxy.prefixes import PromptNamer
+from launch.proxy.trips import HopReport, Trip
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.reasons import MEANINGS, HopReport, MissReason, RequestReport, Trip, reason_text
+from pd_cache.reasons import MEANINGS, MissReason, RequestReport, reason_text
 from transfer.errors import PoolUnavailableError
 
 _ASK_S = 5.0

@@ -29,9 +29,9 @@ from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
 from launch.proxy.requests import REQUEST_ID, Requests
+from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
-from pd_cache.reasons import HopReport, Trip
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.settings import mooncake_version
 

@@ -10,10 +10,11 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from launch.openai import ApiError
+from launch.openai import ApiError, RecentReports
 from launch.proxy.keys import Client
+from launch.proxy.trips import Trip
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.reasons import KEY, RecentReports, RequestReport, Trip
+from pd_cache.reasons import KEY, RequestReport
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

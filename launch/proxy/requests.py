@@ -47,10 +47,11 @@ from launch.proxy.nodes import (
 from launch.proxy.pins import fair
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason, RetryBudget, Trial
+from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
-from pd_cache.reasons import HopReport, RequestReport, Trip
+from pd_cache.reasons import RequestReport
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers
 

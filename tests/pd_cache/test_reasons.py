@@ -16,7 +16,6 @@ from pd_cache.reasons import (
     ChunkHistory,
     Found,
     MissReason,
-    RecentReports,
     RequestReport,
     TierChunks,
     miss_reason,
@@ -160,10 +159,3 @@ def test_tiers_count_whole_chunks() -> None:
 def test_a_prompt_without_a_whole_chunk_is_too_short_for_any_other_reason() -> None:
     assert RequestReport.of(7, 8, reason="pool_down").reason == "too_short"
     assert RequestReport.of(8, 8, reason="pool_down").reason == "pool_down"
-
-
-def test_only_the_last_reports_are_kept() -> None:
-    recent: RecentReports[int] = RecentReports(most=2)
-    for number, name in enumerate(("a", "b", "a", "c")):
-        recent.note(name, number)
-    assert [recent.get(name) for name in ("a", "b", "c", "d")] == [2, None, 3, None]

@@ -23,10 +23,10 @@ from launch.engines.reference.protocol import (
     parse_completion,
 )
 from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
-from launch.openai import ApiError, errors, given_id, runner_of
+from launch.openai import ApiError, RecentReports, errors, given_id, runner_of
 from launch.run.supervise import stop_on_signals, stop_signals
 from pd_cache.decoding import UndecodableError, decode_json
-from pd_cache.reasons import RecentReports, RequestReport
+from pd_cache.reasons import RequestReport
 from pd_cache.tracing import UNTRACED, Tracing, trace_headers
 from pd_cache.versions import Naming, WeightsVersion
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd_cache.reasons import RequestReport, Trip
+from launch.proxy.trips import Trip
+from pd_cache.reasons import RequestReport
 
 MINUTES = 60
 SLOWEST = 12

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from launch.openai import RecentReports
+from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui.recent import MINUTES, SLOWEST, EndedRequest, RecentRequests, first_token_within
-from pd_cache.reasons import HopReport, RequestReport, Trip
+from pd_cache.reasons import RequestReport
 from tests.support.waiting import Clock
 
 
@@ -111,3 +113,10 @@ def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent: Rec
     recent.note(EndedRequest("miss", 9.0, 9.0, 200, trip(report(computed=500)), prefill_s=1.0))
     recent.note(EndedRequest("not streamed", 9.0, 9.0, 200, trip(report(computed=500))))
     assert recent.saved_s() == pytest.approx(1000 * 1.0 / 500 - 0.5)
+
+
+def test_only_the_last_reports_are_kept() -> None:
+    recent: RecentReports[int] = RecentReports(most=2)
+    for number, name in enumerate(("a", "b", "a", "c")):
+        recent.note(name, number)
+    assert [recent.get(name) for name in ("a", "b", "c", "d")] == [2, None, 3, None]
