@@ -377,8 +377,9 @@ def _completion(field: str) -> Parse:
             pass
         prefill = _read_json(body.for_prefill())
         assert (prefill["max_tokens"], prefill["stream"]) == ("1", False)
-        assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
-        assert "kv_transfer_params" not in _read_json(body.for_decode(None))
+        media = {"media_hashed": True} if body._media else {}
+        assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False, **media}
+        assert _read_json(body.for_decode(None)).get("kv_transfer_params", {}) == media
         _read_json(body.for_tokenize())
         assert _read_json(body.for_decode(HandedOver(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {"a": "b"}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
 
-from launch.run import health_server
-from launch.run.health_server import Response
 from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import ENGINE
 
@@ -20,12 +20,28 @@ from tests.support.cluster import ENGINE
 def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
     """The port of a server that answers each path with a page, or with 404 where there is none."""
 
-    def respond(path: str) -> Response:
-        found = page(path)
-        return Response(404 if found is None else 200, found or b"")
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            found = page(self.path)
+            self.send_response(404 if found is None else 200)
+            self.send_header("Content-Length", str(len(found or b"")))
+            self.end_headers()
+            self.wfile.write(found or b"")
 
-    with health_server.serving("127.0.0.1", 0, respond, 64) as (_, port):
-        yield port
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
