@@ -23,12 +23,13 @@ from launch.discovery import View
 from launch.openai import ID_HEADER, errors, given_id, runner_of
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
-from launch.proxy.hints import HEADER as HINTS_HEADER
+from launch.proxy.exchange import HINTS_HEADER, REQUEST_ID
 from launch.proxy.hints import Hints, PoolBytes
+from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, new_session
-from launch.proxy.requests import REQUEST_ID, Requests
+from launch.proxy.requests import Requests
 from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
@@ -68,10 +69,11 @@ class Proxy:
         self._pools = NodePools(config, self._direct, master)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self._hints = Hints(config.hints, self._direct, self.metrics, pool_bytes, limits=keys.limits)
-        self.requests = Requests(config, keys, self._pools, self._direct, self._hints, self.metrics, recent, tracing)
-        self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.requests.trips)
-        self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.requests.bodies)
+        self.hops = hops = Hops(config, keys, self._pools, self._direct, self.metrics)
+        self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
+        self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
+        self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.hops.trips)
+        self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
@@ -108,7 +110,7 @@ class Proxy:
         config = self._config
         # a request holds one connection at a time, and one for its stream; the rest is for health checks and connections that are being closed
         session = new_session(2 * config.max_requests + 128)
-        self.requests.session = session
+        self.hops.session = session
         checks = check_health(self._pools, session)
         hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
         beside = {asyncio.create_task(one) for one in (checks, hints)}
@@ -183,7 +185,7 @@ class Proxy:
 
     async def _trip(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(authorization := request.headers.get("Authorization"))
-        trip = self.requests.trips.get(request.match_info["id"], client)
+        trip = self.hops.trips.get(request.match_info["id"], client)
         if not self._keys.may_watch(authorization):
             trip = Trip(trip.client, tuple(HopReport(hop.hop, "", hop.report) for hop in trip.hops))
         return web.json_response(msgspec.to_builtins(trip))

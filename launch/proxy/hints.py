@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -32,7 +32,9 @@ from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
 from launch.proxy.direct import DirectRule
-from launch.proxy.keys import Client
+from launch.proxy.exchange import Exchange
+from launch.proxy.hops import Hops
+from launch.proxy.keys import Client, Keys
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import (
     KINDS,
@@ -48,17 +50,16 @@ from launch.proxy.pins import (
     PinKey,
     Pins,
     done,
+    fair,
     refused,
     renewal_s,
 )
 from launch.proxy.prefixes import NamedPrompt
-from pd_cache.cluster import HintsConfig, TenantConfig
+from pd_cache.cluster import HintsConfig
 from pd_cache.decoding import UndecodableError, decode_json
 
 log = logging.getLogger(__name__)
 
-HEADER = "X-KV-Hints"
-"""The header of a completion's answer that has the answer to its hints."""
 LARGEST_HINTS = 4 << 20
 """The event loop reads them: all of a message of this size in 70 ms."""
 HINTS_S = 5.0
@@ -71,21 +72,16 @@ PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
 PREFETCH_S = 60.0
 """The longest that a node holds a prompt for a request to come: it has the blocks of few."""
+_MOST_PREFETCHED = 64
+_PREFETCH_REFUSED_S = 0.1
+"""How long a node has to refuse a prompt that it should prefetch."""
 
 
-class Sender(NamedTuple):
-    """Where hints come from."""
-
-    client: Client
-    name: Callable[[Completion], Awaitable[NamedPrompt | str]]
-    """Returns what the prompt of a body is known by, or why that cannot be found out."""
-    prefetch: Callable[[Completion, NamedPrompt], Awaitable[str | None]]
-    """Has a node load a prompt and hold it for `PREFETCH_S`. Returns the node's URL, or None if this client may not see it. Raises ApiError,
-    which says why not, if no node does."""
-    own: NamedPrompt | str | None = None
-    """What the prompt of the completion that they came with is known by, or why that is not known; None if they came by themselves."""
-    hashes: bool = True
-    """Whether it may name prompts by block hashes. Those of another tenant can be guessed."""
+class Prefetched(NamedTuple):
+    holder: str
+    node: str
+    stream: asyncio.Task[int]
+    """Holds the prompt at the node."""
 
 
 class Hints:
@@ -95,18 +91,20 @@ class Hints:
         self,
         config: HintsConfig,
         direct: DirectRule,
+        keys: Keys,
+        hops: Hops,
         metrics: ProxyMetrics,
         pool_bytes: PoolBytes = lambda view: 0,
         clock: Callable[[], float] = time.monotonic,
-        limits: Callable[[str], TenantConfig] = lambda tenant: TenantConfig(),
     ) -> None:
-        """`direct` names prompts and renews leases. `limits(tenant)`: what a tenant may have."""
+        """`direct` renews leases, `hops` names prompts and has nodes load them."""
         self._config = config
         self._direct = direct
+        self._keys = keys
+        self._hops = hops
         self._metrics = metrics
         self._pool_bytes = pool_bytes
         self._clock = clock
-        self._limits = limits
         self._view = View(())
         self._pool: int | None = None
         """The pool's size, as far as it is known."""
@@ -116,6 +114,8 @@ class Hints:
         self.pins = Pins(config.max_pins)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
+        self._prefetched: dict[bytes, Prefetched] = {}
+        """By the names of prompts' last chunks."""
 
     def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
         """Takes in the prompt of a client's request. Hints may name the request later."""
@@ -131,12 +131,12 @@ class Hints:
     def update(self, view: View) -> None:
         self._view, self._asked = view, -math.inf
 
-    async def taken(self, message: bytes, sender: Sender) -> bytes:
+    async def taken(self, message: bytes, exchange: Exchange, own: NamedPrompt | str | None = None) -> bytes:
         """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
         told: dict[str, Any]
         try:
             async with asyncio.timeout(HINTS_S):
-                told = msgspec.to_builtins(await self.take(message, sender))
+                told = msgspec.to_builtins(await self.take(message, exchange, own))
         except TimeoutError:
             told = {"error": f"The hints were not answered within {HINTS_S:g} s"}
         except ApiError as error:
@@ -146,7 +146,7 @@ class Hints:
             told = {"error": "Internal error of the proxy"}
         return json.dumps(told, separators=(",", ":")).encode()
 
-    async def take(self, message: bytes, sender: Sender) -> HintsAnswer:
+    async def take(self, message: bytes, exchange: Exchange, own: NamedPrompt | str | None = None) -> HintsAnswer:
         """Does what a client's message asks for, and returns what became of each action.
 
         Raises ApiError 400 if the message is too large, or no envelope.
@@ -164,7 +164,7 @@ class Hints:
                 action = decode_json(bytes(raw), HintAction)
                 action_id = action.action_id
                 kind = KINDS.get(action.action_type, "other")
-                answer = await self._do(action, sender)
+                answer = await self._do(action, exchange, own)
             except (ApiError, HintRefusedError, UndecodableError) as error:
                 answer = refused(action_id, error)
             self._metrics.hints.labels(kind, answer.status).inc()
@@ -172,9 +172,9 @@ class Hints:
         self._show()
         return HintsAnswer(hints.protocol_version, hints.message_id, answers)
 
-    async def _do(self, action: HintAction, sender: Sender) -> ActionAnswer:
+    async def _do(self, action: HintAction, exchange: Exchange, own: NamedPrompt | str | None) -> ActionAnswer:
         """Raises ApiError, HintRefusedError or UndecodableError with the reason if the action is refused."""
-        kind, config, client = action.action_type, self._config, sender.client
+        kind, config, client = action.action_type, self._config, exchange.client
         action.check()
         if not config.max_share:
             raise ApiError(400, "proxy.hints.max_share is 0")
@@ -183,7 +183,7 @@ class Hints:
         given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            named = None if given.action_id else await self._target(fields, given, sender)
+            named = None if given.action_id else await self._target(fields, given, exchange, own)
             last = named and named.names[-1]
             ended = self.pins.end_where(
                 lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
@@ -192,10 +192,15 @@ class Hints:
                 raise ApiError(400, "this client has no such pin at this proxy")
             return done(action.action_id, (), released=ended)
         if kind == "kv.prefetch":
-            return await self._prefetch(action.action_id, fields, given, sender)
+            if not fields.keys() & set(PROMPTS):
+                raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
+            named = await self._target(fields, given, exchange, own)
+            node = await self._prefetch(exchange, self._completion(fields), named)
+            tokens = len(named.names) * named.chunk_tokens
+            return done(action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
         if given.ttl_s is None:
             raise ApiError(400, "ttl_s is missing: for how many seconds the prompt is to be kept")
-        named = await self._target(fields, given, sender)
+        named = await self._target(fields, given, exchange, own)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise ApiError(400, "the pool does not answer")
@@ -212,38 +217,35 @@ class Hints:
         tokens = chunks * named.chunk_tokens
         return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
 
-    async def _prefetch(
-        self, action_id: str, fields: dict[str, msgspec.Raw], given: HintPayload, sender: Sender
-    ) -> ActionAnswer:
-        if not fields.keys() & set(PROMPTS):
-            raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
-        named = await self._target(fields, given, sender)
-        if not named.pool_tokens:
-            raise ApiError(400, "the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
-        node = await sender.prefetch(self._completion(fields), named)
-        tokens = len(named.names) * named.chunk_tokens
-        return done(action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
-
-    async def _target(self, payload: dict[str, msgspec.Raw], known: HintPayload, sender: Sender) -> NamedPrompt:
-        """Returns the prompt that an action is about. It has at least one whole chunk."""
+    async def _target(
+        self,
+        payload: dict[str, msgspec.Raw],
+        known: HintPayload,
+        exchange: Exchange,
+        own: NamedPrompt | str | None,
+    ) -> NamedPrompt:
+        """Returns the prompt that an action is about. It has at least one whole chunk. `own`: what the prompt of the completion that the hints
+        came with is known by, or why that is not known; None if they came by themselves."""
         given = [field for field in TARGETS if field in payload]
-        if len(given) > 1 or (not given and sender.own is None):
+        if len(given) > 1 or (not given and own is None):
             raise ApiError(400, f"the payload must have exactly one of {', '.join(TARGETS)}")
-        named: NamedPrompt | str | None = sender.own
+        named = own
         direct = self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
-        if known.block_hashes is not None and not sender.hashes:
+        if known.block_hashes is not None and self._keys.has_tenants:
             raise ApiError(400, "block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
-            recent = self._recent.get((sender.client, known.request_id))
+            recent = self._recent.get((exchange.client, known.request_id))
             if recent is None:
                 raise ApiError(400, "this proxy does not know the prompt of such a request of this client (any more)")
             named = await direct.look_up_again(recent, known.request_id)
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
         elif given:
-            named = await sender.name(self._completion(payload))
+            completion = self._completion(payload)
+            completion.isolate(exchange.client.tenant)
+            named = (await self._hops.judge(exchange, completion, completion.prompt(), name=True))[1]
         if named is None or isinstance(named, str):
             raise ApiError(400, f"the prompt cannot be named: {named or direct.blind}")
         if not named.names:
@@ -276,12 +278,73 @@ class Hints:
 
     def _tenant_room(self, tenant: str) -> int | None:
         """Returns how many chunks a tenant's pins may have; None for as many as all pins."""
-        pins = self._limits(tenant).pins
+        pins = self._keys.limits(tenant).pins
         return None if pins is None else int(pins) // self._proxies // self._direct.chunk_bytes
 
     @property
     def _proxies(self) -> int:
         return max(1, len(self._view.by_role("proxy")))
+
+    # --- prefetches ----------------------------------------------------------------------------------------------
+
+    def prefetched_by(self, client: Client) -> bool:
+        """Returns whether a node holds a prompt for this client. Prompts that others prefetch cost it nothing."""
+        return any(one.holder == client.holder for one in self._prefetched.values())
+
+    def prefetched(self, named: NamedPrompt) -> Prefetched | None:
+        """Returns the longest prefetch of a request's prompt, which ends with the request; None if there is none."""
+        last = next((name for name in reversed(named.names) if name in self._prefetched), None)
+        return None if last is None else self._prefetched.pop(last)
+
+    def end_prefetches(self) -> None:
+        for one in self._prefetched.values():
+            one.stream.cancel()
+
+    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
+        """Has the decode node that a request with this prompt would get load it, and hold it for `PREFETCH_S`; the request will go there.
+
+        Returns the node's URL, or None if this client may not see it. Raises ApiError, which says why not, if no node does.
+        """
+        if not named.pool_tokens:
+            raise ApiError(400, "the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
+        completion.isolate(exchange.client.tenant)
+        now, pool, last = time.monotonic(), self._hops.pools["decode"], named.names[-1]
+        node = pool.pick(now)
+        if node is None:
+            raise ApiError(400, "no decode node can be asked")
+        streams = pool.streams(node)
+        if not streams and not self._direct.grouped:
+            raise ApiError(400, "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)")
+        if not streams and not self._direct.why(named.tokens, named.pool_tokens):
+            raise ApiError(400, "a decode node would compute it, because the pool lacks too much of it (docs/hints.md)")
+        holder = exchange.client.holder
+        held = sum(one.holder == holder for one in self._prefetched.values())
+        if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
+            raise ApiError(400, f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
+        body, name = completion.for_stream() if streams else completion.for_load(), f"-prefetch-{last.hex()[:8]}"
+        stream = self._hops.stream(exchange, node, completion.path, body, name, PREFETCH_S)
+        if stream is None:
+            raise ApiError(400, "other requests take all the memory for bodies")
+        if last in self._prefetched:
+            self._prefetched[last].stream.cancel()
+        self._prefetched[last] = one = Prefetched(holder, node, stream)
+
+        def ended(*_: object) -> None:
+            if self._prefetched.get(last) is one:
+                del self._prefetched[last]
+
+        def failed() -> bool:  # one that is cancelled has given way to its request, or to another of the same prompt
+            return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
+
+        stream.add_done_callback(lambda _: ended() if failed() else None)
+        # what a node without streams has loaded stays in its own cache
+        asyncio.get_running_loop().call_later(PREFETCH_S, ended)
+        await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
+        if failed():
+            status = stream.result()
+            why = {0: "no answer", 200: "no room"}.get(status, f"status {status}")
+            raise ApiError(400, f"the decode node does not load it: {why}")
+        return node if self._keys.may_watch(exchange.request.headers.get("Authorization")) else None
 
     # --- leases --------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
             async with c.post(data=body(4)) as response:
                 assert (response.status, (await error_of(response))["code"]) == (503, "overloaded")
             await c.ask(data=body(0))
-        await until(lambda: c.proxy.requests.bodies.used == 0, "the memory was given back")
+        await until(lambda: c.proxy.hops.bodies.used == 0, "the memory was given back")
         await c.ask(data=body(15))
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,15 +19,16 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy import requests
+from launch.proxy import hints as hints_module
 from launch.proxy.direct import Pool
-from launch.proxy.hints import HEADER, LARGEST_HINTS, Hints, Sender
-from launch.proxy.keys import Client
+from launch.proxy.exchange import HINTS_HEADER
+from launch.proxy.hints import LARGEST_HINTS, Hints
+from launch.proxy.keys import Client, Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import HintRefusedError, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
-from pd_cache.cluster import HintsConfig, NodeRecord
+from pd_cache.cluster import HintsConfig, NodeRecord, ProxyConfig
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import (
@@ -114,21 +116,21 @@ class Kept:
         self.now, self.room = 0.0, room
         # rounding: a chunk more or less
         size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
-        self.hints = Hints(HintsConfig(**config), self.direct, self.metrics, size, lambda: self.now)
+        hops: Any = SimpleNamespace(judge=self._judge)
+        keys = Keys(ProxyConfig(), WatchedFiles())
+        self.hints = Hints(HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now)
         records = [NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)]
         records += [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(proxies)]
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind: str, named: str = "a", client: str = "", /, **payload: Any) -> dict[str, Any]:
-        async def name(completion: Any) -> NamedPrompt:
-            return await self.named(completion.token_ids(), completion.cache_salt())
-
-        async def prefetch(completion: Any, named: NamedPrompt) -> str:
-            raise AssertionError
-
-        answer = await self.hints.take(message(kind, payload, named), Sender(Client(client), name, prefetch))
+        asking: Any = SimpleNamespace(client=Client(client))
+        answer = await self.hints.take(message(kind, payload, named), asking)
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
+
+    async def _judge(self, exchange: Any, completion: Any, prompt: Any, *, name: bool) -> tuple[None, NamedPrompt]:
+        return None, await self.named(completion.token_ids(), completion.cache_salt())
 
     async def named(self, tokens: Sequence[int], salt: str | None = None) -> NamedPrompt:
         """A prompt with its names, looked up as that of a request is."""
@@ -282,7 +284,7 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
         hints = json.loads(sent or "[]")
         async with c.post({"prompt": IDS, "model": "base", "kv_hints": hints}) as response:
             assert response.status == 200
-            told = json.loads(response.headers[HEADER])
+            told = json.loads(response.headers[HINTS_HEADER])
             assert "kv_hints" in told["error"] if reason is None else len(told["actions"]) == 1
         assert c.metric("pins") == ("request_id" in (reason or "")), "its own prompt"
 
@@ -300,7 +302,7 @@ async def test_a_completion_may_bring_as_much_as_a_message_of_its_own() -> None:
     body = io.BytesIO(json.dumps({"prompt": IDS, "kv_hints": hints}).encode())
     async with pinning() as c, c.post(data=body) as response:
         assert response.status == 200
-        assert json.loads(response.headers[HEADER])["error"] == "kv_hints have more than 4194304 bytes"
+        assert json.loads(response.headers[HINTS_HEADER])["error"] == "kv_hints have more than 4194304 bytes"
 
 
 @asynccontextmanager
@@ -323,7 +325,7 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
         hints = json.loads(message("kv.retain", {"ttl_s": 60}))
         async with c.post({**body, "kv_hints": hints}) as response:
             assert response.status == 200
-            (action,) = json.loads(response.headers[HEADER])["actions"]
+            (action,) = json.loads(response.headers[HINTS_HEADER])["actions"]
         assert action.get("tokens") == tokens, action
         for node in (*c.prefill, *c.decode):
             assert all("kv_hints" not in sent for sent in node.bodies)
@@ -331,7 +333,7 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
         released = (await c.hint("kv.release", target)).get("released")
         assert released == (tokens and 1), "the same prompt from outside"
         async with c.post(body | {"prompt": IDS}) as response:
-            assert HEADER not in response.headers
+            assert HINTS_HEADER not in response.headers
 
 
 @scenario
@@ -362,7 +364,8 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
 
 
 def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
-    hints = Hints(HintsConfig(), rule(Renewing()), ProxyMetrics())
+    k = Kept()
+    hints = k.hints
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
     hints.note(Client("alice"), "0", long)
     for number in range(1100):
@@ -373,7 +376,7 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> N
     assert hints._recent_chunks == (1 << 16) + 999
     hints.note(Client("alice"), "2", long)
     assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
-    hints._direct.close()
+    k.direct.close()
 
 
 @scenario
@@ -390,16 +393,16 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
         await c.ask({"prompt": [*IDS, 9], "cache_salt": "s"})
         assert len(node.bodies) == 2
         await until(lambda: node.hung_up == 1, "it ends with the answer of a request that begins with it")
-        assert not c.proxy.requests._prefetched
+        assert not c.proxy._hints._prefetched
 
         c.decode[0].script = c.decode[1].script = [answers(503)]
         assert "status 503" in (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"]
         c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
-        monkeypatch.setattr(requests, "PREFETCH_S", 0.5)
+        monkeypatch.setattr(hints_module, "PREFETCH_S", 0.5)
         for _ in range(2):
             assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
-        assert len(c.proxy.requests._prefetched) == 1, "the second takes the place of the first"
-        await until(lambda: not c.proxy.requests._prefetched, "it ends with its time")
+        assert len(c.proxy._hints._prefetched) == 1, "the second takes the place of the first"
+        await until(lambda: not c.proxy._hints._prefetched, "it ends with its time")
         monkeypatch.undo()
         assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
     assert sum(one.hung_up for one in c.decode) == 4, "it ends with the proxy"
@@ -415,20 +418,20 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         c.proxy._direct._client.found = 768
         c.decode[0].script = c.decode[1].script = [answers(503)]
         with monkeypatch.context() as patient:
-            patient.setattr(requests, "_PREFETCH_REFUSED_S", 60.0)
+            patient.setattr(hints_module, "_PREFETCH_REFUSED_S", 60.0)
             assert "status 503" in (await prefetch())["reason"]
-        assert not c.proxy.requests._prefetched
+        assert not c.proxy._hints._prefetched
         c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
         told, again = await asyncio.gather(prefetch(), prefetch())
         assert told["status"] == again["status"] == "accepted", "though the second has taken the place of the first"
 
         async def fails_late(request: web.Request) -> web.StreamResponse:
-            await asyncio.sleep(2 * requests._PREFETCH_REFUSED_S)
+            await asyncio.sleep(2 * hints_module._PREFETCH_REFUSED_S)
             return web.Response(status=500)
 
         c.decode[0].script, c.decode[1].script = [fails_late], [fails_late]
         assert (await prefetch())["status"] == "accepted"
-        await until(lambda: not c.proxy.requests._prefetched, "it has its place no longer")
+        await until(lambda: not c.proxy._hints._prefetched, "it has its place no longer")
         c.decode[0].script, c.decode[1].script = [], []
         told = await prefetch()
         node = next(one for one in c.decode if one.url == told["node"])
@@ -442,7 +445,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         }
         await c.ask({"prompt": [*IDS, 9]})
         assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
-        assert not c.proxy.requests._prefetched
+        assert not c.proxy._hints._prefetched
 
 
 @scenario
@@ -463,13 +466,13 @@ async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_pat
 
 @scenario
 async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for_that_reason(monkeypatch) -> None:
-    monkeypatch.setattr(requests, "MAX_WAITING", 0)
+    monkeypatch.setattr("launch.proxy.hops.MAX_WAITING", 0)
     reason = "the prompt cannot be named: 0 others are being looked up; try again"
     async with pinning() as c:
         assert (await c.hint("kv.retain", {"tokens": IDS, "ttl_s": 9}))["reason"] == reason
         hints = json.loads(message("kv.retain", {"ttl_s": 9}))
         async with c.post({"prompt": IDS, "kv_hints": hints}) as response:
-            assert json.loads(response.headers[HEADER])["actions"][0]["reason"] == reason
+            assert json.loads(response.headers[HINTS_HEADER])["actions"][0]["reason"] == reason
 
 
 @scenario
@@ -481,7 +484,7 @@ async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
 
 @scenario
 async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_MOST_PREFETCHED", 4)
+    monkeypatch.setattr(hints_module, "_MOST_PREFETCHED", 4)
     keys = "".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve"))
     async with pinning(streams=True, **files_of(tmp_path, api_keys=keys)) as c:
         c.decode[0].default = hangs

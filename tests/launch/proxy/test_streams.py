@@ -144,7 +144,7 @@ async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_
 @scenario
 async def test_streams_leave_half_of_the_memory_for_bodies_to_requests() -> None:
     async with streaming() as running:
-        bodies = running.proxy.requests.bodies
+        bodies = running.proxy.hops.bodies
         bodies.limit = 8 * len(json.dumps(BODY))
         running.decode[0].script = [hangs]
         await running.ask(BODY)

@@ -1,0 +1,97 @@
+"""One request under way: how far it has come, and what its client has been sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+
+from aiohttp import web
+
+from launch.openai import ID_HEADER
+from launch.proxy.bodies import BodyShare, ClientGone
+from launch.proxy.keys import Client, Keys
+from launch.proxy.routing import Hop, RetryBudget, Trial
+from launch.proxy.trips import HopReport, Trip
+from pd_cache.reasons import RequestReport
+from pd_cache.tracing import TraceSpan, Tracing, trace_headers
+
+HINTS_HEADER = "X-KV-Hints"
+"""The header of a completion's answer that has the answer to its hints."""
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Where the outermost handler leaves the id in aiohttp's request."""
+
+
+class Exchange:
+    """One request under way, and how far it has come."""
+
+    def __init__(self, request: web.Request, budget: RetryBudget, share: BodyShare, tracing: Tracing) -> None:
+        self.request = request
+        self.id = request[REQUEST_ID]
+        self.started = time.monotonic()
+        self.trial = Trial(budget)
+        self.client = Client()
+        """Who asks, if keys say so, and in the name of which tenant."""
+        self.nodes: dict[Hop, str] = {}
+        self.reports: dict[Hop, RequestReport | None] = {}
+        """What nodes said of the prompt; None if their answers held no report."""
+        self.first_byte_s: float | None = None
+        """How long the decode node's first byte took; None before it."""
+        self.prefill_s: float | None = None
+        """How long the prefill hop took; None without one."""
+        self.cut_status: int | None = None
+        """The status of the error with which its answer ended after the first byte; None if it did not."""
+        self.share = share
+        """The memory that its body takes."""
+        self.response: web.StreamResponse | None = None
+        """Set when the first byte is about to be sent."""
+        self.event_ended = True
+        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
+        self.tracing = tracing
+        self.span = tracing.begin(
+            "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
+        )
+        self.decodes: str | None = None
+        """The decode node to try first, if it was chosen before the prompt is computed."""
+        self.until_answered = ExitStack()
+        """Ends the streams that the decode node needs until its first byte."""
+        self.hinted: asyncio.Task[bytes] | None = None
+        """Makes the answer to the hints that came with it, if some did."""
+
+    def told(self) -> str:
+        """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
+        parts = [f"{what}={who}" for what, who in zip(("client", "tenant"), self.client, strict=True) if who]
+        parts += [f"{hop}={node}" for hop, node in self.nodes.items()]
+        parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items() if report]
+        return " ".join(parts)
+
+    def hop_span(self, what: str, node: str) -> TraceSpan:
+        """Returns a span for a request to a node."""
+        return self.tracing.begin(f"pd_cache.{what}", self.span.headers, kind="client", node=node)
+
+    def headers(self, keys: Keys, span: TraceSpan) -> dict[str, str]:
+        """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own key if there is one."""
+        headers = {name.capitalize(): value for name, value in span.headers.items()}
+        if keys.node_key is not None:
+            headers["Authorization"] = f"Bearer {keys.node_key}"
+        elif not keys.guarded and "Authorization" in self.request.headers:
+            headers["Authorization"] = self.request.headers["Authorization"]
+        # bytes are passed on as they come, and the client might not accept every encoding
+        return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+    @property
+    def streamed(self) -> bool:
+        """Whether its answer comes token by token."""
+        return self.response is not None and self.response.content_type == "text/event-stream"
+
+    def trip(self) -> Trip:
+        hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
+        return Trip(self.client.name, tuple(hops))
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))

@@ -1,0 +1,357 @@
+"""A request's hops: what a decode node says of its prompt's tokens, the prefill node, the stream, and the decode node, whose answer is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from launch.openai import ID_HEADER, ApiError, overloaded
+from launch.proxy.bodies import (
+    BodyMemory,
+    BodyShare,
+    ClientGone,
+    Completion,
+    HandedOver,
+    read_handoff,
+    read_models,
+    read_tokens,
+)
+from launch.proxy.direct import MAX_WAITING, DirectRule, Why
+from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.keys import Keys
+from launch.proxy.metrics import REPORT_BYTES, ProxyMetrics, RecentTrips, read_report
+from launch.proxy.nodes import (
+    HopError,
+    NodePools,
+    Refusal,
+    check_status,
+    client_headers,
+    passed_on,
+    read_all,
+    read_some,
+    refusal_of,
+    send,
+)
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.routing import Attempts, Hop, Reason
+from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.decoding import one_line
+from pd_cache.sparse_log import SparseLog
+from pd_cache.tracing import TraceSpan
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LIST_AT_ONE_S = 1.0
+_MOST_REFUSALS = 2
+"""How many prefill nodes may refuse a prompt until the decode node gets it."""
+_STREAM_ID = "-stream"
+"""What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
+
+
+class Hops:
+    """Sends clients' requests to nodes."""
+
+    def __init__(
+        self, config: ProxyConfig, keys: Keys, nodes: NodePools, direct: DirectRule, metrics: ProxyMetrics
+    ) -> None:
+        self.session: aiohttp.ClientSession
+        """For requests to nodes. Set while the proxy runs."""
+        self.bodies = BodyMemory(config.body_memory)
+        self.pools = nodes.pools
+        self.trips = RecentTrips()
+        """The last requests."""
+        self._config = config
+        self._keys = keys
+        self._direct = direct
+        self._metrics = metrics
+        self._sparse = SparseLog()
+        self._judging = 0
+        """How many prompts are being tokenized or looked up."""
+
+    # --- what a prompt is known by ---------------------------------------------------------------------------------
+
+    async def judge(
+        self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
+    ) -> tuple[Why | None, NamedPrompt | str]:
+        """Returns why the prompt needs no prefill node, or None, and what it is known by, or why that is not known.
+
+        `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
+        """
+        direct = self._direct
+        why = direct.why(prompt.tokens)
+        if why is not None and not name:
+            return why, "not asked for"
+        if self._judging >= MAX_WAITING:
+            return why, f"{MAX_WAITING} others are being looked up; try again"
+        if not direct.can_tell(completion.model(), prompt.tokens):
+            return why, direct.blind or "it is too long, or for another model"
+        if not completion.plain():
+            return why, "its tokens do not identify it"
+        self._judging += 1
+        try:
+            async with asyncio.timeout(direct.timeout_s):
+                tokens = completion.token_ids()
+                if tokens is None:
+                    tokens = await self._tokenize(exchange, completion)
+                if tokens is None:
+                    return why, "no decode node has returned its tokens"
+                if (why := direct.why(len(tokens))) is not None and not name:
+                    return why, "not asked for"
+                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
+        except TimeoutError:
+            return why, f"its tokens were not there or not looked up within {direct.timeout_s:g} s"
+        except ValueError as error:
+            return why, one_line(str(error))
+        finally:
+            self._judging -= 1
+        if named is None:
+            return direct.why(len(tokens)), direct.blind or "it is too long"
+        return direct.why(len(tokens), named.pool_tokens or 0), named
+
+    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
+        """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
+        node = self.pools["decode"].out_of_turn(time.monotonic())
+        if node is None:
+            return None
+        try:
+            url, body = f"{node}/tokenize", completion.for_tokenize()
+            return await self._whole(exchange, exchange.span, "POST", url, body, read_tokens)
+        except (HopError, Refusal) as error:
+            if self._sparse.admit((node, "tokenize")) is not None:
+                log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
+            return None
+
+    async def _whole(
+        self,
+        exchange: Exchange,
+        span: TraceSpan,
+        method: str,
+        url: str,
+        body: bytes | None,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request, HopError if it fails."""
+        answer = await send(self.session, method, url, exchange.headers(self._keys, span), body)
+        try:
+            await check_status(answer)
+            if answer.status >= 400:
+                raise await refusal_of(answer)
+            return read(await read_all(answer, LARGEST_BODY))
+        except ValueError as error:
+            raise HopError("garbage", str(error)) from error
+        finally:
+            answer.close()
+
+    def _failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
+        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+        free_frames(error)
+        self._metrics.hop_failures.labels(hop, error.reason).inc()
+        now = time.monotonic()
+        if (count := self._sparse.admit((node, error.reason))) is not None:
+            more = f" (and {count - 1} more like it before)" if count > 1 else ""
+            log.warning("request %s: %s node %s: %s: %s%s", exchange.id, hop, node, error.reason, error, more)
+        if attempts is not None:
+            attempts.failed(node, error.reason, now)
+        elif error.reason == "unreachable":
+            self.pools[hop].failed(node, error.reason, now)
+
+    # --- the prefill hop -----------------------------------------------------------------------------------------
+
+    async def prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> tuple[str, HandedOver | None]:
+        """Returns how it went, and what a prefill node handed over; None if none computed the prompt.
+
+        The decode node gets the request even if prefill nodes refuse it: its longest prompt, its adapters and its queue may be others, and
+        what it refuses, too, it refuses in the client's own words.
+        """
+        limit_s, refused = self._config.prefill_timeout_s, 0
+        until = time.monotonic() + limit_s
+        pool = self.pools["prefill"]
+        attempts = Attempts(pool, exchange.trial, prompt)
+        while refused < _MOST_REFUSALS:
+            if (left := until - time.monotonic()) <= 0 or (node := attempts.next(time.monotonic())) is None:
+                break
+            exchange.nodes["prefill"] = node
+            try:
+                with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
+                    url = node + exchange.request.path
+                    asking = self._whole(
+                        exchange, span, "POST", url, body, lambda one: (read_handoff(one), read_report(one))
+                    )
+                    async with asyncio.timeout(left):
+                        handoff, report = await asking
+            except TimeoutError:
+                # a second node is not to blame if the first one left it too little time
+                whole = left > limit_s / 2
+                failure = HopError("timeout", f"no answer within {left:.3g} s")
+                self._failed(exchange, "prefill", node, attempts if whole else None, failure)
+            except HopError as error:
+                self._failed(exchange, "prefill", node, attempts, error)
+            except Refusal as refusal:
+                free_frames(refusal)
+                refused += 1
+                attempts.answered(node, time.monotonic(), well=False)
+                if self._sparse.admit((node, "refused")) is not None:
+                    log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, refusal)
+            else:
+                attempts.answered(node, time.monotonic(), well=True)
+                exchange.reports["prefill"] = report
+                return "handed_over" if handoff else "nothing_stored", handoff
+        return "prefill_refused" if refused else "prefill_failed", None
+
+    # --- the stream ------------------------------------------------------------------------------------------------
+
+    def streaming_node(self, exchange: Exchange, prompt: RoutedPrompt) -> str | None:
+        """Returns the decode node that should load the prompt's chunks while a prefill node computes them; None if that is not worth while.
+
+        The node will probably answer the request.
+        """
+        pool, named = self.pools["decode"], prompt.named
+        tokens, found = (prompt.tokens, 0) if named is None else (named.tokens, named.pool_tokens or 0)
+        # half of the memory for bodies is for requests that are to be answered
+        if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
+            return None
+        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic())
+        return node if node is not None and pool.streams(node) else None
+
+    def stream(
+        self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID, most_s: float | None = None
+    ) -> asyncio.Task[int] | None:
+        """Keeps a stream open until it is cancelled, for at most `most_s`. The task's result is the status of its answer; 0 without one. Returns
+        None if there is no memory for its body.
+
+        No request depends on it, so its failure counts against no node.
+        """
+        share = BodyShare(self.bodies)
+        if not share.grow(len(body)):
+            return None
+
+        async def held() -> int:
+            with self.pools["decode"].working(node), exchange.hop_span("stream", node) as span:
+                headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
+                try:
+                    async with asyncio.timeout(most_s):
+                        answer = await send(self.session, "POST", node + path, headers, body)
+                    answer.close()
+                    status, why = answer.status, f"status {answer.status}"
+                except (TimeoutError, HopError) as error:
+                    status, why = 0, f"{error!r}"
+                log.debug("request %s: the stream to %s has ended: %s", exchange.id, node, why)
+                return status
+
+        task = asyncio.create_task(held())
+        task.add_done_callback(lambda _: share.give_back())
+        return task
+
+    # --- the decode hop ------------------------------------------------------------------------------------------
+
+    async def decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        pool = self.pools["decode"]
+        attempts = Attempts(pool, exchange.trial, first=exchange.decodes)
+        refusals: dict[Reason, Refusal] = {}
+        while (node := attempts.next(time.monotonic())) is not None:
+            exchange.nodes["decode"] = node
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                with pool.working(node), exchange.hop_span("decode", node) as span:
+                    try:
+                        url, headers = node + exchange.request.path, exchange.headers(self._keys, span)
+                        answer = await send(self.session, "POST", url, headers, body)
+                        await check_status(answer)
+                        first = await read_some(answer)  # a node that dies before this can still be replaced
+                    except HopError as error:
+                        self._failed(exchange, "decode", node, attempts, error)
+                        if error.refusal is not None:
+                            refusals[error.reason] = error.refusal
+                        span.end(f"{error.reason}: {error}")
+                        continue
+                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
+                    exchange.first_byte_s = time.monotonic() - exchange.started
+                    self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
+                    exchange.until_answered.close()
+                    body = b""
+                    exchange.share.give_back()
+                    return await self._relay(exchange, node, answer, first)
+            finally:
+                if answer is not None:
+                    answer.close()
+        refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
+        if refusal is not None:
+            return passed_on(refusal)
+        if attempts.blamed:
+            raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
+        raise overloaded("No decode node could answer")
+
+    async def _relay(
+        self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
+    ) -> web.StreamResponse:
+        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks off."""
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
+        response.headers[ID_HEADER] = exchange.id
+        if exchange.hinted is not None:
+            response.headers[HINTS_HEADER] = (await exchange.hinted).decode()
+        exchange.response = response
+        try:
+            await response.prepare(exchange.request)
+            data, ending = first, b""
+            while data:
+                ending = (ending + data)[-REPORT_BYTES:]
+                if answer.content.at_eof():
+                    self._note(exchange, ending)  # before the client can know that this is all
+                await exchange.write(data)
+                data = await read_some(answer)
+            self._note(exchange, ending)
+            await response.write_eof()
+        except HopError as error:
+            self._failed(exchange, "decode", node, None, error)
+            raise
+        except ConnectionError as error:
+            raise ClientGone from error
+        return response
+
+    def _note(self, exchange: Exchange, ending: bytes) -> None:
+        exchange.reports["decode"] = read_report(ending)
+        self.trips.note(exchange.id, exchange.trip())
+
+    # --- the list of models --------------------------------------------------------------------------------------
+
+    async def models(self, exchange: Exchange, _: bytes) -> web.Response:
+        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a refused connection counts against it."""
+        pool, tried = self.pools["decode"], list[str]()
+        while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
+            tried.append(node)
+            exchange.nodes["decode"] = node
+            try:
+                asking = self._whole(exchange, exchange.span, "GET", node + exchange.request.path, None, read_models)
+                async with asyncio.timeout(_LIST_AT_ONE_S):
+                    found = await asking
+            except TimeoutError:
+                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+                self._failed(exchange, "decode", node, None, failure)
+            except HopError as error:
+                self._failed(exchange, "decode", node, None, error)
+            except Refusal as refused:
+                pool.reached(node)
+                return passed_on(refused)
+            else:
+                pool.reached(node)
+                body = msgspec.json.encode({"object": "list", "data": found})
+                return web.Response(body=body, content_type="application/json")
+        raise overloaded("No decode node could answer")
+
+
+def free_frames(error: BaseException | None) -> None:
+    """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies, which would stay until the
+    garbage collector runs: frames of `_finish` and aiohttp refer to the error, too.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
