@@ -11,6 +11,7 @@ from aiohttp import web
 from launch.openai import ID_HEADER
 from launch.proxy.bodies import BodyShare, ClientGone
 from launch.proxy.keys import Client, Keys
+from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.routing import Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reasons import RequestReport
@@ -55,6 +56,8 @@ class Exchange:
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
+        self.known: NamedPrompt | str | None = None
+        """What the prompt of a completion is known by, or why that is not known."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the hints that came with it, if some did."""
 

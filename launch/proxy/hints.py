@@ -52,7 +52,6 @@ from launch.proxy.pins import (
     done,
     fair,
     refused,
-    renewal_s,
 )
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig
@@ -65,6 +64,8 @@ LARGEST_HINTS = 4 << 20
 HINTS_S = 5.0
 """How long the body of a `POST /hints` may take, and how long a completion's answer may wait for that to its hints."""
 _LEASE_MS = 10_000
+_LONGEST_RENEWAL_S = 5.0
+"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 """How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
 
@@ -131,12 +132,12 @@ class Hints:
     def update(self, view: View) -> None:
         self._view, self._asked = view, -math.inf
 
-    async def taken(self, message: bytes, exchange: Exchange, own: NamedPrompt | str | None = None) -> bytes:
+    async def taken(self, message: bytes, exchange: Exchange) -> bytes:
         """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
         told: dict[str, Any]
         try:
             async with asyncio.timeout(HINTS_S):
-                told = msgspec.to_builtins(await self.take(message, exchange, own))
+                told = msgspec.to_builtins(await self.take(message, exchange))
         except TimeoutError:
             told = {"error": f"The hints were not answered within {HINTS_S:g} s"}
         except ApiError as error:
@@ -146,7 +147,7 @@ class Hints:
             told = {"error": "Internal error of the proxy"}
         return json.dumps(told, separators=(",", ":")).encode()
 
-    async def take(self, message: bytes, exchange: Exchange, own: NamedPrompt | str | None = None) -> HintsAnswer:
+    async def take(self, message: bytes, exchange: Exchange) -> HintsAnswer:
         """Does what a client's message asks for, and returns what became of each action.
 
         Raises ApiError 400 if the message is too large, or no envelope.
@@ -164,7 +165,7 @@ class Hints:
                 action = decode_json(bytes(raw), HintAction)
                 action_id = action.action_id
                 kind = KINDS.get(action.action_type, "other")
-                answer = await self._do(action, exchange, own)
+                answer = await self._do(action, exchange)
             except (ApiError, HintRefusedError, UndecodableError) as error:
                 answer = refused(action_id, error)
             self._metrics.hints.labels(kind, answer.status).inc()
@@ -172,7 +173,7 @@ class Hints:
         self._show()
         return HintsAnswer(hints.protocol_version, hints.message_id, answers)
 
-    async def _do(self, action: HintAction, exchange: Exchange, own: NamedPrompt | str | None) -> ActionAnswer:
+    async def _do(self, action: HintAction, exchange: Exchange) -> ActionAnswer:
         """Raises ApiError, HintRefusedError or UndecodableError with the reason if the action is refused."""
         kind, config, client = action.action_type, self._config, exchange.client
         action.check()
@@ -183,7 +184,7 @@ class Hints:
         given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            named = None if given.action_id else await self._target(fields, given, exchange, own)
+            named = None if given.action_id else await self._target(fields, given, exchange)
             last = named and named.names[-1]
             ended = self.pins.end_where(
                 lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
@@ -194,13 +195,13 @@ class Hints:
         if kind == "kv.prefetch":
             if not fields.keys() & set(PROMPTS):
                 raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
-            named = await self._target(fields, given, exchange, own)
+            named = await self._target(fields, given, exchange)
             node = await self._prefetch(exchange, self._completion(fields), named)
             tokens = len(named.names) * named.chunk_tokens
             return done(action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
         if given.ttl_s is None:
             raise ApiError(400, "ttl_s is missing: for how many seconds the prompt is to be kept")
-        named = await self._target(fields, given, exchange, own)
+        named = await self._target(fields, given, exchange)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise ApiError(400, "the pool does not answer")
@@ -217,19 +218,12 @@ class Hints:
         tokens = chunks * named.chunk_tokens
         return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
 
-    async def _target(
-        self,
-        payload: dict[str, msgspec.Raw],
-        known: HintPayload,
-        exchange: Exchange,
-        own: NamedPrompt | str | None,
-    ) -> NamedPrompt:
-        """Returns the prompt that an action is about. It has at least one whole chunk. `own`: what the prompt of the completion that the hints
-        came with is known by, or why that is not known; None if they came by themselves."""
+    async def _target(self, payload: dict[str, msgspec.Raw], known: HintPayload, exchange: Exchange) -> NamedPrompt:
+        """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in TARGETS if field in payload]
-        if len(given) > 1 or (not given and own is None):
+        if len(given) > 1 or (not given and exchange.known is None):
             raise ApiError(400, f"the payload must have exactly one of {', '.join(TARGETS)}")
-        named = own
+        named = exchange.known
         direct = self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
@@ -350,9 +344,9 @@ class Hints:
 
     @property
     def renew_s(self) -> float:
-        """How often leases are renewed."""
+        """How often leases are renewed: so that one renewal may fail."""
         leases = [one.lease_ttl_ms for one in self._view.by_role("master") if one.lease_ttl_ms]
-        return renewal_s(min(leases, default=_LEASE_MS))
+        return min(_LONGEST_RENEWAL_S, min(leases, default=_LEASE_MS) / 3000)
 
     async def renew(self) -> None:
         """Ends the pins whose time is over, and renews the leases of all others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,8 +16,6 @@ from pd_cache.errors import PdCacheError
 KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
 PROMPTS = ("tokens", "prompt", "messages")
 TARGETS = (*PROMPTS, "block_hashes", "request_id")
-_LONGEST_S = 5.0
-"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 _Hash = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
 
@@ -94,11 +92,6 @@ def refused(action_id: str, error: Exception) -> ActionAnswer:
     return ActionAnswer(action_id, "refused", str(error).encode("ascii", "backslashreplace")[:150].decode())
 
 
-def renewal_s(lease_ms: int) -> float:
-    """Returns how often leases are renewed: so that one renewal may fail."""
-    return min(_LONGEST_S, lease_ms / 3000)
-
-
 def fair(holder: str, held: int, free: int) -> bool:
     """Returns whether a holder of `held` items may take another one: only if more than `held` are free.
 
@@ -139,10 +132,6 @@ class Pins:
         """Returns the names of all chunks that are kept, each once."""
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
-    def of(self, holder: str) -> Collection[bytes]:
-        """Returns the names of the chunks that are kept for a holder."""
-        return self._uses.get(holder, ())
-
     def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
         """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
         place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises HintRefusedError if there are too many pins."""
@@ -150,7 +139,7 @@ class Pins:
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
             raise HintRefusedError(f"of {self._most} pins, all are taken, or this client has as many as are free")
-        before, own, count = self._end(key), self.of(holder), 0
+        before, own, count = self._end(key), self._uses.get(holder, ()), 0
         mine, left = len(own), room - self._taken()
         for name in pin.names:
             if name not in own:

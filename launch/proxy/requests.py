@@ -205,8 +205,8 @@ class Requests:
         handoff: HandedOver | None = None
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             name = bool(completion.hints) or hints.prefetched_by(exchange.client)
-            why, known = await hops.judge(exchange, completion, prompt, name=name)
-            named = None if isinstance(known, str) else known
+            why, exchange.known = await hops.judge(exchange, completion, prompt, name=name)
+            named = None if isinstance(exchange.known, str) else exchange.known
             if completion.scores_prompt():
                 why = why or "scored"
             if tenant in (self._keys.tenants or ()):
@@ -221,7 +221,7 @@ class Requests:
                 exchange.decodes = prefetched.node
                 exchange.until_answered.callback(prefetched.stream.cancel)
         if completion.hints is not None:
-            exchange.hinted = asyncio.create_task(hints.taken(completion.hints, exchange, known))
+            exchange.hinted = asyncio.create_task(hints.taken(completion.hints, exchange))
         result: str
         if why is not None:
             result = why

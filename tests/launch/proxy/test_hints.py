@@ -124,7 +124,7 @@ class Kept:
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind: str, named: str = "a", client: str = "", /, **payload: Any) -> dict[str, Any]:
-        asking: Any = SimpleNamespace(client=Client(client))
+        asking: Any = SimpleNamespace(client=Client(client), known=None)
         answer = await self.hints.take(message(kind, payload, named), asking)
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
