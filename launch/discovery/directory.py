@@ -92,7 +92,8 @@ def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord
         if isinstance(config.engine, ReferenceEngineConfig):
             model = config.engine.model.name
             tokens = config.engine.num_blocks * config.engine.block_size
-            capacity = Capacity(kv_tokens=tokens, max_running=config.engine.max_running)
+            engine = config.engine
+            capacity = Capacity(kv_tokens=tokens, max_model_len=engine.max_model_len, max_running=engine.max_running)
         else:
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from launch.operate.figures import shown_age
 from launch.operate.state import SKEW_UNTRIED, ClusterStatus
+from pd_cache.cluster import different_lengths
 from pd_cache.cluster.machine import shown_bytes
 
 
@@ -44,6 +45,8 @@ def status_table(status: ClusterStatus) -> Group:
             differing.append(Text(f"{node.name}: {node.difference}", "yellow"))
     if (skew := status.skew) is not None and not skew.fails:
         differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
+    if lengths := different_lengths(node.record for node in status.nodes):
+        differing.append(Text(f"{lengths}: a node computes no longer prompts than its own", "yellow"))
     weights, problems = map(Text, status.weights), [Text(problem, "red") for problem in status.problems]
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
 

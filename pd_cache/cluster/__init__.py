@@ -19,6 +19,7 @@ from pd_cache.cluster.records import (
     Skew,
     decode_record,
     differences,
+    different_lengths,
     mooncake_skew,
     read_about,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "VllmEngineConfig",
     "decode_record",
     "differences",
+    "different_lengths",
     "dump_config",
     "load_config",
     "mooncake_skew",

@@ -54,6 +54,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that it gives to the pool."""
     kv_tokens: Count = 0
     """How many tokens its engine's own paged cache holds."""
+    max_model_len: Count = 0
+    """The most tokens of a request, with its answer."""
     max_running: Count = 0
     """How many requests it computes at the same time."""
 
@@ -119,9 +121,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
         record = msgspec.structs.replace(self, weights=told.weights)
-        if not record.capacity.kv_tokens and told.kv_tokens:
-            capacity = msgspec.structs.replace(record.capacity, kv_tokens=told.kv_tokens)
-            record = msgspec.structs.replace(record, capacity=capacity)
+        capacity = msgspec.structs.replace(
+            record.capacity,
+            kv_tokens=record.capacity.kv_tokens or told.kv_tokens,
+            max_model_len=record.capacity.max_model_len or told.max_model_len,
+        )
+        record = msgspec.structs.replace(record, capacity=capacity)
         if told.streams:
             record = msgspec.structs.replace(record, streams=True)
         # vLLM may run in an environment of its own
@@ -149,6 +154,8 @@ class About(Namespaced, frozen=True, kw_only=True):
 
     kv_tokens: Count = 0
     """How many tokens its engine's own cache holds; 0 if it does not say."""
+    max_model_len: Count = 0
+    """The most tokens of a request, with its answer; 0 if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
     version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
@@ -233,14 +240,33 @@ def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
     for record in records:
         if record.mooncake[:1].isdigit():
             nodes.setdefault(record.mooncake, []).append(record.name)
-    releases = {version: mooncake_release(version) for version in nodes}
-    if len(set(releases.values())) < 2 or _TOGETHER.issuperset(releases.values()):
+    releases = {mooncake_release(version) for version in nodes}
+    if len(releases) < 2 or _TOGETHER.issuperset(releases):
         return None
+    found = _beside((version, nodes[version]) for version in sorted(nodes, key=mooncake_release))
+    return Skew(f"Mooncake {found}", min(releases) < min(_TOGETHER) <= max(releases))
+
+
+def different_lengths(records: Iterable[NodeRecord]) -> str:
+    """Returns how `max-model-len` differs between nodes of one model, as far as they say theirs; empty if it does not."""
+    models: dict[str, dict[int, list[str]]] = {}
+    for record in records:
+        if length := record.capacity.max_model_len:
+            models.setdefault(record.model or "", {}).setdefault(length, []).append(record.name)
+    return "; ".join(
+        f"max-model-len {_beside((str(length), nodes[length]) for length in sorted(nodes))}"
+        for nodes in models.values()
+        if len(nodes) > 1
+    )
+
+
+def _beside(values: Iterable[tuple[str, list[str]]]) -> str:
+    """Returns values that differ, each with the names of its nodes."""
     shown = []
-    for version in sorted(nodes, key=releases.__getitem__):
-        more = f" and {len(nodes[version]) - _NAMED} more" if len(nodes[version]) > _NAMED else ""
-        shown.append(f"{one_line(version)} ({', '.join(sorted(nodes[version])[:_NAMED])}{more})")
-    return Skew(f"Mooncake {' beside '.join(shown)}", min(releases.values()) < min(_TOGETHER) <= max(releases.values()))
+    for value, names in values:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        shown.append(f"{one_line(value)} ({', '.join(sorted(names)[:_NAMED])}{more})")
+    return " beside ".join(shown)
 
 
 def _difference(here: NodeRecord, there: NodeRecord) -> str:

@@ -353,7 +353,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _tell(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
         # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
         secret = namespaces[0].hash_seed.startswith("xxhash")
-        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams)
+        longest = self._vllm_config.model_config.max_model_len
+        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams, longest)
         self._resources.enter_context(serving_weights(file, self._version))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:

@@ -38,14 +38,17 @@ _Receive = Callable[[], Awaitable[_Message]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
-def write_about(file: Path, namespaces: Sequence[Namespace], kv_tokens: int, streams: bool = False) -> None:
+def write_about(
+    file: Path, namespaces: Sequence[Namespace], kv_tokens: int, streams: bool = False, max_model_len: int = 0
+) -> None:
     """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, how many
-    tokens vLLM's own cache holds, whether it loads prompts that another node computes, and the versions of pd-cache and Mooncake. Raises OSError
-    if the file cannot be written."""
+    tokens vLLM's own cache and one request hold, whether it loads prompts that another node computes, and the versions of pd-cache and
+    Mooncake. Raises OSError if the file cannot be written."""
     told = {
         "version": pd_cache.__version__,
         "mooncake": mooncake_version(),
         "kv_tokens": kv_tokens,
+        "max_model_len": max_model_len,
         "streams": streams,
     }
     if namespaces:

@@ -59,18 +59,25 @@ def test_a_record_with_the_namespaces_of_all_groups_of_layers_is_read_back_as_it
 
 
 @pytest.mark.parametrize(
-    ("engine", "model", "kv_tokens"),
+    ("engine", "model", "capacity"),
     [
-        (ReferenceEngineConfig(model=ModelConfig(name="tiny", random=RandomModel()), num_blocks=1024), "tiny", 16384),
-        (VllmEngineConfig(model="/models/llama"), "/models/llama", 0),
-        (VllmEngineConfig(model="/models/llama", name="demo"), "demo", 0),
+        (
+            ReferenceEngineConfig(model=ModelConfig(name="tiny", random=RandomModel()), num_blocks=1024),
+            "tiny",
+            (16384, 8192),
+        ),
+        (VllmEngineConfig(model="/models/llama"), "/models/llama", (0, 0)),
+        (VllmEngineConfig(model="/models/llama", name="demo"), "demo", (0, 0)),
     ],
     ids=["reference", "vllm", "vllm with a name"],
 )
-def test_a_record_tells_what_clients_write_into_model(engine, model, kv_tokens):
+def test_a_record_tells_what_clients_write_into_model_and_what_the_reference_engine_has_room_for(
+    engine, model, capacity
+):
     config = ClusterConfig(nodes=(MasterNode(name="m"), PrefillNode(name="p")), engine=engine)
     record = describe_node(config, config.nodes[1], "http://127.0.0.1:1")
-    assert (record.model, record.capacity.kv_tokens, record.fingerprint) == (model, kv_tokens, None)
+    told = record.capacity
+    assert (record.model, (told.kv_tokens, told.max_model_len), record.fingerprint) == (model, capacity, None)
 
 
 def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none() -> None:

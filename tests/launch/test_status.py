@@ -85,10 +85,19 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
         assert ("Mooncake" in shown, status.well) == (bool(line), well)
 
 
+def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_table() -> None:
+    nodes = [engine(name=name, model=model, capacity=Capacity(max_model_len=length)) for name, model, length in (
+        ("a", "m", 8192), ("b", "m", 4096), ("c", "m", 8192), ("d", "m", 0), ("e", "other", 512),
+    )]  # fmt: skip
+    line = "max-model-len 4096 (b) beside 8192 (a, c): a node computes no longer prompts than its own"
+    for several in (nodes, nodes[2:]):
+        shown = " ".join(drawn(status_table(ClusterStatus("static", True, several))).split())
+        assert (line in shown, "max-model-len" in shown) == (several is nodes,) * 2
+
+
 def engine(reading: NodeReading | None = None, **fields: Any) -> NodeStatus:
-    record = NodeRecord(name="e", role="decode", address="http://10.0.0.1:4")
     watched = WatchedNodes(since_start=True)
-    record = msgspec.structs.replace(record, **fields)
+    record = NodeRecord(**{"name": "e", "role": "decode", "address": "http://10.0.0.1:4", **fields})
     watched.update(View((record,)))
     watched.take([NodeStatus(record=record, reading=reading or read_node(read_samples(METRICS), 0.0))])
     return watched.status(0.0).nodes[0]

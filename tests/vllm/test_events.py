@@ -75,13 +75,13 @@ def spaces(server: PdCacheServer) -> list[Namespace]:
     ]
 
 
-def test_a_real_node_says_how_large_its_own_cache_is(observed: Observed) -> None:
+def test_a_real_node_says_how_large_its_own_cache_and_a_request_may_be(observed: Observed) -> None:
     (block,) = {space.block_size for space in spaces(observed.node)}
     told = read_about(json.dumps(observed.node.ask("/health")))
     record = next(one for one in file_records(observed.config) if one.name == "prefill-0")
-    assert record.telling(told).capacity.kv_tokens == (1024 - 1) * block, (
-        "as `num-gpu-blocks-override` says, without the null block"
-    )
+    capacity = record.telling(told).capacity
+    assert capacity.kv_tokens == (1024 - 1) * block, "as `num-gpu-blocks-override` says, without the null block"
+    assert capacity.max_model_len == 4096
 
 
 def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(observed, new_prompt):

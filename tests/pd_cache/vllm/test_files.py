@@ -16,7 +16,7 @@ import pytest
 
 import pd_cache
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import read_about
+from pd_cache.cluster import Capacity, NodeRecord, read_about
 from pd_cache.reasons import RequestReport
 from pd_cache.versions import Naming, WeightsVersion
 from pd_cache.vllm.files import (
@@ -72,13 +72,15 @@ def ask(
 
 @pytest.mark.parametrize(("namespaces", "tokens"), [((NAMESPACE,), 0), ((NAMESPACE, WINDOW), 4096), ((), 4096)])
 def test_a_health_of_200_tells_what_was_written(namespaces: tuple[Namespace, ...], tokens: int, file: Path) -> None:
-    write_about(file, namespaces, tokens)
+    write_about(file, namespaces, tokens, max_model_len=8192)
     assert [one.name for one in file.parent.iterdir()] == [file.name]
     status, body = ask()
     assert (status, json.loads(body)) == (200, {**json.loads(about(file)), "weights": []})
     told = read_about(body)
     assert (told.version, told.kv_tokens, told.cache_namespaces) == (pd_cache.__version__, tokens, namespaces)
     assert told.mooncake == mooncake_version() != ""
+    record = NodeRecord(name="a", role="decode", address="http://10.0.0.1:4").telling(told)
+    assert record.capacity == Capacity(kv_tokens=tokens, max_model_len=8192)
 
 
 @pytest.mark.parametrize(
