@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,13 @@ def wait_for_event(device: torch.device, handle: bytes) -> None:
     """Makes all later work on this thread's stream wait for an engine's event."""
     event = torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(device).wait_event(event)
+
+
+def own_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Returns a function whose contexts make one new stream of a GPU the calling thread's; they are empty for a CPU."""
+    if device.type != "cuda":
+        return contextlib.nullcontext
+    return functools.partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

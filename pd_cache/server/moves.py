@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
-from pd_cache.server.memory import SharingError, import_cuda, on_device, wait_for_event
+from pd_cache.server.memory import SharingError, import_cuda, on_device, own_stream, wait_for_event
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
     Answer,
@@ -87,8 +87,13 @@ class MappedTensors:
             raise
 
     @contextlib.contextmanager
-    def copiers(self, move: Move, until: float) -> Iterator[Sequence[PagedCopier]]:
-        """Yields the copier of each shard, for the blocks of one move. The memory stays mapped for as long as the block runs.
+    def copiers(
+        self,
+        move: Move,
+        until: float,
+        on_stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> Iterator[Sequence[PagedCopier]]:
+        """Yields the copier of each shard, for the blocks of one move, on its stream. The memory stays mapped for as long as the block runs.
 
         Raises AbandonedError after `unmap`, if the engine has given up the move, and after its deadline `until`, by `time.monotonic()`.
         """
@@ -98,7 +103,7 @@ class MappedTensors:
             self._users += 1
         try:
             passing = self.fence.writing if isinstance(move, Retrieve) else self.fence.reading
-            with passing(move.slot, move.ticket):
+            with passing(move.slot, move.ticket), on_stream():
                 yield self._copiers
         finally:
             with self._lock:
@@ -173,7 +178,8 @@ class Worker(NamedTuple):
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards_of(self.rank)
         keys = database.keys(request.names, shards, request.label)
-        copiers = functools.partial(self.tensors.copiers, request, until)
+        # a stream for the move, whose turns change threads: what waits for the engine's event is this move's copies, and no other's
+        copiers = functools.partial(self.tensors.copiers, request, until, own_stream(self.tensors.device))
         if request.event:
             with copiers():  # an engine that has given up the move has no event any more
                 wait_for_event(self.tensors.device, request.event)

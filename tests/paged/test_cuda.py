@@ -13,10 +13,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ from pd_cache.paged import host_pin, open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.server.fence import Fence, FenceView
+from pd_cache.server.memory import close_all, share_tensors
+from pd_cache.server.moves import MappedTensors, Worker
+from pd_cache.server.protocol import Register, Retrieve, Store
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StoreOp
 from pd_cache.vllm.worker import WorkerSide
 from tests.support.needs import NO_GPU
@@ -305,6 +310,12 @@ class Event(Stream):
     def record(self, stream: Stream) -> None:
         self.behind = set(stream.behind)
 
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> Event:
+        event = cls()
+        event.behind = {handle.decode()}
+        return event
+
 
 class Streams:
     """In place of torch's: `default` is current on a thread until it takes another."""
@@ -357,15 +368,30 @@ class Copying:
         return [StoreOutcome.NEW] * len(names)
 
 
-def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_behind_neither(interpreted, monkeypatch):
-    streams, kernels, move = Streams(monkeypatch), list[tuple[str, set[str]]](), interpreted.PageMover.move
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.fixture
+def kernels(streams: Streams, interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+    """What was copied, and behind what."""
+    found, move = list[tuple[str, set[str]]](), interpreted.PageMover.move
+    interpreting = threading.Lock()  # Triton's interpreter is for one thread at a time
 
     def noted(mover: cuda.PageMover, blocks: torch.Tensor, payload: torch.Tensor, *, gather: bool) -> None:
-        kernels.append(("gather" if gather else "scatter", set(streams.current().behind)))
+        found.append(("gather" if gather else "scatter", set(streams.current().behind)))
         streams.current().behind.add("kernel")
-        move(mover, blocks, payload, gather=gather)
+        with interpreting:
+            move(mover, blocks, payload, gather=gather)
 
     monkeypatch.setattr(interpreted.PageMover, "move", noted)
+    return found
+
+
+def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_behind_neither(
+    interpreted, streams, kernels
+):
     cache = Cache.random(Case(PageKind.MLA, 1, 1, 4, torch.bfloat16, "separate"))
     copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout) for _ in range(3)]
     caches = [Copying(copier, lambda: interpreted.mark(torch.device("cuda", 0))) for copier in copiers]
@@ -383,6 +409,32 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
     assert side.close(PATIENCE_S)
     assert sorted(kernels) == [("gather", {"step 1"}), ("scatter", set()), ("scatter", set())]
     assert streams.default.behind == {"step 1", "step 2"}
+
+
+def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_move_is(interpreted, streams, kernels):
+    """One thread begins all moves, and makes each wait for its event. Their turns are on other threads."""
+    runs = []
+    with ExitStack() as stack:
+        for kind, event in ((Store, b"step 1"), (Retrieve, b""), (Store, b"step 2")):
+            cache = Cache.random(Case(PageKind.MLA, 1, 1, 4, torch.bfloat16, "separate"))
+            shared, fence = share_tensors(cache.layers), stack.enter_context(closing(Fence()))
+            view = FenceView(fence.descriptor)
+            tensors = MappedTensors(Register(shared.storages, shared.tensors), shared.descriptors, view)
+            stack.callback(tensors.unmap, 0)
+            close_all(shared.descriptors)
+            tensors.device = torch.device("cuda", 0)
+            tensors._copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout)]
+            database = SimpleNamespace(chunk_size=CHUNK_BLOCKS, keys=lambda *_: ["key"])
+            model: Any = SimpleNamespace(database=database, keeps_tail=False, shards_of=lambda rank: [0])
+            slot, ticket = fence.admit(loads=kind is Retrieve) or (0, 0)
+            request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
+            direction = "scatter" if kind is Retrieve else "gather"
+            payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
+            run = Worker(model, 0, tensors).run(request, math.inf)
+            runs.append(partial(run.copy, direction, [0], [payload]))
+        together(*runs)
+    assert sorted(kernels) == [("gather", {"step 1"}), ("gather", {"step 2"}), ("scatter", set())]
+    assert not streams.default.behind
 
 
 def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_chose_it(monkeypatch):
