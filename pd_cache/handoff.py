@@ -29,6 +29,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Space = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
+def next_pause(pause_s: float = 0.0) -> float:
+    """Returns the seconds between two lookups of what another node is storing, if the pause before was `pause_s`; 0 if there was none."""
+    return min(2 * pause_s or 0.001, 0.020)
+
+
 class PrefillWork(msgspec.Struct, frozen=True):
     """What the prefill node did for the prompt, in tokens."""
 

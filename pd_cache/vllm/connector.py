@@ -70,11 +70,11 @@ from pd_cache.vllm.model import (
     model_identity,
     place_of,
 )
-from pd_cache.vllm.requests import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.stats import CacheStats, PromCacheMetrics
 from pd_cache.vllm.steps import Step, StepReport
+from pd_cache.vllm.tracked import ChunkPlan
 from pd_cache.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:

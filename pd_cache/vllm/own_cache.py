@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from pd_cache.vllm.requests import TrackedRequest
+    from pd_cache.vllm.tracked import TrackedRequest
 
 
 class OutdatedRequests:

@@ -3,7 +3,7 @@
 Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-`SchedulerSide` ties together parts with one subject each: requests (`requests.py`), stores (`stores.py`), prompts that are loaded while they are
+`SchedulerSide` ties together parts with one subject each: requests (`tracked.py`), stores (`stores.py`), prompts that are loaded while they are
 computed elsewhere (`streams.py`), and what vLLM's own prefix cache may hold (`own_cache.py`).
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
-from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, read_params, write_params
+from pd_cache.handoff import Announcement, BadParams, Handoff, PrefillWork, next_pause, read_params, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, MissReason, RequestReport, StoreOutcome
@@ -25,7 +25,10 @@ from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import (
+from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport
+from pd_cache.vllm.stores import Stores
+from pd_cache.vllm.streams import Streams
+from pd_cache.vllm.tracked import (
     NO_SPAN,
     ChunkPlan,
     FoundPrefix,
@@ -34,9 +37,6 @@ from pd_cache.vllm.requests import (
     TrackedRequest,
     request_span,
 )
-from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport
-from pd_cache.vllm.stores import Stores
-from pd_cache.vllm.streams import Streams
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -44,9 +44,6 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
-
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.020
-"""The first and the longest time between two lookups of an announced prefix."""
 
 
 class SchedulerSide:
@@ -178,7 +175,7 @@ class SchedulerSide:
                 tracked.looking.end()
                 tracked.looking = NO_SPAN
             else:
-                tracked.poll_s = min(2 * tracked.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
+                tracked.poll_s = next_pause(tracked.poll_s)
                 tracked.next_poll = self._clock() + tracked.poll_s
         if found.end < awaited:
             return self._ask_again()

@@ -14,8 +14,8 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
-from pd_cache.vllm.requests import ChunkPlan, PromptChunks, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, StoreOp
+from pd_cache.vllm.tracked import ChunkPlan, PromptChunks, TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -11,18 +11,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pd_cache.handoff import next_pause
 from pd_cache.reasons import Found, Loaded
 from pd_cache.tracing import Tracing
-from pd_cache.vllm.requests import ChunkPlan, PromptChunks, ProposedLoad, TrackedRequest, request_span
 from pd_cache.vllm.steps import GroupChunks, LoadOp
+from pd_cache.vllm.tracked import ChunkPlan, PromptChunks, ProposedLoad, TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 _SHARE, _OF_FREE = 4, 2
 """All streams together hold at most a quarter of the blocks; a new one at most half of those that are free."""
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.020
-"""The first and the longest time between two lookups of one stream."""
 _APART_S = 0.005
 """The least time between two lookups of any streams."""
 _REMEMBERED = 1 << 14
@@ -136,7 +135,7 @@ class Streams:
     def load(self, stream: Stream, found: Found, label: str | None, now: float) -> list[LoadOp]:
         """Returns the load of what a lookup has found in this weights version."""
         if found.chunks <= stream.done or stream.over:
-            stream.poll_s = min(2 * stream.poll_s or _FIRST_POLL_S, _LONGEST_POLL_S)
+            stream.poll_s = next_pause(stream.poll_s)
             stream.next_poll = now + stream.poll_s
             return []
         stream.poll_s = 0.0

@@ -15,13 +15,13 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Statio
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import SimulatedRequest
-from launch.engines.reference.cache import FIRST_POLL_S, LONGEST_POLL_S
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission, Client
 from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
+from pd_cache.handoff import next_pause
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _MASTER = MasterNode(name="master")
@@ -106,14 +106,14 @@ class _Node:
         """Looks up once, or until what was announced is there; then loads."""
         cluster, names = self._cluster, generating.request.names
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
-        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), FIRST_POLL_S
+        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
         while names:
             found = yield from cluster.look_up(self.machine, names)
             if found * size >= generating.announced or time.now >= deadline:
                 generating.loaded = size * (yield from cluster.load(self, names[:found]))
                 return
             yield time.after(min(pause, deadline - time.now))
-            pause = min(2 * pause, LONGEST_POLL_S)
+            pause = next_pause(pause)
 
     def store(self, generating: Generating) -> Happening:
         size = self._cluster.costs.engine.chunk_tokens

@@ -20,15 +20,12 @@ import torch
 from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cache import BlockCache
 from pd_cache.chunks import salt_keys
+from pd_cache.handoff import next_pause
 from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
 from pd_cache.sparse_log import SparseLog
 from pd_cache.tracing import UNTRACED, Tracing
 
 _logger = logging.getLogger(__name__)
-
-FIRST_POLL_S = 0.001
-"""The first pause before an announced prefix is looked up again. Each pause is twice as long as the one before."""
-LONGEST_POLL_S = 0.020
 
 
 class LoadResult(NamedTuple):
@@ -181,7 +178,7 @@ class PrefixCache:
 
     def _wait(self, prefix: Prefix, chunks: int, attempt: LoadAttempt) -> Found:
         """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or else when the wait is over."""
-        cache, pause = self._cache, FIRST_POLL_S
+        cache, pause = self._cache, next_pause()
         while True:
             found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
             tokens, until = attempt.awaited
@@ -189,7 +186,7 @@ class PrefixCache:
             over = found.chunks > chunks or found.chunks * self.chunk_size >= tokens or not cache.available
             if over or remaining <= 0 or attempt.cancelled.wait(min(pause, remaining)):
                 return found
-            pause = min(2 * pause, LONGEST_POLL_S)
+            pause = next_pause(pause)
 
     def count(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""
