@@ -28,6 +28,8 @@ os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 MOONCAKES_PATIENCE = {"MC_RPC_TIMEOUT_MS": "1000", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3", "MC_TCP_STATUS_TIMEOUT_SEC": "3"}
 for variable, value in MOONCAKES_PATIENCE.items():
     os.environ.setdefault(variable, value)
+# how wide the terminal is that runs the tests says nothing of what they print
+os.environ.pop("COLUMNS", None)
 # how long an example takes says nothing where other programs run, too
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

@@ -198,8 +198,7 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
-def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
     file = cluster_file(tmp_path, nodes=[free_node("master")])
     for command, line in (
         ("status", "and this user has none running"),

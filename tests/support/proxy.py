@@ -41,7 +41,7 @@ Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test with a limit; at its end only its own task may be left."""
+    """Run an async test with a limit; at its end only its own task may be left, and no open connection."""
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
@@ -49,10 +49,18 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
             before = len(asyncio.all_tasks())
             await test(*args, **kwargs)
             await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
+            # a server that has just accepted a connection as it closed learns a moment later that its client is gone
+            await until(lambda: not _connections(), "all connections closed")
 
         asyncio.run(asyncio.wait_for(whole(), 2 * PATIENCE_S))
 
     return run
+
+
+def _connections() -> list[asyncio.Transport]:
+    """Returns the transports of the running loop whose sockets are open."""
+    transports = asyncio.get_running_loop()._transports.values()  # type: ignore[attr-defined]
+    return [transport for transport in transports if transport.get_extra_info("socket").fileno() >= 0]
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

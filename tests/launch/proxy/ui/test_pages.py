@@ -210,10 +210,10 @@ async def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.Monkey
 @scenario
 async def test_followers_are_told_to_go_when_the_proxy_ends() -> None:
     async with cluster(prefill=0) as c:
-        response = await c.session.get(c.url + "/ui/events")
-        await Follower(response).event()
-        await c.proxy._ui._close(None)  # type: ignore[arg-type]
-        rest = await response.read()
+        async with follow(c) as response:
+            await Follower(response).event()
+            await c.proxy._ui._close(None)  # type: ignore[arg-type]
+            rest = await response.read()
         assert rest.endswith(b"\n"), "it ends at the end of an event"
 
 
