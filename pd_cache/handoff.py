@@ -26,6 +26,7 @@ import msgspec
 from pd_cache.decoding import prepared
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Limit = Annotated[int, msgspec.Meta(ge=0)]
 Space = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
@@ -67,6 +68,8 @@ class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: bool | None = None
     pd_cache: Announcement | None = None
     media_hashed: bool | None = None
+    max_load_tokens: Limit | None = None
+    max_offload_tokens: Limit | None = None
 
     def __post_init__(self) -> None:
         if self.do_remote_decode and self.do_remote_prefill:
@@ -89,6 +92,10 @@ class Handoff(msgspec.Struct, frozen=True):
     announced: Announcement | None = None
     media_hashed: bool = False
     """Whether the names of the prompt's images are hashes of their content."""
+    max_load_tokens: int | None = None
+    """The most tokens to load beyond those that the engine has at hand, as in vLLM's own connectors; None for any number."""
+    max_offload_tokens: int | None = None
+    """The most tokens to store, from the start of the prompt."""
 
 
 def read_params(params: object) -> Handoff:
@@ -108,7 +115,13 @@ def read_params(params: object) -> Handoff:
         message, _, path = str(error).partition(" - at `$")
         raise BadParams(path.strip(".`"), message[:1].lower() + message[1:]) from None
     announced = known.pd_cache if known.do_remote_prefill else None
-    return Handoff(bool(known.do_remote_decode), announced, bool(known.media_hashed))
+    return Handoff(
+        bool(known.do_remote_decode),
+        announced,
+        bool(known.media_hashed),
+        known.max_load_tokens,
+        known.max_offload_tokens,
+    )
 
 
 def write_params(announcement: Announcement, *, media_hashed: bool = False) -> dict[str, Any]:

@@ -38,6 +38,7 @@ MissReason = Literal[
     "no_staging",
     "no_blocks",
     "media_unidentified",
+    "limited",
     "not_asked",
     "error",
 ]
@@ -64,6 +65,7 @@ MEANINGS: dict[MissReason, str] = {
     "no_staging": "no staging memory, or no thread for the transfer, came free in time",
     "no_blocks": "the engine had too few free blocks for the load",
     "media_unidentified": "what names the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
+    "limited": "the request's `max_load_tokens` allows no more",
     "not_asked": "the cache was not asked: the request excludes it, its prompt cannot be named, or an earlier load of it failed",
     "error": "an error that has no reason of its own; the node's log has it",
 }

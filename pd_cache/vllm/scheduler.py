@@ -156,7 +156,7 @@ class SchedulerSide:
         awaited = self._awaited(tracked, now) if lookup.available and self._version.label is not None else 0
         # the engine may have evicted since what it had at hand then, and the pool was never asked for that
         if found is None or found.start > at_hand or (found.end < awaited and now >= tracked.next_poll):
-            names = self._chunks.names(tracked, self._plan.most(request))
+            names = self._chunks.names(tracked, self._most(tracked))
             tracked.looked_up = True
             if tracked.looking is NO_SPAN:
                 asked = len(names) * self._chunk
@@ -328,7 +328,7 @@ class SchedulerSide:
         ours = self._report(tracked, request, computed)
         if not tracked.handoff.announce:
             return {"pd_cache": ours} if ours else None
-        chunks = max(0, min(computed, request.num_prompt_tokens) // self._chunk - self._plan.ahead)
+        chunks = max(0, tracked.stored_of(min(computed, request.num_prompt_tokens)) // self._chunk - self._plan.ahead)
         if not self._storable(tracked):
             chunks = 0
         if tracked.adapter is not None:  # nothing was stored before its digest was known
@@ -397,11 +397,19 @@ class SchedulerSide:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
+    def _most(self, tracked: TrackedRequest) -> int:
+        """Returns how many chunks are looked up: no more than the request allows to load."""
+        most, limit = self._plan.most(tracked.request), tracked.handoff.max_load_tokens
+        return most if limit is None else min(most, (tracked.at_hand + limit) // self._chunk + self._plan.ahead)
+
     def _reason(self, tracked: TrackedRequest, end: int, reason: MissReason) -> MissReason:
         """Returns why a lookup found no more than `end` tokens, if `reason` is what the lookup says."""
+        most = self._most(tracked)
+        if most < self._plan.most(tracked.request) and end >= (most - self._plan.ahead) * self._chunk:
+            return "limited"
         announced = 0 if tracked.handoff.announced is None else tracked.handoff.announced.prefix_tokens
         if reason not in ("missing", "never_stored") or end >= min(
-            announced // self._chunk * self._chunk, self._plan.most(tracked.request) * self._chunk
+            announced // self._chunk * self._chunk, most * self._chunk
         ):
             return reason
         return "other_namespace" if tracked.foreign else "deadline"
@@ -445,7 +453,7 @@ class SchedulerSide:
             detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
             self.metrics.trouble("lookup", "other_namespace", detail=detail)
             return 0
-        most = self._plan.most(tracked.request) - self._plan.ahead
+        most = self._most(tracked) - self._plan.ahead
         return max(0, min(announced.prefix_tokens // self._chunk, most)) * self._chunk
 
     def _load_part(

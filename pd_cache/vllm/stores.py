@@ -78,7 +78,7 @@ class Stores:
         """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
         request = tracked.request
         # vLLM also counts tokens that are only drafted. The request has those that are certain
-        complete = min(computed, request.num_tokens) // self._chunk
+        complete = tracked.stored_of(min(computed, request.num_tokens)) // self._chunk
         ops: list[StoreOp] = []
         for place, group in enumerate(self._layers):
             first = tracked.planned.get(place, 0)
@@ -97,12 +97,12 @@ class Stores:
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
         """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
         state covers."""
-        request = tracked.request
+        request, most = tracked.request, tracked.stored_of(tracked.request.num_tokens)
         places = {group.number: place for place, group in enumerate(self._layers) if group.kind == "state"}
         ops: list[StoreOp] = []
         for number, block, tokens in offers:
             place = places.get(number)
-            if place is None or tokens % self._chunk or not 0 < tokens <= request.num_tokens or not self._room(1):
+            if place is None or tokens % self._chunk or not 0 < tokens <= most or not self._room(1):
                 continue
             chunk = tokens // self._chunk - 1
             before = [-1] * (self._chunk // self._layers[place].block_size - 1)

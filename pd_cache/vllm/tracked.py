@@ -164,6 +164,11 @@ class TrackedRequest:
         """Whether it only has its prompt's chunks loaded as they appear; see `streams.py`."""
         return self.handoff.announced is not None and self.handoff.announced.stream
 
+    def stored_of(self, tokens: int) -> int:
+        """Returns how many of its first `tokens` tokens may be stored."""
+        most = self.handoff.max_offload_tokens
+        return tokens if most is None else min(tokens, most)
+
     @property
     def id(self) -> str:
         """vLLM's id of the request."""

@@ -168,6 +168,29 @@ def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(at_hand
     assert scene.metrics.totals()["requests", told.reason] == 1
 
 
+@pytest.mark.parametrize("layers", [(PLAIN,), DRAFTING])
+@pytest.mark.parametrize(("limit", "at_hand", "chunks"), [(0, 0, 0), (CHUNK, 0, 1), (CHUNK, CHUNK, 2), (15, 3, 2)])
+def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no_more(limit, at_hand, chunks, layers):
+    params = {**announced(3 * CHUNK), "max_load_tokens": limit}
+    for there in (chunks, 99):
+        scene, request = Scene(*layers), Request("a", [*PROMPT, *PROMPT], params)
+        scene.has(request, there + scene.lookups.ahead)
+        expected = max(0, chunks * CHUNK - at_hand)
+        assert scene.ask(request, at_hand) == (expected, expected > 0)
+        told = ended(scene, request)
+        assert (told.found, told.reason) == (chunks * CHUNK - at_hand // CHUNK * CHUNK, "limited")
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(2 * CHUNK + 3, 2), (0, 0), (99, 3)])
+def test_a_request_stores_and_announces_no_more_than_it_allows(limit, chunks):
+    scene, request = Scene(), Request("a", PROMPT, {**REMOTE, "max_offload_tokens": limit})
+    scene.begin(request)
+    step = scene.step(a=len(PROMPT))
+    assert sum(len(op.chunks.names) for op in step.stores) == chunks
+    request.num_computed_tokens = len(PROMPT)
+    assert scene.finish(request)["pd_cache"]["prefix_tokens"] == chunks * CHUNK
+
+
 def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
     scene, request = Scene(FULL, WINDOW), Request()
     scene.has(request)
