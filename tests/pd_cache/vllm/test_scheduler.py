@@ -414,6 +414,10 @@ def test_states_are_stored_from_where_vllm_says_they_are_if_they_are_those_of_a_
     for store in stores:
         scene.stored(store)
     assert scene.pool.used == set()
+    limited = Request("b", PROMPT, {"max_offload_tokens": CHUNK})
+    scene.begin(limited, run(30, 37), run(10, 17), run(50, 54))
+    stores = scene.step({"b": [(2, 60, CHUNK), (2, 61, 2 * CHUNK)]}, b=len(PROMPT)).stores
+    assert [store.chunks.blocks[-1] for store in stores if store.chunks.group == 2] == [60]
 
 
 def test_what_vllm_computed_without_its_draft_model_is_not_stored_of_it() -> None:
