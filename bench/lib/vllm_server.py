@@ -1,10 +1,15 @@
-"""`vllm serve` in its usual form, beside what pd-cache launches: to compare with, and to switch the connector on by hand."""
+"""vLLM's servers in benches: `vllm serve` in its usual form, beside what pd-cache launches, and what is asked of any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import http.client
+import json
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
@@ -12,6 +17,18 @@ from launch.run.supervise import Child, ForeignProgram, Program, StopFlag
 from pd_cache.cluster import Argument
 from pd_cache.cluster.machine import bound_socket
 
+CHUNK, BLOCK = 256, 128
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # "auto" gives one server more cores than another
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "VLLM_NO_USAGE_STATS": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+READY_S = 600.0
+_SETTLE_S = 60.0
+Peer = Literal["mooncake", "nixl"]
 _GRACE_S = 30.0
 _LINES = 60
 
@@ -60,3 +77,60 @@ def vllm_server(
     ) as vllm:
         vllm.wait_serving(StopFlag(), lambda: healthy(host, port), ready_timeout_s)
         yield f"http://{host}:{port}"
+
+
+def connector_flag(connector: str, role: str, **more: object) -> str:
+    """Returns the flag by which `vllm serve` gets a connector."""
+    return f"--kv-transfer-config={json.dumps({'kv_connector': connector, 'kv_role': role, **more})}"
+
+
+class OpenAIServer:
+    """An OpenAI-compatible server at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def first_token(self, prompt: Sequence[int], **fields: object) -> float:
+        """Returns the seconds from sending a request, with these fields besides, to its first token."""
+        body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
+        encoded = json.dumps({**body, "return_token_ids": True, **fields}).encode()
+        start = time.perf_counter()
+        with self.ask("/v1/completions", encoded, timeout=300) as answer:
+            for line in answer:
+                if line.startswith(b"data: {") and b'"choices"' in line:
+                    seconds = time.perf_counter() - start
+                    answer.read()
+                    return seconds
+        raise RuntimeError(f"{self.url} answered without a token")
+
+    def forget(self) -> None:
+        """Empties vLLM's own prefix cache; waits until no store holds its blocks any more."""
+        end = time.monotonic() + _SETTLE_S
+        while True:
+            self.ask("/reset_prefix_cache", b"").close()
+            if self.total("vllm:kv_cache_usage_perc") == 0:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"{self.url} still holds blocks {_SETTLE_S:g} s after its last request")
+            time.sleep(0.1)
+
+    def ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
+        """Returns the answer, which the caller closes."""
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+        return answer
+
+    def total(self, name: str, label: str = "", value: str = "") -> float:
+        """Returns the sum of `metric`."""
+        return sum(self.metric(name, label, value).values())
+
+    def metric(self, name: str, label: str = "", value: str = "") -> dict[str, float]:
+        """Returns the values of a metric, of all label sets in which `label` has this value."""
+        with self.ask("/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        wanted = f'{label}="{value}"' if label else ""
+        return {
+            line.rpartition(" ")[0]: float(line.split()[-1])
+            for line in lines
+            if line.startswith((f"{name}{{", f"{name} ")) and wanted in line
+        }

@@ -11,18 +11,15 @@ Runs in an environment that has vLLM (`make test-vllm` sets one up).
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import statistics
 import tempfile
-import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import click
 
@@ -31,7 +28,8 @@ from bench.lib.model import VOCABULARY, ModelKind, write_model
 from bench.lib.pool import cluster_here, raw_client
 from bench.lib.report import at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
-from bench.lib.vllm_server import vllm_server
+from bench.lib.vllm_server import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
+from bench.suites.ttft_pd import measure_handoffs
 from pd_cache.cluster import (
     ClusterConfig,
     ConnectorConfig,
@@ -47,7 +45,6 @@ from pd_cache.paged import has_gpu
 from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
-CHUNK, BLOCK = 256, 128
 SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "positions": 32768}
 _KV_BYTES = 12 * 2 * 8 * 64 * 2
 """Of a token: layers, K and V, KV heads, head dimension, bytes of a bfloat16."""
@@ -61,73 +58,10 @@ TOKEN_BYTES: dict[ModelKind, int] = {
 """What our connector moves for a token of a long prompt: the KV of layers with full attention. Windows and states come on top, once."""
 STATES: tuple[ModelKind, ...] = ("qwen3next", "mamba2")
 """Models that go on only from the end of a block: of a prompt of whole blocks, every cache leaves the last block to be computed."""
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # "auto" gives one server more cores than another
-    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-    "VLLM_NO_USAGE_STATS": "1",
-    "MC_LOG_LEVEL": "ERROR",
-}
-READY_S = 600.0
-_SETTLE_S = 60.0
-
-
-class OpenAIServer:
-    """An OpenAI-compatible server at `url`."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def first_token(self, prompt: Sequence[int], **fields: object) -> float:
-        """Returns the seconds from sending a request, with these fields besides, to its first token."""
-        body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
-        encoded = json.dumps({**body, "return_token_ids": True, **fields}).encode()
-        start = time.perf_counter()
-        with self.ask("/v1/completions", encoded, timeout=300) as answer:
-            for line in answer:
-                if line.startswith(b"data: {") and b'"choices"' in line:
-                    seconds = time.perf_counter() - start
-                    answer.read()
-                    return seconds
-        raise RuntimeError(f"{self.url} answered without a token")
-
-    def forget(self) -> None:
-        """Empties vLLM's own prefix cache; waits until no store holds its blocks any more."""
-        end = time.monotonic() + _SETTLE_S
-        while True:
-            self.ask("/reset_prefix_cache", b"").close()
-            if self.total("vllm:kv_cache_usage_perc") == 0:
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"{self.url} still holds blocks {_SETTLE_S:g} s after its last request")
-            time.sleep(0.1)
-
-    def ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
-        """Returns the answer, which the caller closes."""
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
-        return answer
-
-    def total(self, name: str, label: str = "", value: str = "") -> float:
-        """Returns the sum of `metric`."""
-        return sum(self.metric(name, label, value).values())
-
-    def metric(self, name: str, label: str = "", value: str = "") -> dict[str, float]:
-        """Returns the values of a metric, of all label sets in which `label` has this value."""
-        with self.ask("/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        wanted = f'{label}="{value}"' if label else ""
-        return {
-            line.rpartition(" ")[0]: float(line.split()[-1])
-            for line in lines
-            if line.startswith((f"{name}{{", f"{name} ")) and wanted in line
-        }
 
 
 Start = Callable[[str], AbstractContextManager[str]]
 """Starts the node `a` or `b` of a connector; yields its URL."""
-Peer = Literal["mooncake", "nixl"]
 Prompts = Mapping[int, Sequence[Sequence[int]]]
 """By length in tokens: prompts that are a token longer."""
 
@@ -159,11 +93,6 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
 def vllm(model: Path, flags: dict[str, Any], env: dict[str, str], *more: str) -> AbstractContextManager[str]:
     """Returns a server that is started when the block is entered."""
     return vllm_server(model, "bench", flags, {**ENV, **env}, *more, ready_timeout_s=READY_S)
-
-
-def connector_flag(connector: str, role: str, **more: object) -> str:
-    """Returns the flag by which `vllm serve` gets a connector."""
-    return f"--kv-transfer-config={json.dumps({'kv_connector': connector, 'kv_role': role, **more})}"
 
 
 def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder: Path) -> Start:
@@ -314,8 +243,6 @@ def main(
         gpu = has_gpu()
         model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind, gpu=gpu)
         if pd:
-            from bench.suites.ttft_pd import measure_handoffs
-
             finish(
                 *measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu),
                 **output,

@@ -26,8 +26,7 @@ import msgspec
 
 from bench.lib.model import VOCABULARY
 from bench.lib.report import Check, at_most
-from bench.lib.vllm_server import vllm_server
-from bench.suites.ttft import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag
+from bench.lib.vllm_server import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor, end, spawn_child
 from launch.run.up import choose_ports, program_of, quiet
 from pd_cache.cluster import (
