@@ -577,8 +577,8 @@ def config() -> None:
 def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> None:
     """Read the file as strictly as every command does, and say all that is wrong with it.
 
-    What only a node's own machine knows (memory, devices, ports, files, disks, models, libraries, what vLLM says of its flags) is checked for
-    the nodes of this machine. FILE without -c is for files of commands of earlier versions.
+    Some checks need the node's own machine: memory, devices, ports, files, disks, models, libraries, and vLLM's flags. They are made for
+    the nodes of this machine only. FILE without -c works until the next version.
     """
     from launch.doctor.checks import library_findings
     from launch.doctor.report import Verdict

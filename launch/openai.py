@@ -152,9 +152,9 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
         """Logs nothing: such lines quote clients, too."""
 
     def trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Logs what asyncio says of an exception outside of requests; the loop's exception handler."""
+        """Logs an exception that asyncio reports outside of requests. It is the loop's exception handler."""
         error = context.get("exception")
         if (count := self._sparse.admit(("loop", type(error)))) is not None:
             known = isinstance(error, OSError)  # such as no file descriptor that is left
-            told = one_line(f"{context.get('message')}: {error!r}")
-            self.error("%s (since the last such line: %d)", told, count, exc_info=None if known else error)
+            line = one_line(f"{context.get('message')}: {error!r}")
+            self.error("%s (since the last such line: %d)", line, count, exc_info=None if known else error)

@@ -66,7 +66,7 @@ def layer_groups(config: Any) -> list[Any]:
             specs |= {f"{name}.index": kept(4, 132), f"{name}.index_state": window(4, 512, 8, torch.float32)}
     if hasattr(kv_cache_utils, "get_kv_cache_groups"):
         return list(kv_cache_utils.get_kv_cache_groups(config, specs))
-    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")  # as of vLLM 0.33
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")  # since vLLM 0.33
     return list(planning.get_kv_cache_groups(config, specs))
 
 

@@ -147,7 +147,9 @@ def lmcache_client(raw: Any) -> Any:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
 
-    place = "lmcache.inprocess.v1" if importlib.util.find_spec("lmcache.inprocess") else "lmcache.v1"  # as of 0.5.7
+    place = (
+        "lmcache.inprocess.v1" if importlib.util.find_spec("lmcache.inprocess") else "lmcache.v1"
+    )  # since LMCache 0.5.7
     their_client = importlib.import_module(f"{place}.lookup_client.mooncake_lookup_client").MooncakeLookupClient
     their_database = importlib.import_module(f"{place}.token_database").ChunkedTokenDatabase
     metadata = LMCacheMetadata(

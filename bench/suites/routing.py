@@ -88,7 +88,7 @@ _P90 = 1.2816
 
 
 class HintedPool:
-    """LRU, and in it what the agents' hints keep, by the proxy's own bookkeeping (`launch/proxy/hints.py`)."""
+    """LRU, and in it what the agents' hints keep, by the proxy's own bookkeeping (`launch/proxy/pins.py`)."""
 
     def __init__(self, requests: Sequence[Request], system_blocks: int, tokens: int, share: float) -> None:
         """Holds `tokens` tokens, of which pins take at most `share`: agents say `kv.retain` before each wait, and `kv.release` with the next

@@ -42,7 +42,7 @@ else:
     try:
         from transfer.store import load_mooncake
         load_mooncake()
-    except Exception as error:
+    except Exception as error:  # whatever an import raises is the reason
         refused[name] = f"its environment cannot import Mooncake: {error}"
 print(json.dumps(refused))
 """

@@ -241,8 +241,8 @@ class WatchedNodes:
     def __init__(
         self, discovery: str = "static", *, elected: bool = False, stale_s: float = 10.0, since_start: bool = False
     ) -> None:
-        """`discovery`: its kind. `elected`: as of `ClusterStatus`. `stale_s`: after how many seconds without an answer a node counts as down, even
-        if it was not asked since. `since_start`: shares and quantiles are those since the nodes' start, and not of the last minute."""
+        """`discovery` is its kind; `elected` says whether masters are elected. A node that has not answered for `stale_s` seconds is down, even if
+        nobody has asked it since. With `since_start`, shares and quantiles count from the nodes' start, otherwise over the last minute."""
         self._discovery = discovery
         self._elected = elected
         self._stale_s = stale_s
@@ -258,7 +258,7 @@ class WatchedNodes:
         return [record for record in self._view.nodes if page_of(record)]
 
     def update(self, view: View, synced: bool = True) -> None:
-        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced`: as of `Directory.wait_synced`."""
+        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced` is what `Directory.wait_synced` returned."""
         self._view, self._synced, before = view, synced, self._nodes
         self._nodes = {}
         for record in view.nodes:

@@ -119,7 +119,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Screen:
-    """The cluster as it was last seen, the order of its nodes, and the one that is selected."""
+    """The last reading of the cluster, the order of its nodes, and the selected node."""
 
     def __init__(self, status: ClusterStatus) -> None:
         self.status = status

@@ -1,4 +1,4 @@
-"""One request under way: how far it has come, and what its client has been sent."""
+"""One request under way: its state, and what its client has got so far."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 
 
 class Exchange:
-    """One request under way, and how far it has come."""
+    """The state of one request."""
 
     def __init__(self, request: web.Request, budget: RetryBudget, share: BodyShare, tracing: Tracing) -> None:
         self.request = request
@@ -32,10 +32,10 @@ class Exchange:
         self.started = time.monotonic()
         self.trial = Trial(budget)
         self.client = Client()
-        """Who asks, if keys say so, and in the name of which tenant."""
+        """The client and its tenant, if keys name them."""
         self.nodes: dict[Hop, str] = {}
         self.reports: dict[Hop, RequestReport | None] = {}
-        """What nodes said of the prompt; None if their answers held no report."""
+        """The reports in the nodes' answers; None for an answer without one."""
         self.first_byte_s: float | None = None
         """How long the decode node's first byte took; None before it."""
         self.prefill_s: float | None = None
@@ -57,9 +57,9 @@ class Exchange:
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
         self.known: NamedPrompt | str | None = None
-        """What the prompt of a completion is known by, or why that is not known."""
+        """The names of a completion's prompt, or why it has none."""
         self.hinted: asyncio.Task[bytes] | None = None
-        """Makes the answer to the hints that came with it, if some did."""
+        """Makes the answer to the request's hints; None without hints."""
 
     def told(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
