@@ -16,7 +16,7 @@ from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Token
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
-from pd_cache.lookup import PoolLookup
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, host_pin, open_copier
@@ -133,8 +133,10 @@ class _Pages(NamedTuple):
             copier.close()
 
 
-class CacheEngine:
+class CacheEngine(PrefixLookup):
     """Moves the KV cache of prompts between one paged buffer and a backend. A `BlockCache`; see there. Thread-safe."""
+
+    backend: StorageBackend
 
     def __init__(
         self,
@@ -160,14 +162,12 @@ class CacheEngine:
         self.settings = settings
         self.metadata = metadata
         self.layout = layout
-        self.metrics = metrics or CacheMetrics()
         self.database = ChunkedTokenDatabase(metadata.namespace(settings.cache))
         self.chunk_size = self.database.chunk_size
         self.block_size = layout.block_size
-        self.backend = backend
-        self.version = version or WeightsVersion()
-        self.mover = ChunkMover(backend, self.database, self.metrics, self.version)
-        self.prefix = EngineLookup([self])
+        metrics, version = metrics or CacheMetrics(), version or WeightsVersion()
+        self.mover = ChunkMover(backend, self.database, metrics, version)
+        super().__init__(LayerGroups([self.database]), backend, version, metrics, self.mover.history)
         self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
@@ -179,9 +179,8 @@ class CacheEngine:
         return self.version.label
 
     @property
-    def available(self) -> bool:
-        """False while the pool is known to be down: lookups are then misses and stores are dropped, immediately."""
-        return not self.mover.closed and self.backend.available
+    def _closed(self) -> bool:
+        return self.mover.closed
 
     def wait_available(self, timeout: float) -> None:
         """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
@@ -202,20 +201,6 @@ class CacheEngine:
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
     # --- the three operations ------------------------------------------------------------------------------------
-
-    def find(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Found:
-        """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
-
-        The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup protects nothing here. `timeout`
-        is in seconds. Raises ValueError for names that are no names of chunks.
-        """
-        return self.prefix.find(names, at_hand=at_hand, timeout=timeout)
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that this engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
 
     def store(
         self,
@@ -332,29 +317,6 @@ class CacheEngine:
                     oldest = next(key for key, one in self._remembered.items() if one is not self._registered)
                     self._remembered.pop(oldest).close()
             return pages
-
-
-class EngineLookup(PoolLookup):
-    """The engines of one model's groups of layers, which share a backend, as one to look up in. The caller keeps them."""
-
-    def __init__(self, engines: Sequence[CacheEngine], version: WeightsVersion | None = None) -> None:
-        """`version` is that of the weights, by default the first engine's. Raises ValueError if there is no engine, or if their chunks are not
-        of one size."""
-        first, groups = engines[0], LayerGroups([engine.database for engine in engines])
-        backend, history = first.backend, first.mover.history
-        super().__init__(
-            groups, backend.batched_contains, version or first.version, first.metrics, history, backend.near
-        )
-        self.database = first.database
-        self._engines = tuple(engines)
-
-    @property
-    def closed(self) -> bool:
-        return any(engine.mover.closed for engine in self._engines)
-
-    @property
-    def available(self) -> bool:
-        return all(engine.available for engine in self._engines)
 
 
 class CacheEngineBuilder:

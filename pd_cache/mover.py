@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
@@ -24,6 +25,7 @@ from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, mis
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
 from pd_cache.versions import WeightsVersion
+from transfer.deadlines import left
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -73,9 +75,15 @@ class ChunkRun(NamedTuple):
                 raise
 
 
-def left(end: float | None) -> float | None:
-    """Returns the seconds until `end`, at least 0; None if there is no end."""
-    return None if end is None else max(0.0, end - time.monotonic())
+_movers: weakref.WeakSet[ChunkMover] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for mover in _movers:
+        mover.closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class ChunkMover:
@@ -101,15 +109,11 @@ class ChunkMover:
         self._payload_bytes = database.namespace.chunk_bytes // database.namespace.shards
         self._version = version
         self._annotated = False
-        self._closed = False
+        self.closed = False
+        """Whether it was closed. True in a forked child, too: the threads that move chunks do not exist there."""
         self._under_way = 0
         self._idle = threading.Condition()
-        self._process = os.getpid()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is closed. True in a forked child, too: the threads that move chunks do not exist there."""
-        return self._closed or os.getpid() != self._process
+        _movers.add(self)
 
     def store(self, run: ChunkRun, end: float | None = None) -> list[StoreOutcome]:
         """Stores the objects that the backend lacks. Returns the outcome of each chunk.
@@ -179,9 +183,9 @@ class ChunkMover:
         if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
-            if self._closed:
+            if self.closed:
                 return False
-            self._closed = True
+            self.closed = True
             if not self._idle.wait_for(lambda: not self._under_way, timeout):
                 log.warning("%d cache operations outlived close()", self._under_way)
             return True
@@ -195,7 +199,7 @@ class ChunkMover:
             yield False
             return
         with self._idle:
-            begun = not self._closed
+            begun = not self.closed
             self._under_way += begun
         try:
             yield begun
@@ -260,7 +264,7 @@ class ChunkMover:
             with contextlib.closing(fetching) as fetches:
                 for together in fetches:
                     try:
-                        if self._closed:
+                        if self.closed:
                             break
                         if end is not None and time.monotonic() >= end:
                             reason = "deadline"

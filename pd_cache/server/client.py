@@ -488,18 +488,13 @@ class ServerLookupClient(LookupClient):
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
         `version`: as in `ServerCache`.
         """
-        super().__init__(ChunkedTokenDatabase(metadata.namespace(config.cache)), metrics)
-        self._asks = self._cache = ServerCache(
-            url,
-            EngineIdentity.of(metadata, config.cache, further),
-            kind="scheduler",
-            lookup_timeout_s=timeout_s,
-            metrics=self.metrics,
-            version=version,
-        )
+        identity, metrics = EngineIdentity.of(metadata, config.cache, further), metrics or CacheMetrics()
+        self._server = ServerCache(url, identity, kind="scheduler", metrics=metrics, version=version)
+        database = ChunkedTokenDatabase(metadata.namespace(config.cache))
+        super().__init__(database, metrics, cache=self._server, timeout=timeout_s)
 
     def end(self, lookup_id: str) -> None:
-        self._cache.end(lookup_id)
+        self._server.end(lookup_id)
 
     def close(self) -> None:
-        self._cache.close()
+        self._server.close()

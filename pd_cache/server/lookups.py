@@ -15,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from pd_cache.groups import LayerGroups
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
 from pd_cache.server.protocol import Answer, Lookup, Refused, failed
@@ -168,17 +167,17 @@ class Sessions:
 class LookupJob:
     """A lookup, and the name of its session."""
 
-    __slots__ = ("at_hand", "client", "groups", "label", "models", "names", "session")
+    __slots__ = ("at_hand", "client", "label", "models", "names", "prefix", "session")
 
-    def __init__(self, models: Sequence[Model], client: str, request: Lookup) -> None:
-        """`models`: one for each group of layers."""
+    def __init__(self, models: Sequence[Model], prefix: PrefixLookup, client: str, request: Lookup) -> None:
+        """`models`: one for each of the groups of layers in `prefix`."""
         self.models = models
-        self.groups = LayerGroups([model.database for model in models])
+        self.prefix = prefix
         self.client = client
         self.session = request.session
         self.at_hand = request.at_hand
         self.label = request.label
-        most = max(1, MOST_KEYS // self.groups.keys_per_chunk)
+        most = max(1, MOST_KEYS // prefix.groups.keys_per_chunk)
         self.names = request.names[: request.at_hand + most]
 
     def keys(self) -> list[list[str]]:
@@ -188,7 +187,7 @@ class LookupJob:
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
-        for model, needed in zip(self.models, self.groups.needed(self.at_hand, end), strict=True):
+        for model, needed in zip(self.models, self.prefix.groups.needed(self.at_hand, end), strict=True):
             names = self.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
             keys = database.all_shard_keys(names, self.label)
@@ -232,18 +231,14 @@ def answer_lookups(
                 answer = one
             else:
                 statuses += itertools.islice(one, len(keys))
-        answers.append(answer or _judge(job, statuses, sessions, metrics, session_s))
+        answers.append(answer or _judge(job, statuses, sessions, session_s))
     return answers
 
 
-def _judge(
-    job: LookupJob, statuses: list[Status], sessions: Sessions, metrics: CacheMetrics, session_s: float
-) -> Answer:
+def _judge(job: LookupJob, statuses: list[Status], sessions: Sessions, session_s: float) -> Answer:
     """Returns what a lookup found, and pins it for the lookup's session."""
     try:
-        first = job.models[0].mover
-        prefix = PrefixLookup(job.groups, metrics, first.history, first.backend.near)
-        reach = prefix.judge(job.names, job.at_hand, statuses, job.label)
+        reach = count_found(job.prefix, job.names, job.at_hand, statuses, job.label)
         client, session = job.client, job.session
         if session and reach.chunks > job.at_hand:
             sessions.open(client, session, list(job.found(reach.chunks)), session_s)

@@ -18,6 +18,7 @@ import torch
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
+from pd_cache.lookup import PrefixLookup
 from pd_cache.mover import ChunkRun
 from pd_cache.paged import open_copier
 from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
@@ -194,6 +195,9 @@ class Client:
         self.hello = hello
         self.groups = tuple(groups)
         self.worker: Worker | None = None
+        self.models: Sequence[Model] = ()
+        """Those of its groups at its last lookup, with what looks up in them."""
+        self.prefix: PrefixLookup | None = None
         self.gone = False
         self.registering = threading.Lock()
 

@@ -22,6 +22,8 @@ from prometheus_client import Gauge
 
 from pd_cache.config import NodeSettings, ServerSettings
 from pd_cache.errors import CacheServerError
+from pd_cache.groups import LayerGroups
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder
@@ -44,6 +46,7 @@ from pd_cache.server.protocol import (
     Welcome,
     failed,
 )
+from pd_cache.versions import WeightsVersion
 
 T = TypeVar("T")
 
@@ -250,9 +253,16 @@ class CacheServer:
         if client is None:
             raise RefusalError("unknown_client", "say hello first")
         if isinstance(request, Lookup):
-            job = self._job(client, request)
-            if isinstance(job, Found):
-                return job
+            models = [model for group in client.groups if (model := self.models.get(group)) is not None]
+            if len(models) < len(client.groups) or request.at_hand >= len(request.names):
+                at_hand = min(request.at_hand, len(request.names))
+                return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
+            if client.prefix is None or models != client.models:
+                mover, groups = models[0].mover, LayerGroups([model.database for model in models])
+                # each lookup brings its label
+                client.prefix = PrefixLookup(groups, mover.backend, WeightsVersion(), self.metrics, mover.history)
+                client.models = models
+            job = LookupJob(models, client.prefix, client.hello.client, request)
             if not self._lookups.put(Item(incoming, client, job)):
                 raise self._busy()
             return None
@@ -295,14 +305,6 @@ class CacheServer:
             may_choose=cache.hash_mode == "auto",
             may_size=cache.chunk_size == "auto",
         )
-
-    def _job(self, client: Client, request: Lookup) -> LookupJob | Found:
-        """Returns what to ask, or the answer if nothing is to be asked."""
-        models = [model for group in client.groups if (model := self.models.get(group)) is not None]
-        if len(models) < len(client.groups) or request.at_hand >= len(request.names):
-            at_hand = min(request.at_hand, len(request.names))
-            return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
-        return LookupJob(models, client.hello.client, request)
 
     # --- the threads that work -------------------------------------------------------------------------------------
 

@@ -37,12 +37,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from pd_cache.cache import CacheEngineBuilder, EngineLookup
+from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata, Namespace
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.errors import PdCacheError, UnsupportedModelError
+from pd_cache.groups import LayerGroups
 from pd_cache.layout import PageKind
-from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
@@ -371,11 +372,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
-            if len(engines) == len(names):
+            if [engine.database.namespace for engine in engines] == [group.namespace(own.cache) for group in groups]:
                 logger.info("pd-cache: lookups ask the worker's engine")
-                return BypassLookupClient(
-                    settings.node, metadata, EngineLookup(engines, self._version), timeout=seconds, metrics=metrics
-                )
+                first, layers = engines[0], LayerGroups([engine.database for engine in engines])
+                prefix = PrefixLookup(layers, first.backend, self._version, metrics, first.mover.history)
+                return BypassLookupClient(settings.node, metadata, prefix, timeout=seconds, metrics=metrics)
         logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
         return MooncakeLookupClient(
             own,

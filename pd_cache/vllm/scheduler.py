@@ -163,7 +163,7 @@ class SchedulerSide:
                 tracked.looking = request_span(
                     self._tracing, "pd_cache.lookup", request, asked=asked, announced=awaited
                 )
-            reach = lookup.find(names, request.request_id, at_hand=at_hand)
+            reach = lookup.find(names, request.request_id, at_hand=at_hand // self._chunk)
             if tracked.handoff.announced is not None:
                 tracked.outcome.streamed += self._chunk * self.streams.came(names[: at_hand // self._chunk])
             parting = reach.leading * self._chunk if reach.leading > reach.chunks else 0
@@ -254,7 +254,7 @@ class SchedulerSide:
         self._loads_nothing, self._refused = stuck and not ended and self.streams.reserving, False
         if self._lookup is not None and self._lookup.available and (stream := self.streams.due(now)) is not None:
             stream.tracked.looked_up = True
-            found = self._lookup.find(stream.names, stream.tracked.id, at_hand=stream.done * self._chunk)
+            found = self._lookup.find(stream.names, stream.tracked.id, at_hand=stream.done)
             self._loads += self.streams.load(stream, found, label, now)
         step = Step(
             loads=self._loads,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cache.cache import CacheEngineBuilder, EngineLookup, PromptCache
+from pd_cache.cache import CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, shard_tensors
@@ -44,7 +44,7 @@ def shared_node(pool: Pool) -> Iterator[Host]:
 def node(shared_node: Host) -> Host:
     """A host with nothing counted yet. Its pool is shared: prompts keep tests apart."""
     engine = shared_node.engine
-    engine.metrics = engine.mover.metrics = engine.prefix.metrics = CacheMetrics()
+    engine.metrics = engine.mover.metrics = CacheMetrics()
     return shared_node
 
 
@@ -252,9 +252,8 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         assert same_tensors([layer[other[:1]] for layer in node.cache], [layer[other[:1]] for layer in before])
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
-        groups = EngineLookup([engine])
-        assert groups.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none"), "the end of a prefix is enough"
-        assert groups.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored")
+        assert engine.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none"), "the end of a prefix is enough"
+        assert engine.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored")
 
 
 def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool: Pool, tokens: list[int]) -> None:

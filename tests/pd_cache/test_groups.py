@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.chunks import Namespace
-from pd_cache.groups import LayerGroups
-from pd_cache.reasons import Found
+from pd_cache.groups import LayerGroups, judge
 from tests.support.names import group
+from transfer.errors import Status
 
 
 def test_a_namespace_tells_its_group_and_is_read_back() -> None:
@@ -74,4 +74,5 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data: st.D
         return max(end for end in range(chunks + 1) if whole(end))
 
     reached = longest({*tails})
-    assert groups.reach(present) == Found(reached, longest({0}) if 0 in tails else reached)
+    found = judge(groups, [Status.OK if there else Status.MISSING for there in present])
+    assert (found.chunks, found.leading) == (reached, longest({0}) if 0 in tails else reached)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.groups import LayerGroups
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import (
     MEANINGS,
@@ -22,7 +24,7 @@ from pd_cache.reasons import (
     worst_reason,
 )
 from pd_cache.tiers.memory import Damage
-from pd_cache.versions import FIRST
+from pd_cache.versions import FIRST, WeightsVersion
 from tests.support.names import group
 from transfer.errors import Status
 
@@ -30,8 +32,14 @@ OK, MISSING, DOWN = Status.OK, Status.MISSING, Status.POOL_DOWN
 NAMES = [bytes([number]) * 16 for number in range(1, 5)]
 
 
+def over(*groups: ChunkedTokenDatabase, history: ChunkHistory | None = None) -> PrefixLookup:
+    """Looks up in nothing: the tests say what was answered."""
+    nothing: Any = SimpleNamespace(near=None)
+    return PrefixLookup(LayerGroups(groups), nothing, WeightsVersion(), CacheMetrics(), history)
+
+
 def find(lookup: PrefixLookup, statuses: list[Status], at_hand: int = 0) -> Found:
-    return lookup.judge(NAMES, at_hand, statuses, FIRST)
+    return count_found(lookup, NAMES, at_hand, statuses, FIRST)
 
 
 def test_every_reason_is_explained() -> None:
@@ -111,30 +119,30 @@ def test_a_full_history_forgets_and_never_grows() -> None:
     ],
 )
 def test_the_first_chunk_that_is_not_there_gives_the_reason(statuses: list[Status], expected: Found) -> None:
-    assert find(PrefixLookup(LayerGroups([group(0)]), CacheMetrics()), statuses) == expected
+    assert find(over(group(0)), statuses) == expected
 
 
 def test_the_reason_is_that_of_any_shard_of_the_chunk() -> None:
-    lookup = PrefixLookup(LayerGroups([group(0, shards=2)]), CacheMetrics())
+    lookup = over(group(0, shards=2))
     assert find(lookup, [OK, OK, OK, DOWN, OK, OK, MISSING, MISSING]) == Found(1, 1, "pool_down")
 
 
 def test_chunks_that_were_found_once_count_as_evicted_when_they_are_gone() -> None:
-    lookup = PrefixLookup(LayerGroups([group(0)]), CacheMetrics(), ChunkHistory())
+    lookup = over(group(0), history=ChunkHistory())
     assert find(lookup, [OK, OK, MISSING, MISSING]) == Found(2, 2, "never_stored")
     assert find(lookup, [OK, MISSING, MISSING, MISSING]) == Found(1, 1, "evicted")
     assert find(lookup, [MISSING, MISSING], at_hand=2) == Found(2, 2, "never_stored")
 
 
 def test_a_prefix_that_only_lacks_its_window_says_so() -> None:
-    lookup = PrefixLookup(LayerGroups([group(0), group(1, layers="1")]), CacheMetrics(), ChunkHistory())
+    lookup = over(group(0), group(1, layers="1"), history=ChunkHistory())
     assert find(lookup, [OK] * 4 + [MISSING, OK, MISSING, MISSING]) == Found(2, 4, "no_tail")
     assert find(lookup, [OK] * 4 + [MISSING, OK, DOWN, DOWN]) == Found(2, 4, "pool_down")
     assert find(lookup, [OK] * 2 + [MISSING] * 2 + [OK] * 2 + [MISSING] * 2) == Found(2, 2, "evicted")
 
 
 def test_a_group_that_is_ahead_lacks_nothing_at_the_end() -> None:
-    lookup = PrefixLookup(LayerGroups([group(0), group(0, layers="1", ahead=1)]), CacheMetrics())
+    lookup = over(group(0), group(0, layers="1", ahead=1))
     assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Found(3, 3)
     assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Found(2, 2, "missing")
     assert find(lookup, [OK] * 8) == find(lookup, [OK] * 4, at_hand=2) == Found(3, 3), "nothing names the last one's KV"

@@ -166,8 +166,9 @@ class Lookups(LookupClient):
     """A lookup client over a set of names."""
 
     def __init__(self, metrics: CacheMetrics, database: ChunkedTokenDatabase | None = None) -> None:
-        super().__init__(database or ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK))), metrics)
-        self._asks = SimpleNamespace(find=self._answer)  # type: ignore[assignment]
+        database = database or ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK)))
+        cache: Any = SimpleNamespace(find=self._answer)
+        super().__init__(database, metrics, cache=cache)
         self.there: set[bytes] = set()
         self.leading = 0
         """How many chunks are there of the layers that need all of them, if more than can be loaded."""

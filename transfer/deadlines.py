@@ -1,0 +1,24 @@
+"""Time below the public edge: `end`, on the monotonic clock, or None if nothing ends. Pure but for the clock."""
+
+from __future__ import annotations
+
+import time
+from typing import overload
+
+
+@overload
+def left(end: float) -> float: ...
+@overload
+def left(end: None) -> None: ...
+def left(end: float | None) -> float | None:
+    """Returns the seconds until `end`, at least 0."""
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+@overload
+def end_in(seconds: float) -> float: ...
+@overload
+def end_in(seconds: None) -> None: ...
+def end_in(seconds: float | None) -> float | None:
+    """Returns when `seconds` from now are over."""
+    return None if seconds is None else time.monotonic() + seconds
