@@ -26,7 +26,7 @@ from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
-from tests.support.server import Engine, served
+from tests.support.server import LATE_S, Engine, served
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
@@ -84,6 +84,7 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: P
                 "ipc:///run/pd-cache.sock": server.url,
                 "my-model@3f2a": "readme",
                 "block_size=16)": f"block_size={BLOCK})",
+                "None, identity)\nscheduler": f"None, identity, lookup_timeout_s={LATE_S})\nscheduler",
             },
         )
         given = {

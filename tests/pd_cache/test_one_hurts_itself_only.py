@@ -91,7 +91,11 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
                 assert node.available
             assert node.available, "a peer that does not deliver says nothing about the pool"
             wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()), 60, "the first call to end")
-            assert set(get(node, lost[:4])) == {"transfer_failed"}, "it is not asked, or fails"
+            wait_for(
+                lambda: set(get(node, lost[:4])) == {"transfer_failed"},
+                60,
+                "the readers' calls to end; it is not asked, or fails",
+            )
             assert set(get(node, kept)) == {""}
             assert set(put(node, fresh(4))) == {Status.OK}
         wait_for(lambda: set(get(node, lost)) == {""}, 90, "the peer being asked again")
