@@ -18,7 +18,8 @@ import torch
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.client import PendingLookup, PendingRetrieve, PendingStore, ServerCache
+from pd_cache.reasons import Found, Loaded, StoreOutcome
+from pd_cache.server.client import Pending, ServerCache
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import FIRST
@@ -52,7 +53,7 @@ class SchedulerAdapter:
         )
         self.metrics = self._cache.metrics
         self.chunk_size = self._cache.chunk_size
-        self._lookups: dict[str, PendingLookup] = {}
+        self._lookups: dict[str, Pending[Found]] = {}
         """By request."""
 
     @property
@@ -95,8 +96,7 @@ class SchedulerAdapter:
         lookup = self._lookups.get(request_id)
         if lookup is None:
             raise ValueError(f"no lookup was submitted for request {request_id!r}")
-        found = lookup.query()
-        return None if found is None else found.chunks * self.chunk_size
+        return lookup.wait().chunks * self.chunk_size if lookup.query() else None
 
     def num_blocks_per_chunk(self) -> int:
         """Returns the number of the engine's blocks in a chunk."""
@@ -141,13 +141,13 @@ class LoadStoreOp:
 
 class _Retrieving(NamedTuple):
     request_id: str
-    pending: PendingRetrieve
+    pending: Pending[Loaded]
     blocks: list[int]
 
 
 class _Storing(NamedTuple):
     request_id: str
-    pending: PendingStore
+    pending: Pending[list[StoreOutcome]]
 
 
 class WorkerAdapter:
@@ -324,5 +324,5 @@ class WorkerAdapter:
     def _retrieve_ended(self, one: _Retrieving) -> bool:
         if not one.pending.query():
             return False
-        self._bad_blocks.update(one.blocks[one.pending.loaded.chunks * self._blocks_per_chunk :])
+        self._bad_blocks.update(one.blocks[one.pending.wait().chunks * self._blocks_per_chunk :])
         return True

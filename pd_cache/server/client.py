@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -38,6 +38,8 @@ from pd_cache.server.protocol import (
     Stored,
 )
 from pd_cache.versions import FIRST, WeightsVersion
+
+R = TypeVar("R")
 
 _GIVE_UP_S = 5.0
 
@@ -160,9 +162,7 @@ class ServerCache:
         have.
         """
         self._check(kv_caches)
-        pending = self.begin_store(names, blocks, after=after, label=label, timeout=timeout)
-        pending.wait()
-        return pending.outcomes
+        return self.begin_store(names, blocks, after=after, label=label, timeout=timeout).wait()
 
     def load(
         self,
@@ -181,26 +181,27 @@ class ServerCache:
         have.
         """
         self._check(kv_caches)
-        pending = self.begin_retrieve(names, blocks, session=session, label=label, timeout=timeout)
-        pending.wait()
-        return pending.loaded
+        return self.begin_retrieve(names, blocks, session=session, label=label, timeout=timeout).wait()
 
     # --- operations that only begin ------------------------------------------------------------------------------
 
     def begin_lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> PendingLookup:
+    ) -> Pending[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
-        # a server that does not know us yet would answer only once it does
-        if at_hand == len(names) or not self.connection.ready:
-            return PendingLookup(self, None, at_hand, len(names))
-        seconds = self._lookup_timeout_s if timeout is None else timeout
-        if (label := self.label) is None:
-            return PendingLookup(self, None, at_hand, len(names), "weights_unnamed")
-        future = self.connection.link.request(Lookup(session, tuple(names), at_hand, label), seconds)
-        return PendingLookup(self, future, at_hand, len(names))
+        pending = Pending(self, "lookup", functools.partial(self._found, len(names), at_hand))
+        if at_hand == len(names):
+            pending.result = Found(at_hand, at_hand)
+        elif not self.connection.ready:  # a server that does not know us yet would answer only once it does
+            pending.outcome = "server_lost"
+        elif (label := self.version.state.label) is None:
+            pending.outcome = "weights_unnamed"
+        else:
+            seconds = self._lookup_timeout_s if timeout is None else timeout
+            pending.future = self.connection.link.request(Lookup(session, tuple(names), at_hand, label), seconds)
+        return pending
 
     def begin_store(
         self,
@@ -211,11 +212,11 @@ class ServerCache:
         after: Any = None,
         label: str | None = None,
         timeout: float | None = None,
-    ) -> PendingStore:
+    ) -> Pending[list[StoreOutcome]]:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
-        pending = PendingStore(self, len(names))
+        pending = Pending(self, "store", functools.partial(self._stored, len(names)))
+        label = self.label if label is None else label
         self._begin(pending, Store, session, names, blocks, after, label, timeout)
-        self.metrics.tokens("store", "requested", len(names) * self.chunk_size)
         return pending
 
     def begin_retrieve(
@@ -227,11 +228,11 @@ class ServerCache:
         after: Any = None,
         label: str | None = None,
         timeout: float | None = None,
-    ) -> PendingRetrieve:
+    ) -> Pending[Loaded]:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
-        pending = PendingRetrieve(self, len(names))
+        label = self.label if label is None else label
+        pending = Pending(self, "retrieve", functools.partial(self._loaded, len(names), label))
         self._begin(pending, Retrieve, session, names, blocks, after, label, timeout)
-        self.metrics.tokens("retrieve", "requested", len(names) * self.chunk_size)
         return pending
 
     def end(self, session: str) -> None:
@@ -264,7 +265,7 @@ class ServerCache:
 
     def _begin(
         self,
-        pending: _PendingMove,
+        pending: Pending[Any],
         kind: type[Store] | type[Retrieve],
         session: str,
         names: Sequence[bytes],
@@ -281,129 +282,113 @@ class ServerCache:
         ids: list[int] = []
         for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
             ids += chunk.tolist()
+        self.metrics.tokens(pending.op, "requested", len(names) * self.chunk_size)
         if not self.connection.ready:
             pending.outcome = "server_lost"
-            return
-        label = self.label if label is None else label
-        if label is None or (outdated := self.version.why_not(label)):
+        elif label is None or (outdated := self.version.why_not(label)):
             pending.outcome = "weights_unnamed" if label is None else outdated
-            return
-        pending.label = label
-        place = self.connection.fence.admit(loads=kind is Retrieve)
-        if place is None:
+        elif (place := self.connection.fence.admit(loads=kind is Retrieve)) is None:
             pending.outcome = "busy"
-            return
-        pending.place, pending.event = place, after
-        try:
-            patience, handle = max(1, int(seconds * 1000)), event_handle(after)
-            request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label)
-            pending.future = self.connection.link.request(request, seconds)
-        except BaseException:
-            pending.give_up()
-            raise
+        else:
+            pending.place, pending.event = place, after
+            try:
+                patience, handle = max(1, int(seconds * 1000)), event_handle(after)
+                request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label)
+                pending.future = self.connection.link.request(request, seconds)
+            except BaseException:
+                pending.give_up()
+                raise
 
-    def count_moved(self, op: Literal["retrieve", "store"], outcome: str, chunks: int) -> None:
-        """Counts chunks that arrived; for the pending operations."""
+    # --- what answers mean -----------------------------------------------------------------------------------------
+
+    def _found(self, chunks: int, at_hand: int, answer: Answer | str) -> Found:
+        """Returns what a lookup of so many chunks has found, those at hand included. Counts it."""
+        if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
+            return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
+        self.metrics.tokens("lookup", "requested", (chunks - at_hand) * self.chunk_size)
+        self.metrics.tokens("lookup", "hit", (answer.chunks - at_hand) * self.chunk_size)
+        return answer
+
+    def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
+        """Returns how many of so many chunks, in the weights version `label`, are in their blocks. Counts them."""
+        if not isinstance(answer, Loaded) or answer.chunks > chunks:
+            return Loaded(0, self._failed("retrieve", chunks, answer))
+        if outdated := self.version.why_not(label or FIRST):
+            return Loaded(0, self._failed("retrieve", chunks, outdated))
+        self._count_moved("retrieve", "loaded", answer.chunks)
+        if answer.chunks < chunks:  # the server counts which chunk failed for which reason
+            self.metrics.trouble("retrieve", "not_loaded")
+        return answer
+
+    def _stored(self, chunks: int, answer: Answer | str) -> list[StoreOutcome]:
+        """Returns the outcome of each of so many chunks. Counts them."""
+        if not isinstance(answer, Stored) or len(answer.outcomes) != chunks:
+            self._failed("store", chunks, answer)
+            return [StoreOutcome.NOT] * chunks
+        self._count_moved("store", "stored", answer.stored)
+        if answer.failed:  # the server counts which chunk failed for which reason
+            self.metrics.trouble("store", "not_stored", answer.failed)
+        return [StoreOutcome(outcome) for outcome in answer.outcomes]
+
+    def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
+        """Returns why there was no proper answer: the word of `Future.outcome`, or an answer that cannot be. Counts it."""
+        word = answer if isinstance(answer, str) else "nonsense"
+        self.metrics.trouble(op, word, chunks)
+        reason = miss_reason(word)
+        return reason if reason in ("deadline", "reset", "weights_unnamed") else "server_down"
+
+    def _count_moved(self, op: str, outcome: str, chunks: int) -> None:
         layers = self.connection.hello.engine.layers
         self.metrics.moved(op, chunks * self._chunk_bytes, "" if layers is None else layers.layers)
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 
-def _server_reason(failure: str) -> MissReason:
-    """Returns why nothing was found or loaded, if the server gave no proper answer. `failure` is what `Future.outcome` returns."""
-    reason = miss_reason(failure)
-    return reason if reason in ("deadline", "reset", "weights_unnamed") else "server_down"
+class Pending(Generic[R]):
+    """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use by one thread."""
 
-
-class PendingLookup:
-    """A lookup that was sent. For use by one thread."""
-
-    def __init__(
-        self, cache: ServerCache, future: Future | None, at_hand: int, chunks: int, reason: str = "server_lost"
-    ) -> None:
-        """A lookup of `chunks` chunks, of which the first `at_hand` are not looked up. `future` is None if nothing was sent: all are at
-        hand, or for this `reason`."""
+    def __init__(self, cache: ServerCache, op: str, judge: Callable[[Answer | str], R]) -> None:
+        """`judge` makes the result of the answer, or of the word that says why there is none, and counts it."""
         self._cache = cache
-        self._future = future
-        self._at_hand = at_hand
-        self._chunks = chunks
-        self._reason = reason
-        self._found = Found(chunks, chunks) if at_hand == chunks else None
-
-    def query(self) -> Found | None:
-        """Looks without waiting. Returns what was found, or None while there is no answer."""
-        if self._found is None and self._future is not None and not self._future.query():
-            return None
-        return self.wait()
-
-    def wait(self) -> Found:
-        """Returns what was found, the chunks at hand included. Waits until the deadline at the latest."""
-        if self._found is not None:
-            return self._found
-        metrics, size = self._cache.metrics, self._cache.chunk_size
-        if self._future is None:
-            answer: Answer | str = self._reason
-        elif self._future.done:
-            answer = self._future.outcome()
-        else:
-            with metrics.timed("lookup"):
-                answer = self._future.outcome()
-        at_hand, chunks = self._at_hand, self._chunks
-        if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
-            reason = answer if isinstance(answer, str) else "nonsense"
-            metrics.trouble("lookup", reason)
-            self._found = Found(at_hand, at_hand, _server_reason(reason))
-            return self._found
-        metrics.tokens("lookup", "requested", (chunks - at_hand) * size)
-        metrics.tokens("lookup", "hit", (answer.chunks - at_hand) * size)
-        self._found = answer
-        return self._found
-
-
-class _PendingMove:
-    """A store or retrieve under way. The server may touch its blocks until `query` returns True. For use by one thread."""
-
-    _op: Literal["store", "retrieve"]
-
-    def __init__(self, cache: ServerCache, chunks: int) -> None:
-        self._cache = cache
-        self._chunks = chunks
-        self._ended = False
+        self._judge = judge
+        self.op = op
+        self.result: R | None = None
+        """Known once it has ended."""
         self.future: Future | None = None
         self.place: tuple[int, int] | None = None
-        """Its slot and ticket of the fence, until the blocks are the engine's again."""
+        """Its slot and ticket of the fence, until the blocks are the engine's again. A lookup has none."""
         self.event: object = None  # the server opens it by its handle
-        self.label = FIRST
-        """That of its chunks' weights."""
         self.outcome: Answer | str | None = None
         """The answer, or why there is none; None while it is under way."""
 
     def query(self) -> bool:
         """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
-        if self._ended:
+        if self.result is not None:
             return True
-        if self.place is not None and self.future is not None:
+        if self.future is not None and (self.outcome is None or self.place is not None):
             if not self.future.query():
                 return False
-            if not self._cache.connection.fence.revoke(*self.place):
+            if self.place is not None and not self._cache.connection.fence.revoke(*self.place):
                 return False  # the connection was lost in the middle of a copy into the blocks
             self.place = self.event = None
             self.outcome = self.outcome or self.future.outcome()
-        self._ended = True
-        self._count()
+        assert self.outcome is not None
+        self.result = self._judge(self.outcome)
         return True
 
-    def wait(self) -> None:
-        """Waits until `query` returns True. If an exception ends the wait, the operation is given up."""
-        try:
-            with self._cache.metrics.timed(self._op):
-                if self.future is not None:
+    def wait(self) -> R:
+        """Waits until `query` returns True. Returns the result. If an exception ends the wait, the operation is given up."""
+        if self.result is None and self.future is not None:
+            try:
+                with self._cache.metrics.timed(self.op):
                     self._cache.connection.link.wait(self.future)
-                while not self.query():
-                    time.sleep(0.001)
-        except BaseException:  # the blocks are the engine's again when this returns
-            self.give_up()
-            raise
+                    while not self.query():
+                        time.sleep(0.001)
+            except BaseException:  # the blocks are the engine's again when this returns
+                self.give_up()
+                raise
+        self.query()
+        assert self.result is not None
+        return self.result
 
     def give_up(self) -> None:
         """Returns when the server touches the blocks no more, whatever has become of the move.
@@ -418,55 +403,6 @@ class _PendingMove:
                 time.sleep(0.001)
         if self.outcome is None:
             self.outcome = "abandoned"
-
-    def _count(self) -> None:
-        """Judges the outcome and counts it, once."""
-        raise NotImplementedError
-
-
-class PendingRetrieve(_PendingMove):
-    """A retrieve under way. Its blocks may be written to until `query` returns True."""
-
-    _op = "retrieve"
-    loaded = Loaded(0)
-    """How many chunks, from the first, are in their blocks; known once the retrieve has ended."""
-
-    def _count(self) -> None:
-        metrics, outcome = self._cache.metrics, self.outcome
-        if not isinstance(outcome, Loaded) or outcome.chunks > self._chunks:
-            reason = outcome if isinstance(outcome, str) else "nonsense"
-            metrics.trouble("retrieve", reason, self._chunks)
-            self.loaded = Loaded(0, _server_reason(reason))
-            return
-        if outdated := self._cache.version.why_not(self.label):
-            metrics.trouble("retrieve", outdated, self._chunks)
-            self.loaded = Loaded(0, outdated)
-            return
-        self.loaded = outcome
-        self._cache.count_moved("retrieve", "loaded", outcome.chunks)
-        if outcome.chunks < self._chunks:  # the server counts which chunk failed for which reason
-            metrics.trouble("retrieve", "not_loaded")
-
-
-class PendingStore(_PendingMove):
-    """A store under way. Its blocks must stay as they are until `query` returns True."""
-
-    _op = "store"
-
-    def __init__(self, cache: ServerCache, chunks: int) -> None:
-        super().__init__(cache, chunks)
-        self.outcomes = [StoreOutcome.NOT] * chunks
-        """The outcome of each chunk; known once the store has ended."""
-
-    def _count(self) -> None:
-        metrics, outcome = self._cache.metrics, self.outcome
-        if not isinstance(outcome, Stored) or len(outcome.outcomes) != len(self.outcomes):
-            metrics.trouble("store", outcome if isinstance(outcome, str) else "nonsense", len(self.outcomes))
-            return
-        self.outcomes = [StoreOutcome(one) for one in outcome.outcomes]
-        self._cache.count_moved("store", "stored", outcome.stored)
-        if outcome.failed:  # the server counts which chunk failed for which reason
-            metrics.trouble("store", "not_stored", outcome.failed)
 
 
 class ServerLookupClient(LookupClient):

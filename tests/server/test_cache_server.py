@@ -265,9 +265,8 @@ def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cach
     assert all(cache.store(names, WHOLE))
     pending = cache.begin_retrieve(names, WHOLE)
     cache.close()
-    pending.wait()
+    assert pending.wait().chunks in (0, 3)
     assert pending.query()
-    assert pending.loaded.chunks in (0, 3)
     assert cache.find(names).chunks == 0
     assert not any(cache.store(names, WHOLE))
 
