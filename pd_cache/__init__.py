@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pd_cache.paged.base import Slots
     from pd_cache.reasons import StoreOutcome
     from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
-    from pd_cache.server.client import ServerCache, ServerLookupClient
+    from pd_cache.server.client import RemoteCache, ServerLookupClient
     from pd_cache.server.protocol import EngineIdentity
     from transfer import PoolUnavailableError, TransferSettings
 
@@ -58,8 +59,8 @@ __all__ = [
     "PdCacheError",
     "PoolUnavailableError",
     "PromptCache",
+    "RemoteCache",
     "SchedulerAdapter",
-    "ServerCache",
     "ServerLookupClient",
     "Slots",
     "StoreOutcome",
@@ -80,7 +81,7 @@ _MODULES = {
     "pd_cache.paged.base": ("Slots",),
     "pd_cache.reasons": ("StoreOutcome",),
     "pd_cache.server.adapters": ("LoadStoreOp", "SchedulerAdapter", "WorkerAdapter"),
-    "pd_cache.server.client": ("ServerCache", "ServerLookupClient"),
+    "pd_cache.server.client": ("RemoteCache", "ServerLookupClient"),
     "pd_cache.server.protocol": ("EngineIdentity",),
     "transfer": ("PoolUnavailableError", "TransferSettings"),
 }
@@ -88,7 +89,15 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
+_OLD_NAMES = {"ServerCache": "RemoteCache"}
+"""They work for one release, with a warning."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _OLD_NAMES:
+        new = _OLD_NAMES[name]
+        warnings.warn(f"pd_cache.{name} is pd_cache.{new} now", DeprecationWarning, stacklevel=2)
+        return __getattr__(new)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

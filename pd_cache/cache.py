@@ -29,7 +29,7 @@ Mask = torch.Tensor | Sequence[bool]
 
 
 class BlockCache(Protocol):
-    """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server (`ServerCache`). Thread-safe.
+    """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server (`RemoteCache`). Thread-safe.
 
     If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is counted, and never raised.
     The caller's mistakes raise ValueError before anything moves. No call touches a block after it has returned.

@@ -36,7 +36,7 @@ from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, 
 from pd_cache.layout import KVLayout
 from pd_cache.paged import host_pin
 from pd_cache.server.adapters import SchedulerAdapter
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
 from pd_cache.tiers.mooncake import MooncakeBackend
@@ -76,10 +76,10 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
 @contextlib.contextmanager
 def served(
     url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], tokens: list[int], slots: torch.Tensor
-) -> Iterator[ServerCache]:
+) -> Iterator[RemoteCache]:
     """Yields a server's cache, which has been lent these tensors and holds these tokens."""
     identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
-    with contextlib.closing(ServerCache(url, identity, move_timeout_s=60)) as cache:
+    with contextlib.closing(RemoteCache(url, identity, move_timeout_s=60)) as cache:
         cache.register_kv_caches(caches)
         cache.connection.wait_ready(_PATIENCE_S)
         prompts, deadline = PromptCache(cache), time.monotonic() + 30

@@ -1,6 +1,6 @@
 """What serving engines call: the API of LMCache's multi-process adapters in vLLM.
 
-`SchedulerAdapter` and `WorkerAdapter` are thin over a `ServerCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
+`SchedulerAdapter` and `WorkerAdapter` are thin over a `RemoteCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
 call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted; a failed retrieve
 reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server no longer touches
 it.
@@ -19,7 +19,7 @@ from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
-from pd_cache.server.client import Pending, ServerCache
+from pd_cache.server.client import Pending, RemoteCache
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import FIRST
@@ -41,8 +41,8 @@ class SchedulerAdapter:
         lookup_timeout_s: float = 1.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors are those of `ServerCache`. A lookup without an answer after `lookup_timeout_s` is a miss."""
-        self._cache = ServerCache(
+        """Arguments and errors are those of `RemoteCache`. A lookup without an answer after `lookup_timeout_s` is a miss."""
+        self._cache = RemoteCache(
             server_url,
             identity,
             kind="scheduler",
@@ -163,8 +163,8 @@ class WorkerAdapter:
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors are those of `ServerCache`. A store or retrieve is given up after `move_timeout_s`."""
-        self._cache = ServerCache(
+        """Arguments and errors are those of `RemoteCache`. A store or retrieve is given up after `move_timeout_s`."""
+        self._cache = RemoteCache(
             server_url,
             identity,
             context=context,

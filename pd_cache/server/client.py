@@ -1,4 +1,4 @@
-"""The cache of this host's cache server: `ServerCache`, in terms of chunk names and block ids, and lookup clients over it."""
+"""The cache of this host's cache server: `RemoteCache`, in terms of chunk names and block ids, and lookup clients over it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ R = TypeVar("R")
 _GIVE_UP_S = 5.0
 
 
-class ServerCache:
+class RemoteCache:
     """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
 
     Each operation has a twin that only begins it and returns a pending object, for callers that must not wait. What the server cannot do
@@ -346,7 +346,7 @@ class ServerCache:
 class Pending(Generic[R]):
     """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use by one thread."""
 
-    def __init__(self, cache: ServerCache, op: str, judge: Callable[[Answer | str], R]) -> None:
+    def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
         """`judge` makes the result of the answer, or of the word that says why there is none, and counts it."""
         self._cache = cache
         self._judge = judge
@@ -422,10 +422,10 @@ class ServerLookupClient(LookupClient):
         """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
-        `version`: as in `ServerCache`.
+        `version`: as in `RemoteCache`.
         """
         identity, metrics = EngineIdentity.of(metadata, config.cache, further), metrics or CacheMetrics()
-        self._server = ServerCache(url, identity, kind="scheduler", metrics=metrics, version=version)
+        self._server = RemoteCache(url, identity, kind="scheduler", metrics=metrics, version=version)
         database = ChunkedTokenDatabase(metadata.namespace(config.cache))
         super().__init__(database, metrics, cache=self._server, timeout=timeout_s)
 

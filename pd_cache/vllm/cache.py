@@ -18,7 +18,7 @@ from pd_cache.errors import ConfigError, NoAnswerError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import host_pin
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.memory import SharingError
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers import open_backend
@@ -93,12 +93,12 @@ def _open_server(
     metrics: CacheMetrics,
     version: WeightsVersion,
     stack: contextlib.ExitStack,
-) -> ServerCache:
+) -> RemoteCache:
     """Returns a connection for a group of layers, whose tensors are lent to the server."""
     identity = EngineIdentity.of(group.metadata, settings.node.cache)
     if len(object_sizes) > 1:
         identity = msgspec.structs.replace(identity, object_sizes=tuple(object_sizes))
-    cache = ServerCache(url, identity, metrics=metrics, version=version)
+    cache = RemoteCache(url, identity, metrics=metrics, version=version)
     stack.callback(cache.close)
     try:
         cache.connection.wait_ready(_CONNECT_S)

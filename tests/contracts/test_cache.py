@@ -19,7 +19,7 @@ from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.paged.base import Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers import StorageBackend, open_backend
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
@@ -115,7 +115,7 @@ def over_a_server(pool: Pool, folder: Path, ranks: int) -> Iterator[Side]:
         model, caches, tensors = uuid.uuid4().hex, [], _tensors(ranks)
         for rank, cache in enumerate(tensors):
             identity = EngineIdentity(model=model, block_size=BLOCK, chunk_size=CHUNK, world_size=ranks, rank=rank)
-            one = ServerCache(server.url, identity, lookup_timeout_s=LATE_S, move_timeout_s=LATE_S)
+            one = RemoteCache(server.url, identity, lookup_timeout_s=LATE_S, move_timeout_s=LATE_S)
             stack.callback(one.close)
             one.register_kv_caches(cache)
             one.connection.wait_ready(60)
@@ -316,5 +316,5 @@ def test_a_closed_cache_finds_loads_and_stores_nothing_and_raises_nothing(kind, 
             rank.close()
             assert not rank.available
             assert rank.find(names, at_hand=1).chunks == 1
-            assert not any(rank.store(names, WHOLE, kv_caches=None) if isinstance(rank, ServerCache) else [])
+            assert not any(rank.store(names, WHOLE, kv_caches=None) if isinstance(rank, RemoteCache) else [])
         assert side.changed(lambda: None) == []

@@ -15,7 +15,7 @@ import pytest
 
 from pd_cache.config import CacheConfig
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
-from pd_cache.server.client import ServerCache, ServerLookupClient
+from pd_cache.server.client import RemoteCache, ServerLookupClient
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.backends import count
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
@@ -45,7 +45,7 @@ def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> Loo
         return direct
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = stack.enter_context(served(pool, folder, cache=config.cache))
-    worker = ServerCache(server.url, EngineIdentity.of(metadata, config.cache))
+    worker = RemoteCache(server.url, EngineIdentity.of(metadata, config.cache))
     stack.callback(worker.close)
     worker.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
     worker.connection.wait_ready(60)  # from then on the server knows the model

@@ -26,6 +26,11 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         pd_cache.Cache  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_an_old_name_works_with_a_warning_that_has_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="RemoteCache"):
+        assert pd_cache.ServerCache is pd_cache.RemoteCache  # type: ignore[attr-defined]
+
+
 def test_a_file_of_the_users_that_hides_our_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "transfer.py").write_text("")
     (tmp_path / "program.py").write_text("import pd_cache")

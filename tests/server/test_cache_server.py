@@ -24,7 +24,7 @@ from pd_cache.reasons import Found, StoreOutcome
 from pd_cache.server import lookups, moves
 from pd_cache.server import server as cache_server
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import server_welcome
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
 from pd_cache.server.server import CacheServer
@@ -196,22 +196,22 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine: Engine, to
     assert engine.worker.get_finished({name})[0] == set()
 
 
-# --- ServerCache -----------------------------------------------------------------------------------------------------
+# --- RemoteCache -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def caches(
     server: CacheServer, *identities: EngineIdentity, asking: EngineIdentity | None = None
-) -> Iterator[list[ServerCache]]:
+) -> Iterator[list[RemoteCache]]:
     """Workers of these engines, with tensors of their own, whose chunks the pool takes; before them a scheduler, if one is `asking`."""
     with contextlib.ExitStack() as stack:
         found = []
         if asking is not None:
-            found.append(ServerCache(server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S))
+            found.append(RemoteCache(server.url, asking, kind="scheduler", lookup_timeout_s=LATE_S))
             stack.callback(found[0].close)
             found[0].connection.wait_ready(LATE_S)
         for identity in identities:
-            one = ServerCache(server.url, identity, move_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
+            one = RemoteCache(server.url, identity, move_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
             stack.callback(one.close)
             one.connection.wait_ready(LATE_S)
             one.register_kv_caches(make_cache(blocks=BLOCKS, block_size=BLOCK))
@@ -227,7 +227,7 @@ def identity() -> EngineIdentity:
 
 
 @pytest.fixture
-def cache(server: CacheServer, identity: EngineIdentity) -> Iterator[ServerCache]:
+def cache(server: CacheServer, identity: EngineIdentity) -> Iterator[RemoteCache]:
     with caches(server, identity) as (one,):
         yield one
 
@@ -252,7 +252,7 @@ def test_blocks_are_checked_by_the_server_too(engine: Engine, kind: Any, blocks:
     assert same_tensors(engine.cache, before)
 
 
-def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: ServerCache, tokens: Any) -> None:
+def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: RemoteCache, tokens: Any) -> None:
     for places, message in ((Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"), ([0, 1], "3 chunks were named")):
         with pytest.raises(ValueError, match=message):
             cache.store(cache.name_chunks(tokens), places)
@@ -347,7 +347,7 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
 def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_with_its_own(pool, tmp_path):
     with served(pool, tmp_path, cache=CacheConfig()) as server:
         for size in (CHUNK, 3 * CHUNK):
-            cache = ServerCache(server.url, EngineIdentity(model="m", block_size=BLOCK, chunk_size=size))
+            cache = RemoteCache(server.url, EngineIdentity(model="m", block_size=BLOCK, chunk_size=size))
             with contextlib.closing(cache):
                 cache.connection.wait_ready(LATE_S)
                 assert cache.chunk_size == size

@@ -11,7 +11,7 @@ import psutil
 
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
@@ -74,7 +74,7 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool: Pool, t
     names, blocks = [bytes([number]) * 16 for number in range(4)], range(4 * CHUNK // BLOCK)
     with contextlib.ExitStack() as clients, contextlib.ExitStack() as servers:
         server = servers.enter_context(served(pool, tmp_path, cache=with_memory()))
-        cache = ServerCache(server.url, identity, lookup_timeout_s=60, move_timeout_s=60)
+        cache = RemoteCache(server.url, identity, lookup_timeout_s=60, move_timeout_s=60)
         clients.callback(cache.close)
         cache.connection.wait_ready(60)
         assert cache.find(names) == Found(0, 0, "not_asked"), "no worker has registered yet"

@@ -1,6 +1,6 @@
 """The process that drives a cache engine: `python -m tests.soak.engine NAME FILE HOST SEED START`, started by `cluster`.
 
-`engine-a` has a `CacheEngine` of its own, `engine-b` a `ServerCache` for each lane, over the cache server of the file. Each lane is a thread
+`engine-a` has a `CacheEngine` of its own, `engine-b` a `RemoteCache` for each lane, over the cache server of the file. Each lane is a thread
 with a paged buffer of its own; it does one operation of the plan after the other. START counts the starts of this engine.
 
 It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin. Each command but `press`
@@ -36,7 +36,7 @@ from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.local import LocalBackend
@@ -135,13 +135,13 @@ class Driver:
         with self._printing:
             print(json.dumps({"e": event, **fields}), flush=True)
 
-    def open(self, buffer: PagedBuffer) -> CacheEngine | ServerCache:
+    def open(self, buffer: PagedBuffer) -> CacheEngine | RemoteCache:
         """Returns the cache of one more lane."""
         config, layout = self._config, KVLayout.from_tensors(buffer.tensors)
         metadata = CacheMetadata.of(MODEL, layout)
         if self.name == "engine-b":
             identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
-            remote = ServerCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=self.version)
+            remote = RemoteCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=self.version)
             remote.register_kv_caches(buffer.tensors, layout.kind)
             return remote
         settings = NodeSettings(

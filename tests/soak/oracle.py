@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pd_cache.cache import CacheEngine, PromptCache
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 
 CHUNK = 16
 """Tokens per chunk, and tokens per block."""
@@ -213,7 +213,7 @@ class LaneCache:
     All tensors are on the CPU; timeouts are in seconds.
     """
 
-    def __init__(self, cache: CacheEngine | ServerCache, buffer: PagedBuffer) -> None:
+    def __init__(self, cache: CacheEngine | RemoteCache, buffer: PagedBuffer) -> None:
         self.cache, self._kv, self._prompts = cache, buffer.tensors, PromptCache(cache)
         self.removes = isinstance(cache, CacheEngine)
 

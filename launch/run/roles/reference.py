@@ -17,7 +17,7 @@ from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, Prefill
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.client import ServerCache
+from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tracing import open_tracing
 from pd_cache.versions import WeightsVersion
@@ -42,10 +42,10 @@ def run_reference_engine(
     def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
         metrics = CacheMetrics(registry)
         server = config.node(node.cache_server) if node.cache_server else None
-        cache: CacheEngine | ServerCache
+        cache: CacheEngine | RemoteCache
         if isinstance(server, CacheServerNode):
             identity = EngineIdentity.of(metadata, config.cache)
-            cache = ServerCache(config.server_url(server), identity, metrics=metrics, version=version)
+            cache = RemoteCache(config.server_url(server), identity, metrics=metrics, version=version)
         else:
             try:
                 cache = CacheEngineBuilder.get_or_create(
