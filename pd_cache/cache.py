@@ -23,7 +23,7 @@ from pd_cache.paged import DeviceMark, host_pin, open_copier
 from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
-from pd_cache.versions import FIRST, WeightsVersion
+from pd_cache.versions import FIRST, PRESENT, WeightsVersion
 
 Mask = torch.Tensor | Sequence[bool]
 
@@ -77,13 +77,13 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         after: Any = None,
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `label` is the engine's label from before the chunks were computed, by default the present one. Nothing is stored if the engine has
-        another one by now.
+        `label` is the engine's label from before the chunks were computed, by default the present one. Nothing is stored if that was None, or if
+        the engine has another one by now.
 
         `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
         (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
@@ -96,7 +96,7 @@ class BlockCache(Protocol):
         *,
         kv_caches: Any = None,
         session: str = "",
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
@@ -209,13 +209,13 @@ class CacheEngine(PrefixLookup):
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
         end = None if timeout is None else time.monotonic() + timeout
-        label = self.label if label is None else label
+        label = self.label if label == PRESENT else label
         allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail)
         run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out=allowed)
         if label is None:
@@ -232,7 +232,7 @@ class CacheEngine(PrefixLookup):
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
@@ -243,7 +243,7 @@ class CacheEngine(PrefixLookup):
         anything moves, for blocks that the KV tensors do not have or that do not go with the names.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        label = self.label if label is None else label
+        label = self.label if label == PRESENT else label
         run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out="ends")
         if label is None:
             self.metrics.trouble("retrieve", "weights_unnamed", len(names))
@@ -424,7 +424,7 @@ class PromptCache:
         kv_caches: Any = None,
         hashes: Sequence[bytes] | None = None,
         extra_keys: Iterable[ExtraKey] = (),
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.

@@ -22,7 +22,7 @@ from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.server.client import Pending, RemoteCache
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
-from pd_cache.versions import FIRST
+from pd_cache.versions import PRESENT
 
 _REMEMBERED = 65_536
 """How many finished requests are remembered so that they are not reported again."""
@@ -62,12 +62,12 @@ class SchedulerAdapter:
         return self._cache.available
 
     @property
-    def label(self) -> str:
-        """The label of the engine's weights, for `LoadStoreOp.label`."""
-        return self._cache.label or FIRST
+    def label(self) -> str | None:
+        """The label of the engine's weights, for `LoadStoreOp.label`; None while the engine is out."""
+        return self._cache.label
 
-    def reset(self, version: str) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`. Each worker needs `WorkerAdapter.reset` before its next op."""
         self._cache.reset(version)
 
     def maybe_submit_lookup_request(
@@ -132,7 +132,7 @@ class LoadStoreOp:
     """Token mode: a last part that is not a whole chunk is left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
-    label: str = FIRST
+    label: str | None = PRESENT
     """That of the weights (`SchedulerAdapter.label`): for a store, as it was before the first of these tokens was computed."""
 
     def __len__(self) -> int:
@@ -198,6 +198,10 @@ class WorkerAdapter:
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`. An op with another label moves nothing."""
+        self._cache.reset(version)
+
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to store. The blocks must stay as they are until `get_finished` reports the request.
 
@@ -206,7 +210,6 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        self._follow(op.label)
         pending = self._cache.begin_store(names, blocks, session=request_id, after=event, label=op.label)
         self._stores.append(_Storing(request_id, pending))
         self._storing[request_id] += 1
@@ -219,7 +222,6 @@ class WorkerAdapter:
         """
         names = self._names(op)
         blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        self._follow(op.label)
         pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, label=op.label)
         self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
 
@@ -288,11 +290,6 @@ class WorkerAdapter:
             raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
         for op in ops:
             self._names(op)
-
-    def _follow(self, label: str) -> None:
-        """Takes the weights version from the scheduler."""
-        if label != self._cache.label:
-            self._cache.reset(label)
 
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:

@@ -37,7 +37,7 @@ from pd_cache.server.protocol import (
     Store,
     Stored,
 )
-from pd_cache.versions import FIRST, WeightsVersion
+from pd_cache.versions import FIRST, PRESENT, WeightsVersion
 
 R = TypeVar("R")
 
@@ -152,7 +152,7 @@ class RemoteCache:
         *,
         kv_caches: Any = None,
         after: Any = None,
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of the registered tensors. Returns the outcome of each.
@@ -171,7 +171,7 @@ class RemoteCache:
         *,
         kv_caches: Any = None,
         session: str = "",
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are there now, and why not more.
@@ -210,12 +210,12 @@ class RemoteCache:
         *,
         session: str = "",
         after: Any = None,
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> Pending[list[StoreOutcome]]:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
         pending = Pending(self, "store", functools.partial(self._stored, len(names)))
-        label = self.label if label is None else label
+        label = self.label if label == PRESENT else label
         self._begin(pending, Store, session, names, blocks, after, label, timeout)
         return pending
 
@@ -226,11 +226,11 @@ class RemoteCache:
         *,
         session: str = "",
         after: Any = None,
-        label: str | None = None,
+        label: str | None = PRESENT,
         timeout: float | None = None,
     ) -> Pending[Loaded]:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
-        label = self.label if label is None else label
+        label = self.label if label == PRESENT else label
         pending = Pending(self, "retrieve", functools.partial(self._loaded, len(names), label))
         self._begin(pending, Retrieve, session, names, blocks, after, label, timeout)
         return pending

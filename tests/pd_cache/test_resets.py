@@ -114,6 +114,9 @@ def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: 
             one.store(TOKENS, SLOTS, label=before)
             assert one.troubles("store")[reason] == 5
             assert one.lookup(TOKENS) == 0
+        one.store(TOKENS, SLOTS, label=None)
+        assert one.troubles("store")["weights_unnamed"] == 10, "what it computed while it was out"
+        assert one.lookup(TOKENS) == 0
         one.engine.reset("")
         assert one.lookup(TOKENS) == 0
 
@@ -216,3 +219,20 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
         engine.store("a", TOKENS)
         assert engine.lookup("b", TOKENS) == 0
         assert other.lookup(TOKENS) == len(TOKENS), "it has the weights of its files"
+
+
+def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(pool, tmp_path, model):
+    with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
+        wait_for(lambda: all(backend.available for backend in server.models.backends), what="the server's pool")
+        labels = []
+        for label in (None, "w1"):
+            labels.append(engine.scheduler.label)
+            engine.scheduler.reset(label)
+            engine.worker.reset(label)
+            for before in labels:
+                engine.store("a", TOKENS, label=before)
+                assert engine.retrieve("a", TOKENS, label=before) == set(range(len(TOKENS) // BLOCK))
+        assert labels == ["", None]
+        assert other.lookup(TOKENS) == engine.lookup("b", TOKENS) == 0
+        engine.store("c", TOKENS, label="w1")
+        assert engine.lookup("b", TOKENS) == len(TOKENS)

@@ -125,8 +125,6 @@ class PrefixCache:
         """Stores the chunks of `prefix` between these tokens. Returns False if the cache failed."""
         first, last = start // self.chunk_size, end // self.chunk_size
         blocks = prefix.blocks(first, last)
-        if prefix.label is None:  # the weights may have got a label since, which need not be that of these chunks
-            return True
         try:
             with self._tracing.begin("pd_cache.store", prefix.trace, asked=last - first) as span:
                 outcomes = self._cache.store(
