@@ -40,7 +40,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata, Namespace
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.errors import PdCacheError, UnsupportedModelError
+from pd_cache.errors import ConfigError, PdCacheError, UnsupportedModelError
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import PageKind
 from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient, PrefixLookup
@@ -71,11 +71,11 @@ from pd_cache.vllm.model import (
     model_identity,
     place_of,
 )
+from pd_cache.vllm.plan import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.stats import CacheStats, PromCacheMetrics
 from pd_cache.vllm.steps import Step, StepReport
-from pd_cache.vllm.tracked import ChunkPlan
 from pd_cache.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -185,12 +185,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 drafted_up_to=drafted_up_to(vllm_config),
                 hashes_media=hashes_media(vllm_config),
             )
+            adapters = Adapters(adapter_settings(vllm_config))
+            tracing = open_tracing(settings.tracing, settings.role, settings.name or settings.node.host)
+            self._resources.callback(tracing.close)
+            self._resources.callback(adapters.close)
             self._scheduler = SchedulerSide(
                 plan,
-                Adapters(adapter_settings(vllm_config)),
+                adapters,
                 self._metrics,
                 on_report=None if reports is None else reports.write,
-                tracing=open_tracing(settings.tracing, settings.role, settings.name or settings.node.host),
+                tracing=tracing,
                 version=self._version,
             )
 
@@ -336,15 +340,21 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Opens the lookups. vLLM calls this once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
 
-        Raises UnsupportedModelError for the same reasons as `of_all_stages`.
+        Raises UnsupportedModelError for the same reasons as `of_all_stages`, and ConfigError if the handshakes are another connector's.
         """
-        known = {place: one for place, one in sorted(metadata.items()) if isinstance(one, Handshake)}
-        if self._scheduler is None or not known:
+        if self._scheduler is None:
             return
+        known = {place: worker for place, worker in sorted(metadata.items()) if isinstance(worker, Handshake)}
+        if not known:
+            raise ConfigError(
+                "no worker has reported its KV tensors to pd-cache's scheduler: vLLM's MultiConnector passes on only what its first "
+                "connector reports"
+            )
         cache = self._settings.node.cache
         groups = of_all_stages(known, cache, self._vllm_config.model_config.model)
         with on_all_cores():  # the worker may live in this process
             lookup = self._open_lookup(groups, next(iter(known.values())))
+        self._resources.callback(lookup.close)
         self._scheduler.open(groups, lookup)
         spaces = tuple(one.namespace(cache) for one in groups)
         if self._settings.namespace_file is not None:
@@ -409,7 +419,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Returns where the tokens lie that are about to be loaded, to a chunk. The pool is `external_unspecified`, as vLLM has it for remote
         stores."""
-        memory, disk = self._scheduling().near(request, num_external_tokens)
+        memory, disk = self._scheduling().track(request).near(num_external_tokens)
         split = {
             CacheHitSource.HOST: memory,
             CacheHitSource.DISK: disk,
@@ -488,8 +498,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stops moves, unmounts the segment and disconnects from the pool."""
-        if self._scheduler is not None:
-            self._scheduler.close()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)

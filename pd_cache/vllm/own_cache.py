@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pd_cache.versions import Weights
+from pd_cache.versions import WeightsVersion
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     from pd_cache.vllm.tracked import TrackedRequest
@@ -17,13 +16,7 @@ if TYPE_CHECKING:
 class OutdatedRequests:
     """One per engine. Nothing of an outdated request may be stored, nor get into vLLM's own cache."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        """The state of the engine's weights, as last known."""
-        self._ids: set[str] = set()
-        self._pool: BlockPool
-
-    def bind(self, manager: KVCacheManager) -> None:
+    def __init__(self, version: WeightsVersion, manager: KVCacheManager) -> None:
         """Keeps what outdated requests compute out of vLLM's own cache from now on.
 
         vLLM puts a block there when it plans the step that fills the block, or when it takes notice of a load's end or of a step's tokens
@@ -31,6 +24,10 @@ class OutdatedRequests:
         block out again afterwards would be too late. vLLM has no call for this, so its coordinator's `cache_blocks`, through which every
         block gets there, is replaced.
         """
+        self._version = version
+        self.weights = version.state
+        """The state of the engine's weights, as last known."""
+        self._ids: set[str] = set()
         self._pool = manager.block_pool
         coordinator: Any = manager.coordinator
         cache_blocks = coordinator.cache_blocks
@@ -41,11 +38,15 @@ class OutdatedRequests:
 
         coordinator.cache_blocks = cache_unless_outdated
 
-    def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
-        """Notes another state. What `requests` have computed so far belongs to an earlier one, and so does what vLLM's own cache holds."""
-        self.weights = weights
-        self._ids.update(one.id for one in requests if one.at_hand or one.request.num_computed_tokens)
+    def follow(self, requests: Iterable[TrackedRequest]) -> bool:
+        """Returns whether the weights are in another state than before. If so, what `requests` have computed is outdated, and so is what vLLM's
+        own cache holds."""
+        if self._version.state is self.weights:
+            return False
+        self.weights = self._version.state
+        self._ids.update(tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens)
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        return True
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids

@@ -14,8 +14,9 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import StoreOutcome
 from pd_cache.tracing import TraceSpan, Tracing
 from pd_cache.vllm.own_cache import OutdatedRequests
+from pd_cache.vllm.plan import ChunkPlan
 from pd_cache.vllm.steps import GroupChunks, StoreOp
-from pd_cache.vllm.tracked import ChunkPlan, PromptChunks, TrackedRequest, request_span
+from pd_cache.vllm.tracked import TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -39,24 +40,23 @@ class Stores:
     """One per engine, on the scheduler's thread."""
 
     def __init__(
-        self, plan: ChunkPlan, chunks: PromptChunks, outdated: OutdatedRequests, metrics: CacheMetrics, tracing: Tracing
+        self,
+        plan: ChunkPlan,
+        manager: KVCacheManager,
+        outdated: OutdatedRequests,
+        metrics: CacheMetrics,
+        tracing: Tracing,
     ) -> None:
         self._plan = plan
-        self._chunk, self._layers, self._config = plan.chunk, plan.layers, plan.settings.connector
-        self._chunks = chunks
+        self._manager = manager
         self._outdated = outdated
         self._metrics = metrics
         self._tracing = tracing
-        self._manager: KVCacheManager
         self._undrafted = False
         """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
         self._jobs: dict[int, StoreJob] = {}
         self._next_job = 0
         self._chunks_under_way = 0
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Takes the manager that knows each request's blocks."""
-        self._manager = manager
 
     def note_undrafted(self, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
         """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
@@ -76,37 +76,26 @@ class Stores:
 
     def plan(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
         """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
-        request = tracked.request
-        # vLLM also counts tokens that are only drafted. The request has those that are certain
-        complete = tracked.stored_of(min(computed, request.num_tokens)) // self._chunk
-        ops: list[StoreOp] = []
-        for place, group in enumerate(self._layers):
-            first = tracked.planned.get(place, 0)
-            last = complete - group.ahead
-            if group.drafts and self._undrafted:
-                first = max(first, -(-tracked.at_hand // self._chunk)) if tracked.drafted else last
-            if group.kind == "state" or last <= first:
-                continue
-            last = min(last, len(self._chunks.names(tracked, complete)) - group.ahead)
-            tracked.planned[place] = last
-            for run in self._wanted(tracked, place, first, last):
-                if (chunks := self._chunks_of(tracked, place, run)) is not None:
-                    ops.append(self._begin(chunks, request))
-        return ops
+        return [
+            self._begin(chunks, tracked.request)
+            for place, run in tracked.to_store(computed, self._undrafted)
+            if (chunks := self._chunks_of(tracked, place, run)) is not None
+        ]
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
         """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
         state covers."""
-        request, most = tracked.request, tracked.stored_of(tracked.request.num_tokens)
-        places = {group.number: place for place, group in enumerate(self._layers) if group.kind == "state"}
+        request, chunk_size = tracked.request, self._plan.chunk
+        most = tracked.storable(request.num_tokens)
+        places = {group.number: place for place, group in enumerate(self._plan.layers) if group.kind == "state"}
         ops: list[StoreOp] = []
         for number, block, tokens in offers:
             place = places.get(number)
-            if place is None or tokens % self._chunk or not 0 < tokens <= most or not self._room(1):
+            if place is None or tokens % chunk_size or not 0 < tokens <= most or not self._room(1):
                 continue
-            chunk = tokens // self._chunk - 1
-            before = [-1] * (self._chunk // self._layers[place].block_size - 1)
-            names = self._chunks.names(tracked, chunk + 1)[chunk:]
+            chunk = tokens // chunk_size - 1
+            before = [-1] * (chunk_size // self._plan.layers[place].block_size - 1)
+            names = tracked.names.first(chunk + 1)[chunk:]
             ops.append(self._begin(GroupChunks(place, names, [*before, block]), request))
         return ops
 
@@ -139,26 +128,11 @@ class Stores:
         held = (block for job in self._jobs.values() for block in job.chunks.blocks if block >= 0)
         return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
-    def _wanted(self, tracked: TrackedRequest, place: int, first: int, last: int) -> list[range]:
-        """Returns which of the chunks from `first` to before `last` a load could need of a layer group, in runs."""
-        request, tail = tracked.request, self._plan.tails[place]
-        prompt = request.num_prompt_tokens // self._chunk
-        if not self._config.store_generated:
-            last = min(last, prompt - self._layers[place].ahead)
-        runs = [range(first, last)]
-        if tail and not self._plan.dense:
-            # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
-            end = prompt - 1 if self._plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
-            ends = max(first, end - tail)
-            junction = request.shared_prefix_boundary // self._chunk
-            runs = [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
-        return [run for run in runs if run]
-
     def _chunks_of(self, tracked: TrackedRequest, place: int, run: range) -> GroupChunks | None:
         """Returns those of a run of chunks for which the queue has room and vLLM still has the blocks; None if there are none."""
-        request, group = tracked.request, self._layers[place]
-        per_chunk = self._chunk // group.block_size
-        ids = self._manager.get_block_ids(request.request_id)[group.number]
+        group = self._plan.layers[place]
+        per_chunk = self._plan.chunk // group.block_size
+        ids = self._manager.get_block_ids(tracked.id)[group.number]
         first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
         if group.kind == "window":
             null = self._manager.block_pool.null_block.block_id  # vLLM puts it in place of each block that it has freed
@@ -173,12 +147,12 @@ class Stores:
         count = self._room(run.stop - first)
         if count <= 0:
             return None
-        names = self._chunks.names_of(tracked, group, first, first + count)
+        names = tracked.names.of(group, first, first + count)
         return GroupChunks(place, names, blocks[: count * per_chunk])
 
     def _room(self, chunks: int) -> int:
         """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""
-        room = min(chunks, self._config.store_queue - self._chunks_under_way)
+        room = min(chunks, self._plan.settings.connector.store_queue - self._chunks_under_way)
         if room < chunks:
             self._metrics.trouble("store", "queue_full", chunks - room)
         return room

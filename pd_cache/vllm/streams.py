@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pd_cache.handoff import next_pause
 from pd_cache.reasons import Found, Loaded
 from pd_cache.tracing import Tracing
+from pd_cache.vllm.plan import ChunkPlan
 from pd_cache.vllm.steps import GroupChunks, LoadOp
-from pd_cache.vllm.tracked import ChunkPlan, PromptChunks, ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.tracked import ProposedLoad, TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -57,23 +59,21 @@ class Stream:
 class Streams:
     """One per engine, on the scheduler's thread."""
 
-    def __init__(self, plan: ChunkPlan, chunks: PromptChunks, tracing: Tracing) -> None:
+    def __init__(self, plan: ChunkPlan, manager: KVCacheManager, tracing: Tracing) -> None:
         self.longest_s = 600.0
         """A stream that nobody cancels ends after this time. vLLM then computes its prompt like any other."""
         self._plan = plan
-        self._chunks = chunks
+        self._manager = manager
         self._tracing = tracing
-        self._manager: KVCacheManager
         self._streams: dict[str, Stream] = {}
         self._reserved: dict[str, int] = {}
-        """The blocks of streams that have given way. vLLM reserves as many until their requests end, for loads that never come."""
+        """The blocks of streams that have given way. vLLM reserves as many until their requests end, for loads that never come. It then refuses
+        them to other loads, but not to requests that compute."""
+        self.block_loads = False
+        """Whether to load nothing in the next step, because vLLM refuses blocks to each load and nothing else goes on."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
         """The names of the chunks that came last."""
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """Takes the manager that knows each request's blocks."""
-        self._manager = manager
 
     @property
     def possible(self) -> bool:
@@ -85,48 +85,45 @@ class Streams:
         return bool(self._streams)
 
     @property
-    def reserving(self) -> bool:
-        """Whether vLLM reserves blocks for streams that have given way. It then refuses them to loads, but not to requests that compute."""
-        return bool(self._reserved)
-
-    @property
     def leaving(self) -> bool:
         """Whether the blocks of requests that have ended are still to be given back. If so, the engine has to keep stepping."""
         return any(stream.left for stream in self._streams.values())
 
     # --- a stream's way ------------------------------------------------------------------------------------------
 
-    def propose(self, tracked: TrackedRequest, computed: int) -> ProposedLoad | None:
-        """Returns the load to propose to vLLM, whose own cache has the first `computed` tokens; None if there is no room or nothing to load."""
-        block, plan, request = self._plan.layers[0].block_size, self._plan, tracked.request
-        tokens = plan.loadable(request) - computed
-        # with the blocks at hand: they are among the free ones, too
-        needed, free = -(-plan.loadable(request) // block), self._manager.block_pool.get_num_free_blocks()
+    def propose(self, tracked: TrackedRequest) -> ProposedLoad | None:
+        """Returns the load to propose to vLLM; None if there is no room, or nothing to load."""
+        plan, pool = self._plan, self._manager.block_pool
+        end = plan.loadable(tracked.request)
+        # with the blocks at hand: they are among the free blocks, too
+        needed, free = -(-end // plan.layers[0].block_size), pool.get_num_free_blocks()
         held = sum(len(stream.blocks) for stream in self._streams.values()) + sum(self._reserved.values())
-        if (
-            tokens <= 0
-            or held + needed > self._manager.block_pool.num_gpu_blocks // _SHARE
-            or needed > free // _OF_FREE
-        ):
+        room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
+        if not (self.possible and room) or self.block_loads or end <= tracked.at_hand:
             return None
-        self._chunks.names(tracked, plan.most(request))
-        return ProposedLoad(computed, computed + tokens, tokens)
+        tracked.names.first(
+            plan.most(tracked.request)
+        )  # a chunk that cannot be named raises here, where vLLM computes the prompt instead
+        return ProposedLoad(tracked.at_hand, end, end - tracked.at_hand)
 
     def begin(self, tracked: TrackedRequest, proposed: ProposedLoad, blocks: Sequence[int]) -> None:
         """Takes the blocks that vLLM has allocated."""
         # whole chunks only: the rest is for the request that is to be answered
         count = min(self._plan.most(tracked.request), len(blocks) * self._plan.layers[0].block_size // self._plan.chunk)
-        stream = Stream(tracked, self._chunks.names(tracked, count), blocks, proposed.start, self.longest_s)
+        stream = Stream(tracked, tracked.names.first(count), blocks, proposed.start, self.longest_s)
         stream.done = min(count, proposed.start // self._plan.chunk)
         self._streams[tracked.id] = stream
-        tracked.loading = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=proposed.tokens)
+        tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=proposed.tokens)
 
     def due(self, now: float) -> Stream | None:
         """Returns a stream to look up now, from chunk `done` on."""
         if now < self._next_poll:
             return None
-        waiting = [one for one in self._streams.values() if not (one.over or one.ranks) and one.done < len(one.names)]
-        stream = min(waiting, key=lambda one: one.next_poll, default=None)
+        streams = self._streams.values()
+        waiting = (
+            stream for stream in streams if not (stream.over or stream.ranks) and stream.done < len(stream.names)
+        )
+        stream = min(waiting, key=attrgetter("next_poll"), default=None)
         if stream is None or stream.next_poll > now:
             return None
         self._next_poll = now + _APART_S
@@ -151,7 +148,7 @@ class Streams:
         `leave` does."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
-        stream.loaded = min(stream.loaded, loaded, key=lambda one: one.chunks)
+        stream.loaded = min(stream.loaded, loaded, key=attrgetter("chunks"))
         if stream.ranks > 0:
             return []
         came = stream.names[stream.done : stream.done + stream.loaded.chunks]
@@ -166,14 +163,15 @@ class Streams:
         return self.leave(request_id) if stream.left else []
 
     def give_way(self, now: float, *, needed: bool) -> list[LoadOp]:
-        """Ends streams whose time is over, and outdated ones. If there are none, ends the newest, if another request `needed` blocks.
+        """Ends streams whose time is over, and outdated streams. If there are none and another request `needed` blocks, ends the newest.
 
-        Returns what to tell the workers: that these loads have failed. Then vLLM gives the blocks back. What came stays in its own cache.
+        Returns loads that fail at once: vLLM then gives the streams' blocks back. Chunks that came stay in vLLM's own cache.
         """
-        able = [one for one in self._streams.values() if not one.ranks and not one.left]
-        ending = [one for one in able if one.outdated or now >= one.until] or (able[-1:] if needed else [])
-        self._reserved.update({one.tracked.id: len(one.blocks) for one in ending})
-        return [self._end(one, "given up") for one in ending]
+        able = [stream for stream in self._streams.values() if not stream.ranks and not stream.left]
+        ending = [stream for stream in able if stream.outdated or now >= stream.until] or (able[-1:] if needed else [])
+        self._reserved.update({stream.tracked.id: len(stream.blocks) for stream in ending})
+        self.block_loads = needed and not ending and bool(self._reserved)
+        return [self._end(stream, "given up") for stream in ending]
 
     def leave(self, request_id: str) -> list[LoadOp]:
         """Notes that the request has ended. Returns what to tell the workers, so that vLLM gives its blocks back; nothing while they load."""
@@ -192,16 +190,19 @@ class Streams:
 
     # --- the request that is to be answered --------------------------------------------------------------------------
 
-    def take_over(self, names: Sequence[bytes]) -> bool:
-        """Ends the streams of this prompt. Returns whether a part is still being loaded, which the request should wait for."""
-        same = [
-            one
-            for one in self._streams.values()
-            if one.names and len(names) >= len(one.names) and names[len(one.names) - 1] == one.names[-1]
-        ]
-        for one in same:
-            one.over = True
-        return any(one.ranks for one in same)
+    def take_over(self, tracked: TrackedRequest) -> bool:
+        """Ends the streams of a request's prompt, if a prefill node has announced it. Returns whether a part is still being loaded, for which the
+        request waits."""
+        if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
+            return False
+        names = tracked.names.first(self._plan.most(tracked.request))
+        loading = False
+        for stream in self._streams.values():
+            count = len(stream.names)
+            if count and names[count - 1 : count] == stream.names[-1:]:
+                stream.over = True
+                loading |= bool(stream.ranks)
+        return loading
 
     def came(self, names: Sequence[bytes]) -> int:
         """Returns how many of these chunks came by a stream. Counts each only once."""
@@ -217,7 +218,7 @@ class Streams:
     def _end(self, stream: Stream, why: str) -> LoadOp:
         """Ends a stream that no rank loads for. Returns the load whose failure has vLLM give all of its blocks back."""
         del self._streams[stream.tracked.id]
-        stream.tracked.has_streamed = True
-        stream.tracked.loading.note(loaded=max(0, stream.done * self._plan.chunk - stream.start))
-        stream.tracked.loading.end(why)
+        stream.tracked.may_load = False
+        stream.tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - stream.start))
+        stream.tracked.end_span(why)
         return LoadOp(stream.tracked.id, [], [])

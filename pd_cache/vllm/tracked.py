@@ -1,99 +1,42 @@
-"""What the scheduler's side goes by, and what it knows of one request: its chunks, its blocks, and what became of its prompt."""
+"""One request in the scheduler's part of the connector: its state, and how each event changes it.
+
+Events come in this order; after a preemption they come again from the first:
+
+1. vLLM asks what can be loaded: `asked`. The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`), and `propose` makes a
+   load of what was found.
+2. vLLM allocates blocks for the load: `begin_load`. The workers load into them: `load_ended`.
+3. vLLM computes tokens, in one or more steps: `computes`. After each step, `to_store` says which chunks can be stored.
+4. The request ends: `report` and `announceable`.
+
+Nothing here waits, reads a clock or calls vLLM: times, lookups' answers and blocks are arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
-from pd_cache.handoff import Handoff
+from pd_cache.handoff import BadParams, Handoff, next_pause, read_params
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Loaded, MissReason, RequestReport
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport
 from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
-from pd_cache.vllm.layers import KeptLayers, own_hit
+from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapter
-from pd_cache.vllm.settings import Settings
+from pd_cache.vllm.plan import ChunkPlan
+from pd_cache.vllm.steps import GroupChunks
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.request import Request
 
+NO_SPAN = UNTRACED.begin("")
 
-@dataclass(frozen=True)
-class ChunkPlan:
-    """What is loaded and stored of a prompt: it follows from the settings and the model, and is the same for all requests."""
 
-    settings: Settings
-    layers: Sequence[KeptLayers]
-    """What `kept_layers` returns."""
-    hash_block_size: int
-    """Tokens of each of a request's block hashes."""
-    stores: bool = True
-    """False for a consumer."""
-    ranks: int = 1
-    """Of all pipeline stages."""
-    dense: bool = False
-    """Whether to store all of a window: vLLM keeps more of windows than the ends of prompts, by its `prefix_cache_retention_interval`."""
-    drafted_up_to: int | None = None
-    """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
-    hashes_media: bool = False
-    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM numbers images."""
-
-    @cached_property
-    def chunk(self) -> int:
-        """Tokens per chunk."""
-        return self.settings.node.cache.chunk_tokens
-
-    @cached_property
-    def tails(self) -> list[int]:
-        """For each layer group, how many of the last chunks a load needs; 0 for all."""
-        return [group.tail(self.chunk) for group in self.layers]
-
-    @cached_property
-    def ahead(self) -> int:
-        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
-        return max(group.ahead for group in self.layers)
-
-    @cached_property
-    def plain(self) -> bool:
-        """Whether there is one layer group, of which a load needs every chunk."""
-        return len(self.layers) == 1 and not self.tails[0]
-
-    @cached_property
-    def _divisible(self) -> bool:
-        return all(group.divisible for group in self.layers)
-
-    def most(self, request: Request) -> int:
-        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
-        end. If a group is ahead, a load leaves the last of these chunks to compute."""
-        length: int = request.num_tokens
-        if self.settings.connector.recompute == "block":
-            return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
-        return (length if self._divisible or self.ahead else length - 1) // self.chunk
-
-    def loadable(self, request: Request) -> int:
-        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
-        length: int = request.num_tokens
-        if self.settings.connector.recompute == "token":
-            return length - 1
-        end = own_hit(length, self.layers)
-        # a window or a state can be restored only at a chunk's end
-        return end // self.chunk * self.chunk if any(self.tails) else end
-
-    def needed_blocks(self, request: Request, end: int) -> int:
-        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
-        total = 0
-        # by number, because a draft model's group may be over the same blocks as another group
-        for group in {group.number: group for group in self.layers}.values():
-            blocks = -(-request.num_tokens // group.block_size)
-            if group.kind == "window":
-                blocks -= max(0, end - group.window + 1) // group.block_size
-            elif group.kind == "state":
-                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
-                blocks = min(blocks, 3)
-            total += blocks
-        return total
+def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
+    """Begins a span under the trace context that vLLM took from the request. vLLM takes one only with `--otlp-traces-endpoint`."""
+    span = tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
+    span.note(**attributes)
+    return span
 
 
 class FoundPrefix(NamedTuple):
@@ -123,51 +66,44 @@ class ProposedLoad(NamedTuple):
 class TrackedRequest:
     """One request, from when vLLM takes it in until it ends."""
 
-    def __init__(self, request: Request, handoff: Handoff, arrived: float, adapter: Adapter | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        adapter: Adapter | None,
+        plan: ChunkPlan,
+        database: ChunkedTokenDatabase,
+        metrics: CacheMetrics,
+        now: float,
+    ) -> None:
+        """`adapter`: the request's LoRA adapter, if it has one. `database` names chunks by their tokens."""
+        try:
+            self.handoff = read_params(request.kv_transfer_params)
+        except BadParams as error:
+            metrics.trouble("lookup", "bad_handoff", detail=str(error))
+            self.handoff = Handoff()
         self.request = request
-        self.adapter = adapter
-        """Its LoRA adapter, if it has one."""
-        self.identity = b""
-        """The digest of its adapter, once it is known: the names of its chunks depend on it."""
-        self.refused = False
-        """Whether it was counted that the adapter cannot be identified."""
-        self.handoff = handoff
-        self.foreign = False
-        """Whether what a prefill node has announced is stored in other namespaces than those of this node."""
-        self.arrived = arrived
-        self.names: list[bytes] = []
-        """Names of the whole chunks so far; grows with the request."""
-        self.found: FoundPrefix | None = None
-        self.looked_up = False
-        self.next_poll = self.poll_s = 0.0
-        """When to look up an announced prefix again, and the pause before that."""
-        self.load: ProposedLoad | None = None
-        self.no_room_since: float | None = None
-        """When other loads first left too few blocks for its load; None if there are enough."""
-        self.loaded = 0
-        """Tokens that were loaded, for the hand-off."""
-        self.has_streamed = False
-        """Whether it was a stream with blocks, and has given them back."""
-        self.may_load = True
+        self.names = PromptNames(request, adapter, plan, database, self.handoff)
+        self._plan = plan
+        self._metrics = metrics
+        self.arrived = now
+        self.may_load = not request.skip_reading_prefix_cache
         self.at_hand = 0
-        """Tokens that vLLM's own cache had."""
-        self.outcome = PromptOutcome()
-        self.looking = self.loading = NO_SPAN
-        """The span of the lookup, while the request waits for what it finds, and of the load under way."""
+        """Tokens that vLLM's own cache had when vLLM asked last."""
+        self.found: FoundPrefix | None = None
+        self._next_poll = self._poll_s = 0.0
+        """When to look up an announced prefix again, and the pause before that."""
+        self._foreign = False
+        """Whether the announced prefix is stored in other namespaces than those of this node."""
+        self.proposed: ProposedLoad | None = None
+        self._no_room_since: float | None = None
+        """When other loads first left too few blocks for its load; None if there are enough."""
+        self.span = NO_SPAN
+        """That of the lookup, while the request waits for what it finds, or of the load under way."""
         self.drafted = True
         """Whether the draft model ran in each of its steps."""
-        self.planned: dict[int, int] = {}
-        """For each layer group, how many chunks need not be stored any more: those that are planned, and those in the pool."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether it only has its prompt's chunks loaded as they appear; see `streams.py`."""
-        return self.handoff.announced is not None and self.handoff.announced.stream
-
-    def stored_of(self, tokens: int) -> int:
-        """Returns how many of its first `tokens` tokens may be stored."""
-        most = self.handoff.max_offload_tokens
-        return tokens if most is None else min(tokens, most)
+        self._planned = [0] * len(plan.layers)
+        """For each layer group, how many chunks need not be stored any more: they are planned, or in the pool."""
+        self.outcome = PromptOutcome()
 
     @property
     def id(self) -> str:
@@ -175,65 +111,285 @@ class TrackedRequest:
         request_id: str = self.request.request_id
         return request_id
 
+    @property
+    def streams(self) -> bool:
+        """Whether it only has its prompt's chunks loaded as they appear; see `streams.py`."""
+        return self.handoff.announced is not None and self.handoff.announced.stream
 
-NO_SPAN = UNTRACED.begin("")
+    # --- lookups -------------------------------------------------------------------------------------------------
 
+    def asked(self, computed: int) -> None:
+        """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache has."""
+        self.at_hand, self.proposed = computed, None
 
-def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
-    """Begins a span under the trace context that vLLM has taken from the request. vLLM hands it on only with `--otlp-traces-endpoint`."""
-    span = tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
-    span.note(**attributes)
-    return span
+    def wants_lookup(self) -> bool:
+        """Returns whether the prompt can be looked up and loaded. Counts the request's first answer for its report."""
+        if self.outcome.at_hand is None:
+            self.outcome.at_hand = self.at_hand
+            if unnamed := self.names.adapter_trouble():
+                self._metrics.trouble("lookup", unnamed[0], detail=unnamed[1])
+        if not self.names.identified:
+            self.outcome.looked_up(0, "media_unidentified")
+        return self.may_load and self.names.possible
+
+    @property
+    def most(self) -> int:
+        """How many chunks are looked up: no more than the request allows to load."""
+        most, limit = self._plan.most(self.request), self.handoff.max_load_tokens
+        return most if limit is None else min(most, (self.at_hand + limit) // self._plan.chunk + self._plan.ahead)
+
+    def awaited(self, own: Sequence[str], now: float) -> int:
+        """Returns how long a prefix, in tokens, the request waits for because a prefill node is storing it. `own`: the namespaces that this
+        node reads, as keys have them."""
+        announced = self.handoff.announced
+        if announced is None or self._foreign or now >= self.arrived + self._plan.settings.handoff_wait_s:
+            return 0
+        if not announced.serves(own):
+            self._foreign = True
+            theirs = ", ".join((announced.namespace, *announced.further))
+            detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
+            self._metrics.trouble("lookup", "other_namespace", detail=detail)
+            return 0
+        return max(0, min(announced.prefix_tokens // self._plan.chunk, self.most - self._plan.ahead)) * self._plan.chunk
+
+    def needs_lookup(self, awaited: int, now: float) -> bool:
+        """Returns whether to look the prompt up, perhaps again."""
+        # the engine may have evicted since what it had at hand then, and the pool was never asked for that
+        known = self.found is not None and self.found.start <= self.at_hand // self._plan.chunk * self._plan.chunk
+        return not known or (self.lacks(awaited) and now >= self._next_poll)
+
+    def looked_up(self, reach: Found, streamed: int, awaited: int, now: float) -> None:
+        """Takes in the answer to a lookup. `streamed`: how many of the chunks at hand came by a stream."""
+        chunk, near = self._plan.chunk, reach.near
+        self.found = FoundPrefix(
+            self.at_hand // chunk * chunk,
+            reach.chunks * chunk,
+            reach.leading * chunk if reach.leading > reach.chunks else 0,
+            near.memory * chunk,
+            near.disk * chunk,
+        )
+        self.outcome.streamed += streamed * chunk
+        self.outcome.looked_up(self.found.end, self._reason(reach))
+        if self.lacks(awaited):
+            self._poll_s = next_pause(self._poll_s)
+            self._next_poll = now + self._poll_s
+        else:
+            self.span.note(found=self.found.end, reason=reach.reason)
+
+    def lacks(self, awaited: int) -> bool:
+        """Returns whether less was found than the first `awaited` tokens."""
+        return self.found is None or self.found.end < awaited
+
+    def near(self, external: int) -> tuple[int, int]:
+        """Returns how many of the `external` tokens that are to be loaded lay in this host's memory when they were looked up, and how many on its
+        disk."""
+        if self.found is None:
+            return 0, 0
+        memory = min(self.found.memory, external)
+        return memory, min(self.found.disk, external - memory)
+
+    def _reason(self, reach: Found) -> MissReason:
+        """Returns why a lookup found no more."""
+        chunk, most = self._plan.chunk, self.most
+        if most < self._plan.most(self.request) and reach.chunks >= most - self._plan.ahead:
+            return "limited"
+        announced = 0 if self.handoff.announced is None else self.handoff.announced.prefix_tokens
+        if reach.reason not in ("missing", "never_stored") or reach.chunks >= min(announced // chunk, most):
+            return reach.reason
+        return "other_namespace" if self._foreign else "deadline"
+
+    # --- loads ---------------------------------------------------------------------------------------------------
+
+    def propose(self) -> ProposedLoad | None:
+        """Returns the load of what was found; None if there is nothing to load."""
+        plan, request, found = self._plan, self.request, self.found
+        if found is None:
+            return None
+        # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
+        # it asks
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
+        loadable = plan.loadable(request)
+        tokens = min(found.end, loadable) - self.at_hand
+        if tokens > 0:
+            end = min(found.end, -(-loadable // plan.chunk) * plan.chunk)
+            self.proposed = ProposedLoad(self.at_hand, end, tokens)
+        return self.proposed
+
+    def wait_for_room(self, now: float) -> int | None:
+        """Takes the proposal back, because other loads leave too few blocks for it. Returns None while the request waits for blocks; 0 if it has waited
+        for as long as a load may take, so that vLLM computes it.
+
+        Meanwhile vLLM asks for the requests behind it. If some of their loads always fit, the load of a long prompt never does.
+        """
+        self.proposed = None
+        if self._no_room_since is None:
+            self._no_room_since = now
+        if now - self._no_room_since < self._plan.settings.connector.load_timeout_ms / 1000:
+            return None
+        self._metrics.trouble("retrieve", "no_blocks")
+        self.outcome.looked_up(0 if self.found is None else self.found.end, "no_blocks")
+        self.may_load = False
+        return 0
+
+    def begin_load(
+        self, load: ProposedLoad, external: int, ids: Sequence[Sequence[int]], null: int
+    ) -> list[GroupChunks]:
+        """Notes that vLLM has allocated blocks for `external` tokens of a proposed load. Returns what each layer group has to load.
+
+        `ids` are the request's blocks in each of vLLM's groups. vLLM puts the block `null` in place of each block that it has freed.
+        """
+        self._no_room_since = None
+        self.outcome.began_load(external)
+        first, last = load.start // self._plan.chunk, load.end // self._plan.chunk
+        parts = [self._part(place, load, ids, null) for place in range(len(self._plan.layers))]
+        self._planned = [max(planned, last) if first <= planned else planned for planned in self._planned]
+        return parts
+
+    def _part(self, place: int, load: ProposedLoad, ids: Sequence[Sequence[int]], null: int) -> GroupChunks:
+        """Returns what a layer group has to load: without tokens that the engine has at hand, and those for which vLLM allocated no block."""
+        group, tail, chunk = self._plan.layers[place], self._plan.tails[place], self._plan.chunk
+        per_chunk = chunk // group.block_size
+        first, last = load.start // chunk, load.end // chunk
+        if tail:
+            first = max(first, last - tail)
+        needed = -(-(load.start + load.tokens) // group.block_size)
+        blocks = list(ids[group.number][first * per_chunk : min(last * per_chunk, needed)])
+        at_hand = min(len(blocks), max(0, load.start // group.block_size - first * per_chunk))
+        while at_hand < len(blocks) and tail and blocks[at_hand] == null:
+            at_hand += 1
+        skipped = at_hand // per_chunk
+        blocks = [-1] * (at_hand - skipped * per_chunk) + blocks[at_hand:]
+        blocks += [-1] * (last * per_chunk - needed)
+        return GroupChunks(place, self.names.of(group, first + skipped, last), blocks)
+
+    def load_ended(self, loaded: Loaded) -> None:
+        """Takes in how the load has ended, on all ranks together."""
+        failed = loaded.reason != "none"
+        self.outcome.loaded(loaded)
+        self.span.note(loaded=loaded.chunks * self._plan.chunk, reason=loaded.reason)
+        self.end_span("failed" if failed else "")
+        if failed:  # what the pool had is gone: vLLM computes it, and it is stored again
+            self.may_load = False
+            self.forget_pool()
+
+    def forget_pool(self) -> None:
+        """Forgets what the pool has of the prompt: a load has failed, or the weights have changed."""
+        self.found = None
+        self._planned = [0] * len(self._planned)
+
+    def end_span(self, error: str = "") -> None:
+        """Ends the span of the lookup or load under way, if there is one. `error`: why it failed."""
+        self.span.end(error)
+        self.span = NO_SPAN
+
+    # --- stores --------------------------------------------------------------------------------------------------
+
+    def computes(self) -> None:
+        """Notes that vLLM computes tokens of the request in this step."""
+        self.found = None  # after a preemption it is looked up again, with what it has stored until then
+        self.outcome.over = True
+
+    def storable(self, tokens: int) -> int:
+        """Returns how many of its first `tokens` tokens may be stored."""
+        most = self.handoff.max_offload_tokens
+        return tokens if most is None else min(tokens, most)
+
+    def to_store(self, computed: int, undrafted: bool) -> list[tuple[int, range]]:
+        """Returns which chunks are complete with the first `computed` tokens and were not returned before: places of layer groups, and runs of
+        their chunks.
+
+        `undrafted`: whether blocks of vLLM's own cache may lack the draft model's KV.
+        """
+        # vLLM also counts tokens that are only drafted. The request has those that are certain
+        complete = self.storable(min(computed, self.request.num_tokens)) // self._plan.chunk
+        found: list[tuple[int, range]] = []
+        for place, group in enumerate(self._plan.layers):
+            first, last = self._planned[place], complete - group.ahead
+            if group.drafts and undrafted:
+                first = max(first, -(-self.at_hand // self._plan.chunk)) if self.drafted else last
+            if group.kind == "state" or last <= first:
+                continue
+            last = min(last, len(self.names.first(complete)) - group.ahead)
+            self._planned[place] = last
+            found += [(place, run) for run in self._needed(place, first, last) if run]
+        return found
+
+    def _needed(self, place: int, first: int, last: int) -> list[range]:
+        """Returns which of the chunks from `first` to before `last` a load could need of a layer group."""
+        request, plan, tail = self.request, self._plan, self._plan.tails[place]
+        prompt = request.num_prompt_tokens // plan.chunk
+        if not plan.settings.connector.store_generated:
+            last = min(last, prompt - plan.layers[place].ahead)
+        if not tail or plan.dense:
+            return [range(first, last)]
+        # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
+        end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // plan.chunk
+        ends = max(first, end - tail)
+        junction = request.shared_prefix_boundary // plan.chunk
+        return [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def announceable(self, computed: int) -> int:
+        """Returns how long a prefix of a prompt the pool holds or will hold, in tokens, if vLLM has computed `computed` tokens and all chunks
+        of them were stored."""
+        plan, whole = self._plan, self.storable(min(computed, self.request.num_prompt_tokens)) // self._plan.chunk
+        chunks = max(0, whole - plan.ahead)
+        if self.names.adapted:  # nothing was stored before the adapter was identified
+            chunks = min(chunks, self._planned[0])
+        return chunks * plan.chunk
+
+    def report(self, computed: int) -> RequestReport | None:
+        """Returns the report on the prompt; None if vLLM has never asked about it, or has not computed all of it."""
+        if computed < self.request.num_prompt_tokens:
+            return None
+        return self.outcome.report(self.request.num_prompt_tokens, self._plan)
 
 
 class PromptOutcome:
-    """One request's. All numbers are tokens unless stated otherwise. If vLLM preempts the request, its first way counts."""
+    """What became of one prompt, for its report. If vLLM preempts the request, its first way counts. Numbers are tokens."""
 
     def __init__(self) -> None:
-        self._at_hand: int | None = None
+        self.at_hand: int | None = None
+        """Tokens that vLLM's own cache had when vLLM asked first; None before that."""
         self.streamed = 0
         """How many of those at hand came by a stream."""
+        self.over = False
+        """Whether vLLM has begun to compute the request. What is found or loaded later, after a preemption, does not count."""
         self._found = 0
         self._reason: MissReason = "not_asked"
         self._begun = 0
-        self._keeps_part = False
         self._restored: Loaded | None = None
-        self.over = False
-        """Whether vLLM has begun to compute the request. What is found or loaded later, after a preemption, does not count."""
-
-    def asked(self, at_hand: int) -> None:
-        """Notes that vLLM asked what can be loaded. `at_hand`: tokens that vLLM's own cache has."""
-        if self._at_hand is None:
-            self._at_hand = at_hand
 
     def looked_up(self, end: int, reason: MissReason) -> None:
         """Notes the end of the prefix that was found, and why it is not loaded further."""
         if not self._begun and not self.over:
             self._found, self._reason = end, reason
 
-    def began_load(self, tokens: int, *, keeps_part: bool) -> None:
-        """Notes that a load of so many tokens has begun. `keeps_part`: whether vLLM uses what a load that failed has brought."""
+    def began_load(self, tokens: int) -> None:
+        """Notes that a load has begun."""
         if not self._begun and not self.over:
-            self._begun, self._keeps_part = tokens, keeps_part
+            self._begun = tokens
 
     def loaded(self, restored: Loaded) -> None:
-        """Notes how the load has ended, on all ranks together."""
+        """Notes how the load has ended."""
         if self._restored is None and self._begun:
             self._restored = restored
 
-    def report(self, prompt: int, chunk_size: int) -> RequestReport | None:
+    def report(self, prompt: int, plan: ChunkPlan) -> RequestReport | None:
         """Returns the report on a prompt of `prompt` tokens; None if vLLM has never asked about it."""
-        if self._at_hand is None:
+        if self.at_hand is None:
             return None
         loaded, reason, ended = self._begun, self._reason, self._restored or Loaded(0)
         if ended.reason != "none":
             reason = ended.reason
-            loaded = min(loaded, ended.chunks * chunk_size) if self._keeps_part else 0
+            # vLLM uses what a load that failed has brought only if no window or state is missing
+            loaded = min(loaded, ended.chunks * plan.chunk) if plan.plain else 0
         return RequestReport.of(
             prompt,
-            chunk_size,
-            at_hand=self._at_hand,
-            found=max(0, self._found - self._at_hand // chunk_size * chunk_size),
+            plan.chunk,
+            at_hand=self.at_hand,
+            found=max(0, self._found - self.at_hand // plan.chunk * plan.chunk),
             loaded=loaded,
             tiers=ended.tiers,
             reason=reason,
@@ -241,75 +397,88 @@ class PromptOutcome:
         )
 
 
-class PromptChunks:
-    """The names of prompts' chunks. One per engine, for all layer groups. Chunks cannot be named before `database` is set."""
+class PromptNames:
+    """The names of one prompt's chunks, the same for all layer groups."""
 
-    def __init__(self, plan: ChunkPlan, metrics: CacheMetrics) -> None:
+    def __init__(
+        self,
+        request: Request,
+        adapter: Adapter | None,
+        plan: ChunkPlan,
+        database: ChunkedTokenDatabase,
+        handoff: Handoff,
+    ) -> None:
+        self._request = request
+        self._adapter = adapter
         self._plan = plan
-        self._metrics = metrics
+        self._database = database
         self._by_tokens = plan.settings.node.cache.hash_mode == "tokens"
-        self.database: ChunkedTokenDatabase | None = None
-
-    def nameable(self, tracked: TrackedRequest) -> bool:
-        """Returns whether the request's chunks can be named. A prompt of embeddings has no tokens to hash, and without its digest an adapter
-        could be taken for another. Counts a request without a digest once."""
-        adapter = tracked.adapter
-        if not self.identified(tracked):
-            return False
-        if adapter is not None and not (digest := adapter.digest):
-            if not tracked.refused:
-                tracked.refused = True
-                detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
-                self._metrics.trouble("lookup", adapter.why, detail=detail)
-            return False
-        if adapter is not None:
-            tracked.identity = digest
-        return not self._by_tokens or tracked.request.prompt_embeds is None
-
-    def identified(self, tracked: TrackedRequest) -> bool:
-        """Returns whether the content of the request's images, audio and video decides about their names.
+        own = request.cache_salt or handoff.media_hashed or plan.settings.connector.trust_media_ids
+        self.identified = not request.mm_features or (plan.hashes_media and bool(own))
+        """Whether the content of the request's images, audio and video decides about their names.
 
         A client may name them, too, and nothing tells its names from vLLM's hashes: it may send what looks like a hash, and vLLM hashes its
         names together with `mm_processor_kwargs`. So a name counts only within the client's salt, or if a proxy has removed the client's
         names, or if the operator trusts all clients. A number of vLLM's own never counts: each process begins with 0.
         """
-        request = tracked.request
-        if not request.mm_features:
-            return True
-        own = request.cache_salt or tracked.handoff.media_hashed or self._plan.settings.connector.trust_media_ids
-        return self._plan.hashes_media and bool(own)
+        self._digest = b""
+        """That of the adapter, once it is known: names depend on it."""
+        self._names: list[bytes] = []
+        """Those of the whole chunks so far; grows with the request."""
 
-    def names(self, tracked: TrackedRequest, count: int) -> list[bytes]:
-        """Returns the names of the request's first `count` chunks, or of fewer if it has fewer whole chunks."""
-        assert self.database is not None
-        names, request = tracked.names, tracked.request
-        if len(names) < count:
+    @property
+    def adapted(self) -> bool:
+        """Whether the request has a LoRA adapter."""
+        return self._adapter is not None
+
+    @property
+    def possible(self) -> bool:
+        """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and without its digest an adapter could be
+        taken for another."""
+        if self._adapter is not None:
+            digest = self._adapter.digest  # other threads set it
+            if not digest:
+                return False
+            self._digest = digest
+        return self.identified and not (self._by_tokens and self._request.prompt_embeds is not None)
+
+    def adapter_trouble(self) -> tuple[str, str] | None:
+        """Returns why the adapter has no digest, and that in words; None if it has one, or if there is no adapter."""
+        adapter = self._adapter
+        if adapter is None or adapter.digest:
+            return None
+        return adapter.why, f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
+
+    def first(self, count: int) -> list[bytes]:
+        """Returns the names of the first `count` chunks, or of fewer if the request has fewer whole chunks."""
+        if len(self._names) < count:
             if self._by_tokens:
-                tracked.names = names = self._hashed(tracked, self.database)
+                self._names = self._hashed()
             else:
                 stride = self._plan.chunk // self._plan.hash_block_size
-                further = stride_hashes(request.block_hashes[len(names) * stride : count * stride], stride)
+                hashes = self._request.block_hashes[len(self._names) * stride : count * stride]
+                further = stride_hashes(hashes, stride)
                 # vLLM's hashes take in the adapter's name and path, and not its weights
-                names += fold_names(further, tracked.identity) if tracked.identity else further
-        return names[:count]
+                self._names += fold_names(further, self._digest) if self._digest else further
+        return self._names[:count]
 
-    def names_of(self, tracked: TrackedRequest, group: KeptLayers, first: int, last: int) -> list[bytes]:
+    def of(self, group: KeptLayers, first: int, last: int) -> list[bytes]:
         """Returns the names under which the pool has a group's chunks from `first` to before `last`."""
-        return self.names(tracked, last + group.ahead)[first + group.ahead :]
+        return self.first(last + group.ahead)[first + group.ahead :]
 
-    def _hashed(self, tracked: TrackedRequest, database: ChunkedTokenDatabase) -> list[bytes]:
+    def _hashed(self) -> list[bytes]:
         """Returns the names of all whole chunks, in token mode. An image isolates the chunk in which it begins and all chunks after it, so that
         prompts share the text before it."""
-        request, chunk = tracked.request, self._plan.chunk
+        request, chunk = self._request, self._plan.chunk
         isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
-        if tracked.identity:
-            isolation += ["lora", tracked.identity]
+        if self._digest:
+            isolation += ["lora", self._digest]
         names: list[bytes] = []
         for feature in request.mm_features:  # ordered by their places
             offset = feature.mm_position.offset
             if (begins := offset // chunk) > len(names):
                 before = request.all_token_ids[len(names) * chunk : begins * chunk]
-                names += database.name_chunks(before, None, isolation)
+                names += self._database.name_chunks(before, None, isolation)
                 isolation = [names[-1]]
             isolation += ["mm", feature.mm_hash or feature.identifier, offset]
-        return names + database.name_chunks(request.all_token_ids[len(names) * chunk :], None, isolation)
+        return names + self._database.name_chunks(request.all_token_ids[len(names) * chunk :], None, isolation)

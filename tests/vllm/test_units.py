@@ -124,7 +124,7 @@ def test_hits_are_counted_by_the_tier_that_has_them() -> None:
     from pd_cache.vllm.connector import PdCacheConnector
 
     connector = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(near=lambda request, tokens: (256, 0))
+    connector._scheduler = SimpleNamespace(track=lambda request: SimpleNamespace(near=lambda tokens: (256, 0)))
     split = connector.get_external_cache_hit_sources(SimpleNamespace(), 500)
     assert split == {CacheHitSource.HOST: 256, CacheHitSource.EXTERNAL_UNSPECIFIED: 244}
     assert connector.get_external_cache_hit_sources(SimpleNamespace(), 256) == {CacheHitSource.HOST: 256}
@@ -318,6 +318,18 @@ def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_
         of_all_stages({**stages, (1, 1): told("2-4", 1)}, cache, "llama")
     with pytest.raises(UnsupportedModelError, match="llama: its groups of layers cannot be told apart"):
         of_all_stages({(stage, 0): told("0-1", 0) for stage in (0, 1)}, cache, "llama")
+
+
+def test_a_scheduler_that_hears_nothing_of_its_workers_says_why() -> None:
+    """As behind a MultiConnector whose first connector is another one."""
+    from pd_cache.vllm.connector import PdCacheConnector
+
+    connector = PdCacheConnector.__new__(PdCacheConnector)
+    connector._scheduler = None
+    connector.set_xfer_handshake_metadata_pp_aware({})
+    connector._scheduler = SimpleNamespace()
+    with pytest.raises(ConfigError, match="MultiConnector passes on only what its first connector reports"):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
 
 
 def test_reports_of_ranks_add_up() -> None:

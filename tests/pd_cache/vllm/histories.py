@@ -18,10 +18,10 @@ from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
+from pd_cache.vllm.plan import ChunkPlan
 from pd_cache.vllm.scheduler import SchedulerSide
 from pd_cache.vllm.settings import Settings
 from pd_cache.vllm.steps import StepReport
-from pd_cache.vllm.tracked import ChunkPlan
 from tests.support.waiting import Clock
 
 BLOCK, CHUNK = 4, 8
@@ -55,7 +55,6 @@ class Request:
     skip_reading_prefix_cache: bool = False
     prompt_embeds: Any = None
     lora_request: Any = None
-    prefill_stats: Any = None
     trace_headers: Any = None
     mm_features: list[Any] = field(default_factory=list)
     shared_prefix_boundary: int = 0

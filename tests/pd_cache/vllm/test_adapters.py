@@ -88,7 +88,7 @@ def identified(scene: Scene, folder: Path, name: str = "a") -> Any:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.side.close()
+    made.adapters.close()
 
 
 def stored(scene: Scene, request: Request) -> list[bytes]:
@@ -121,7 +121,7 @@ def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_pa
         request = Request("a", PROMPT, lora_request=identified(scene, folder))
         request.block_hashes = [bytes([number]) * 32 for number in range(6)]
         names.append(stored(scene, request))
-        scene.side.close()
+        scene.adapters.close()
     assert names[0] == names[2]
     assert not set(names[0]) & set(names[1])
     assert {len(name) for name in names[0]} == {16}

@@ -116,6 +116,19 @@ def test_a_prefill_node_announces_what_it_stores_and_what_it_did(layers, options
     assert "do_remote_prefill" not in answer
 
 
+def test_a_prefill_node_counts_what_its_own_cache_had_and_what_it_loaded_as_cached() -> None:
+    scene, request = Scene(), Request("a", PROMPT, REMOTE)
+    scene.has(request, 2)
+    scene.load(request, CHUNK)
+    scene.loaded(Loaded(1))
+    request.num_computed_tokens = len(PROMPT)
+    prefill = scene.finish(request)["pd_cache"]["prefill"]
+    assert prefill == {"cached_tokens": 2 * CHUNK, "computed_tokens": CHUNK + 3, "reason": "never_stored"}
+    aborted = Request("b", PROMPT, REMOTE)
+    scene.ask(aborted)
+    assert scene.finish(aborted)["pd_cache"]["prefill"] == {"cached_tokens": 0, "computed_tokens": 27, "reason": ""}
+
+
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 

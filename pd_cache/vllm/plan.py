@@ -1,0 +1,93 @@
+"""What the connector loads and stores of prompts. Pure.
+
+It follows from the settings and the model, and is the same for all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pd_cache.vllm.layers import KeptLayers, own_hit
+from pd_cache.vllm.settings import Settings
+
+if TYPE_CHECKING:  # so that tests can replay histories without vLLM
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """What is loaded and stored of a prompt: it follows from the settings and the model, and is the same for all requests."""
+
+    settings: Settings
+    layers: Sequence[KeptLayers]
+    """What `kept_layers` returns."""
+    hash_block_size: int
+    """Tokens of each of a request's block hashes."""
+    stores: bool = True
+    """False for a consumer."""
+    ranks: int = 1
+    """Of all pipeline stages."""
+    dense: bool = False
+    """Whether to store all of a window: vLLM keeps more of windows than the ends of prompts, by its `prefix_cache_retention_interval`."""
+    drafted_up_to: int | None = None
+    """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
+    hashes_media: bool = False
+    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM numbers images."""
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens per chunk."""
+        return self.settings.node.cache.chunk_tokens
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For each layer group, how many of the last chunks a load needs; 0 for all."""
+        return [group.tail(self.chunk) for group in self.layers]
+
+    @cached_property
+    def ahead(self) -> int:
+        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
+        return max(group.ahead for group in self.layers)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether there is one layer group, of which a load needs every chunk."""
+        return len(self.layers) == 1 and not self.tails[0]
+
+    @cached_property
+    def _divisible(self) -> bool:
+        return all(group.divisible for group in self.layers)
+
+    def most(self, request: Request) -> int:
+        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
+        end. If a group is ahead, a load leaves the last of these chunks to compute."""
+        length: int = request.num_tokens
+        if self.settings.connector.recompute == "block":
+            return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
+        return (length if self._divisible or self.ahead else length - 1) // self.chunk
+
+    def loadable(self, request: Request) -> int:
+        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
+        length: int = request.num_tokens
+        if self.settings.connector.recompute == "token":
+            return length - 1
+        end = own_hit(length, self.layers)
+        # a window or a state can be restored only at a chunk's end
+        return end // self.chunk * self.chunk if any(self.tails) else end
+
+    def needed_blocks(self, request: Request, end: int) -> int:
+        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
+        total = 0
+        # by number, because a draft model's group may be over the same blocks as another group
+        for group in {group.number: group for group in self.layers}.values():
+            blocks = -(-request.num_tokens // group.block_size)
+            if group.kind == "window":
+                blocks -= max(0, end - group.window + 1) // group.block_size
+            elif group.kind == "state":
+                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
+                blocks = min(blocks, 3)
+            total += blocks
+        return total
