@@ -10,12 +10,14 @@ import collections
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pd_cache.reasons import MissReason
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OPS = ("lookup", "retrieve", "store")
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -57,6 +60,8 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "tier_file_errors": (("tier", "error"), "Errors that were one file's alone"),
 }
 """The labels of each family of counters, and what it counts."""
+HISTOGRAMS = {"op_seconds": (("op",), "Duration of an operation")}
+"""The same for durations."""
 
 
 class BackendLevels(NamedTuple):
@@ -72,6 +77,73 @@ class BackendLevels(NamedTuple):
     segment: str = ""
     """The name of the segment that this process gives to the pool; empty if there is none."""
     segment_bytes: int = 0
+
+
+class Counts(Collector):
+    """Everything that one process has counted, by family and labels: Prometheus reads all of it, vLLM's statistics what was added since they
+    read last. Thread-safe.
+
+    The durations of an operation are counted as `("op_seconds_sum", op)` and `("op_seconds_count", op)`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, ...], float] = {}
+        self._added: dict[tuple[str, ...], float] = {}
+        """What was counted since the last `take_added`."""
+        self._buckets = {op: [0] * (len(_SECONDS) + 1) for op in _OPS}
+        """How many durations of each operation end in each bucket. The last bucket has those that are longer than all bounds."""
+        for op in _OPS:
+            self.show("op_seconds_sum", op)
+            self.show("op_seconds_count", op)
+
+    def show(self, *key: str) -> None:
+        """Has a counter appear at 0, so that the first that it counts is an increase."""
+        self._totals.setdefault(key, 0.0)
+
+    def add(self, *key: str, by: float = 1) -> None:
+        """Adds to a counter of `COUNTERS`."""
+        with self._lock:
+            self._add(key, by)
+
+    def took(self, op: str, seconds: float) -> None:
+        """Counts an operation and its duration."""
+        with self._lock:
+            self._buckets[op][bisect_left(_SECONDS, seconds)] += 1
+            self._add(("op_seconds_sum", op), seconds)
+            self._add(("op_seconds_count", op), 1)
+
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """Returns everything counted so far."""
+        with self._lock:
+            return dict(self._totals)
+
+    def take_added(self) -> dict[tuple[str, ...], float]:
+        """Returns what was counted since the last call; fast, so that an engine may ask in each step."""
+        with self._lock:
+            added, self._added = self._added, {}
+        return added
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            totals = dict(self._totals)
+            buckets = {op: list(accumulate(counts)) for op, counts in self._buckets.items()}
+        for family, (labels, text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"pd_cache_{family}", text, labels=labels)
+            for (name, *values), total in totals.items():
+                if name == family:
+                    counter.add_metric(values, total)
+            yield counter
+        for family, (labels, text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"pd_cache_{family}", text, labels=labels)
+            for op, counts in buckets.items():
+                bounds = zip((*map(str, _SECONDS), "+Inf"), counts, strict=True)
+                histogram.add_metric([op], list(bounds), totals[f"{family}_sum", op])
+            yield histogram
+
+    def _add(self, key: tuple[str, ...], by: float) -> None:
+        self._totals[key] = self._totals.get(key, 0.0) + by
+        self._added[key] = self._added.get(key, 0.0) + by
 
 
 class LevelCollector(Collector):
@@ -131,16 +203,16 @@ class TierMetrics:
         self._owner = owner
         self._bytes = owner._tier_bytes.labels(tier)
         self._off = owner._tier_off.labels(tier)
-        for family in ("tier_hits", "tier_evictions", "tier_healed"):  # as the reasons of `CacheMetrics`
-            owner._counters[family].labels(tier)
+        for family in ("tier_hits", "tier_evictions", "tier_healed"):
+            owner.counts.show(family, tier)
 
     def hit(self) -> None:
         """Counts a chunk that was read from this tier."""
-        self._owner._count("tier_hits", self.tier)
+        self._owner.counts.add("tier_hits", self.tier)
 
     def missed(self, reason: str) -> None:
         """Counts a chunk that this tier should have had according to its own index; the next tier was asked."""
-        self._owner._count("tier_misses", self.tier, reason)
+        self._owner.counts.add("tier_misses", self.tier, reason)
         self._owner.say(f"tier {self.tier}", reason, 1, "", "chunks not read")
 
     def holds(self, nbytes: int) -> None:
@@ -150,28 +222,28 @@ class TierMetrics:
     def evicted(self, chunks: int) -> None:
         """Counts chunks that were evicted to make room for others."""
         if chunks:
-            self._owner._count("tier_evictions", self.tier, by=chunks)
+            self._owner.counts.add("tier_evictions", self.tier, by=chunks)
 
     def dropped(self, reason: str, chunks: int = 1) -> None:
         """Counts writes that did not happen."""
         if chunks:
-            self._owner._count("tier_dropped_writes", self.tier, reason, by=chunks)
+            self._owner.counts.add("tier_dropped_writes", self.tier, reason, by=chunks)
             self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
 
     def healed(self) -> None:
         """Counts a damaged object that was removed, so that it can be written again."""
-        self._owner._count("tier_healed", self.tier)
+        self._owner.counts.add("tier_healed", self.tier)
         self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
         """Counts a file that could not be read, written or deleted because of an `error` that affects only this file."""
-        self._owner._count("tier_file_errors", self.tier, error)
+        self._owner.counts.add("tier_file_errors", self.tier, error)
         self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
         """Notes that the tier failed and is left alone for a while, or can only be read."""
         self._off.set(1)
-        self._owner._count("tier_failures", self.tier, reason)
+        self._owner.counts.add("tier_failures", self.tier, reason)
 
     def switched_on(self) -> None:
         """Notes that the tier is in use."""
@@ -187,24 +259,16 @@ class CacheMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._counters = {
-            family: Counter(f"pd_cache_{family}", text, labels, registry=self.registry)
-            for family, (labels, text) in COUNTERS.items()
-        }
+        self.counts = Counts()
+        self.registry.register(self.counts)
         for op, outcome in (("lookup", "hit"), ("retrieve", "loaded"), ("store", "stored")):
-            self._counters["tokens"].labels(op, "requested")
-            self._counters["tokens"].labels(op, outcome)
-        seconds = Histogram(
-            "pd_cache_op_seconds", "Duration of an operation", ["op"], buckets=_SECONDS, registry=self.registry
-        )
-        self._seconds = {op: seconds.labels(op) for op in ("lookup", "retrieve", "store")}
-        for reason in get_args(MissReason):  # shown from the start, so that the first of each is an increase
-            self._counters["requests"].labels(reason)
-            self._counters["missed_tokens"].labels(reason)
+            self.counts.show("tokens", op, "requested")
+            self.counts.show("tokens", op, outcome)
+        for reason in get_args(MissReason):
+            self.counts.show("requests", reason)
+            self.counts.show("missed_tokens", reason)
         self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", ["tier"], registry=self.registry)
         self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", ["tier"], registry=self.registry)
-        self._added: dict[tuple[str, ...], float] = {}
-        self._adding = threading.Lock()
         self.levels = LevelCollector()
         """Reports on the backends that are counted here."""
         self.registry.register(self.levels)
@@ -213,28 +277,28 @@ class CacheMetrics:
     def tokens(self, op: str, outcome: str, count: int) -> None:
         """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
         if count:
-            self._count("tokens", op, outcome, by=count)
+            self.counts.add("tokens", op, outcome, by=count)
 
     def moved(self, op: str, nbytes: int, layers: str = "") -> None:
         """Counts payload bytes that arrived. `layers`: the group of layers (`Namespace.group`)."""
         if nbytes:
-            self._count("bytes", op, by=nbytes)
+            self.counts.add("bytes", op, by=nbytes)
             if layers:
-                self._count("group_bytes", op, layers, by=nbytes)
+                self.counts.add("group_bytes", op, layers, by=nbytes)
 
     def request(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""
-        self._count("requests", report.reason)
+        self.counts.add("requests", report.reason)
         for source in ("at_hand", "loaded", "computed"):
             if count := getattr(report, source):
-                self._count("prompt_tokens", source, by=count)
-        self._count("missed_tokens", report.reason, by=report.computed)
+                self.counts.add("prompt_tokens", source, by=count)
+        self.counts.add("missed_tokens", report.reason, by=report.computed)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
         """Counts chunks that ended in `reason`, and logs it at most once in ten seconds for each reason."""
         if not chunks:
             return
-        self._count("troubles", op, reason, by=chunks)
+        self.counts.add("troubles", op, reason, by=chunks)
         self.say(op, reason, chunks, detail)
 
     def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
@@ -249,21 +313,11 @@ class CacheMetrics:
 
     def totals(self) -> dict[tuple[str, ...], float]:
         """Returns everything counted so far: (family, labels...) -> value. A duration appears as sum and number, without buckets."""
-        found: dict[tuple[str, ...], float] = {}
-        for family in self.registry.collect():
-            for sample in family.samples:
-                if not sample.name.endswith(("_total", "_sum", "_count")):
-                    continue
-                name = sample.name.removesuffix("_total").removeprefix("pd_cache_")
-                key = (name, *sample.labels.values())
-                found[key] = sample.value
-        return found
+        return self.counts.totals()
 
     def take_added(self) -> dict[tuple[str, ...], float]:
-        """Returns what was counted since the last call, as `totals` does; much faster, so that an engine may ask in each step."""
-        with self._adding:
-            added, self._added = self._added, {}
-        return added
+        """Returns what was counted since the last call, as `totals` does; fast, so that an engine may ask in each step."""
+        return self.counts.take_added()
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
         """Counts every status that is neither OK nor a plain miss."""
@@ -279,18 +333,4 @@ class CacheMetrics:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
-            self._seconds[op].observe(seconds)
-            self._add(("op_seconds_sum", op), seconds)
-            self._add(("op_seconds_count", op), 1)
-
-    # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _count(self, family: str, *labels: str, by: float = 1) -> None:
-        """Adds to the counter of a family in `COUNTERS` that has these values of its labels."""
-        self._counters[family].labels(*labels).inc(by)
-        self._add((family, *labels), by)
-
-    def _add(self, key: tuple[str, ...], by: float) -> None:
-        with self._adding:
-            self._added[key] = self._added.get(key, 0.0) + by
+            self.counts.took(op, time.perf_counter() - start)

@@ -81,9 +81,10 @@ _FAMILIES = ("Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetri
 
 def metric_names() -> Iterator[str]:
     """Yields the metrics of all our processes with their labels."""
-    from pd_cache.metrics import COUNTERS
+    from pd_cache.metrics import COUNTERS, HISTOGRAMS
 
-    yield from (f"pd_cache_{family}{{{','.join(labels)}}}" for family, (labels, _) in COUNTERS.items())
+    counted = {**COUNTERS, **HISTOGRAMS}
+    yield from (f"pd_cache_{family}{{{','.join(labels)}}}" for family, (labels, _) in counted.items())
     for package in ("pd_cache", "launch"):
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
