@@ -133,10 +133,10 @@ class SchedulerSide:
         if tracked.lacks(awaited):
             return None
         tracked.end_span()
-        load = tracked.propose()
-        if load is None or self.streams.block_loads:
+        tokens = tracked.propose()
+        if not tokens or self.streams.block_loads:
             return 0
-        return load.tokens if self._fits(tracked, load.end) else tracked.wait_for_room(now)
+        return tokens if self._fits(tracked) else tracked.wait_for_room(now)
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns what `_match` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM computes
@@ -145,14 +145,14 @@ class SchedulerSide:
             return 0
         if tracked.may_load and tracked.names.possible and self._lookup.available:
             tracked.proposed = self.streams.propose(tracked)
-        return None if tracked.proposed is None else tracked.proposed.tokens
+        return tracked.proposed or None
 
     def _look_up(self, tracked: TrackedRequest, awaited: int) -> None:
         names = tracked.names.first(tracked.most)
         if tracked.span is NO_SPAN:
             asked = len(names) * self._plan.chunk
             tracked.span = request_span(
-                self._tracing, "pd_cache.lookup", tracked.request, asked=asked, announced=awaited
+                self._tracing, "pd_cache.lookup", tracked.request, asked=asked, announced=awaited * self._plan.chunk
             )
         at_hand = tracked.at_hand // self._plan.chunk
         reach = self._lookup.find(names, tracked.id, at_hand=at_hand)
@@ -163,24 +163,23 @@ class SchedulerSide:
         """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
         self._refused = False
         tracked = self.track(request)
-        load, tracked.proposed = tracked.proposed, None
-        if external <= 0 or load is None:
+        if external <= 0 or not tracked.proposed:
             return
-        ids = blocks.get_block_ids()
-        if tracked.streams and external == load.tokens:
-            self.streams.begin(tracked, load, ids[self._plan.layers[0].number])
+        ids, whole = blocks.get_block_ids(), external == tracked.proposed
+        if tracked.streams and whole:
+            self.streams.begin(tracked, ids[self._plan.layers[0].number])
             return
-        parts = tracked.begin_load(load, external, ids, self._manager.block_pool.null_block.block_id)
+        self._holding[tracked.id] = tracked.needed_blocks
+        parts = tracked.begin_load(external, ids, self._manager.block_pool.null_block.block_id)
         # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
         # that was never loaded
         failing = parts[0].blocks if self._plan.plain else []
         # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
         # of them
-        wanted = [part for part in parts if part.names] if external == load.tokens else []
+        wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
         tracked.end_span("given up")
         tracked.span = request_span(self._tracing, "pd_cache.load", request, asked=external)
-        self._holding[tracked.id] = self._plan.needed_blocks(request, load.end)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
@@ -200,13 +199,17 @@ class SchedulerSide:
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""
-        self.stores.note_undrafted(output, self._requests)
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            self._holding.pop(request_id, None)
-            if (tracked := self._requests.get(request_id)) is not None:
-                tracked.computes()
-                if self._storable(tracked):
-                    step.stores += self.stores.plan(tracked, tracked.request.num_computed_tokens + scheduled)
+        computed = {
+            tracked: tracked.request.num_computed_tokens + scheduled
+            for request_id, scheduled in output.num_scheduled_tokens.items()
+            if (tracked := self._requests.get(request_id)) is not None
+        }
+        self.stores.note_undrafted(computed)
+        for tracked, tokens in computed.items():
+            self._holding.pop(tracked.id, None)
+            tracked.computes()
+            if self._storable(tracked):
+                step.stores += self.stores.plan(tracked, tokens)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
@@ -298,9 +301,8 @@ class SchedulerSide:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _fits(self, tracked: TrackedRequest, end: int) -> bool:
-        """Returns whether this request, loaded up to `end`, and all that hold blocks for a load could compute their other tokens at the same
-        time.
+    def _fits(self, tracked: TrackedRequest) -> bool:
+        """Returns whether this request, after its load, and all that hold blocks for a load could compute their other tokens at the same time.
 
         vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks would wait for ever. vLLM 0.32
         prevents that only for full attention. For layers with a window it counts too few blocks: `_request_remaining_blocks` compares
@@ -310,7 +312,7 @@ class SchedulerSide:
             return True
         others = sum(self._holding.values())
         usable = self._manager.block_pool.num_gpu_blocks - 1  # without the null block
-        return not others or others + self._plan.needed_blocks(tracked.request, end) <= usable
+        return not others or others + tracked.needed_blocks <= usable
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated

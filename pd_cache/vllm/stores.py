@@ -20,7 +20,6 @@ from pd_cache.vllm.tracked import TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -58,21 +57,14 @@ class Stores:
         self._next_job = 0
         self._chunks_under_way = 0
 
-    def note_undrafted(self, output: SchedulerOutput, requests: Mapping[str, TrackedRequest]) -> None:
-        """Notes the requests of a step in which vLLM skips the draft model, because one of them has too many tokens for it."""
+    def note_undrafted(self, computed: Mapping[TrackedRequest, int]) -> None:
+        """Notes whether vLLM skips the draft model in a step, because a request has too many tokens for it. `computed`: how many tokens each request
+        of the step has after it."""
         most = self._plan.drafted_up_to
-        if most is None:
-            return
-        step = [
-            (tracked, scheduled)
-            for request_id, scheduled in output.num_scheduled_tokens.items()
-            if (tracked := requests.get(request_id)) is not None
-        ]
-        if all(tracked.request.num_computed_tokens + count <= most for tracked, count in step):
-            return
-        self._undrafted = True
-        for tracked, _ in step:
-            tracked.drafted = False
+        if most is not None and max(computed.values(), default=0) > most:
+            self._undrafted = True
+            for tracked in computed:
+                tracked.drafted = False
 
     def plan(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
         """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""

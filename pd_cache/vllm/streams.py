@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from pd_cache.reasons import Found, Loaded
 from pd_cache.tracing import Tracing
 from pd_cache.vllm.plan import ChunkPlan
 from pd_cache.vllm.steps import GroupChunks, LoadOp
-from pd_cache.vllm.tracked import ProposedLoad, TrackedRequest, request_span
+from pd_cache.vllm.tracked import TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -29,31 +30,32 @@ _APART_S = 0.005
 _REMEMBERED = 1 << 14
 
 
+@dataclass(eq=False)
 class Stream:
     """One prompt's, from when it has blocks."""
 
-    def __init__(
-        self, tracked: TrackedRequest, names: Sequence[bytes], blocks: Sequence[int], start: int, longest_s: float
-    ) -> None:
-        self.tracked = tracked
-        self.names = names
-        self.blocks = blocks
-        """Of all its tokens, of which the first `start` were at hand."""
-        self.start = start
-        self.done = 0
-        """How many chunks are loaded, or were at hand."""
-        self.over = False
-        """Whether nothing more is loaded."""
-        self.outdated = False
-        """Whether the weights have changed since it began: nothing of it may get into vLLM's own cache."""
-        self.left = False
-        """Whether the request has ended, so that vLLM waits for its blocks."""
-        self.ranks = 0
-        """How many ranks still load a part of it. No other part begins before all have ended."""
-        self.loaded = Loaded(0)
-        """The worst result of the ranks that have ended."""
-        self.until = tracked.arrived + longest_s
-        self.poll_s = self.next_poll = 0.0
+    tracked: TrackedRequest
+    names: Sequence[bytes]
+    """Those of its whole chunks: the rest is for the request that is to be answered."""
+    blocks: Sequence[int]
+    """Of all its tokens."""
+    at_hand: int
+    """How many of these blocks vLLM's own cache had."""
+    done: int
+    """How many chunks are loaded, or were at hand."""
+    until: float
+    over: bool = False
+    """Whether nothing more is loaded."""
+    outdated: bool = False
+    """Whether the weights have changed since it began: nothing of it may get into vLLM's own cache."""
+    left: bool = False
+    """Whether the request has ended, so that vLLM waits for its blocks."""
+    ranks: int = 0
+    """How many ranks still load a part of it. No other part begins before all have ended."""
+    loaded: Loaded = Loaded(0)  # noqa: RUF009 - immutable
+    """The worst result of the ranks that have ended."""
+    poll_s: float = 0.0
+    next_poll: float = 0.0
 
 
 class Streams:
@@ -91,8 +93,8 @@ class Streams:
 
     # --- a stream's way ------------------------------------------------------------------------------------------
 
-    def propose(self, tracked: TrackedRequest) -> ProposedLoad | None:
-        """Returns the load to propose to vLLM; None if there is no room, or nothing to load."""
+    def propose(self, tracked: TrackedRequest) -> int:
+        """Returns how many tokens to propose to vLLM; 0 if there is no room, or nothing to load."""
         plan, pool = self._plan, self._manager.block_pool
         end = plan.loadable(tracked.request)
         # with the blocks at hand: they are among the free blocks, too
@@ -100,20 +102,17 @@ class Streams:
         held = sum(len(stream.blocks) for stream in self._streams.values()) + sum(self._reserved.values())
         room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
         if not (self.possible and room) or self.block_loads or end <= tracked.at_hand:
-            return None
-        tracked.names.first(
-            plan.most(tracked.request)
-        )  # a chunk that cannot be named raises here, where vLLM computes the prompt instead
-        return ProposedLoad(tracked.at_hand, end, end - tracked.at_hand)
+            return 0
+        tracked.names.first(plan.most(tracked.request))  # what cannot be named raises here, where vLLM goes on without
+        return end - tracked.at_hand
 
-    def begin(self, tracked: TrackedRequest, proposed: ProposedLoad, blocks: Sequence[int]) -> None:
-        """Takes the blocks that vLLM has allocated."""
-        # whole chunks only: the rest is for the request that is to be answered
-        count = min(self._plan.most(tracked.request), len(blocks) * self._plan.layers[0].block_size // self._plan.chunk)
-        stream = Stream(tracked, tracked.names.first(count), blocks, proposed.start, self.longest_s)
-        stream.done = min(count, proposed.start // self._plan.chunk)
-        self._streams[tracked.id] = stream
-        tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=proposed.tokens)
+    def begin(self, tracked: TrackedRequest, blocks: Sequence[int]) -> None:
+        """Takes the blocks that vLLM has allocated for the proposed load."""
+        block, chunk, at_hand = self._plan.layers[0].block_size, self._plan.chunk, tracked.at_hand
+        names = tracked.names.first(min(self._plan.most(tracked.request), len(blocks) * block // chunk))
+        done, until = min(len(names), at_hand // chunk), tracked.arrived + self.longest_s
+        self._streams[tracked.id] = Stream(tracked, names, blocks, at_hand // block, done, until)
+        tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=tracked.proposed)
 
     def due(self, now: float) -> Stream | None:
         """Returns a stream to look up now, from chunk `done` on."""
@@ -136,8 +135,8 @@ class Streams:
             stream.next_poll = now + stream.poll_s
             return []
         stream.poll_s = 0.0
-        block, per_chunk = self._plan.layers[0].block_size, self._plan.chunk // self._plan.layers[0].block_size
-        first, at_hand = stream.done * per_chunk, stream.start // block
+        per_chunk = self._plan.chunk // self._plan.layers[0].block_size
+        first, at_hand = stream.done * per_chunk, stream.at_hand
         blocks = [-1] * max(0, at_hand - first) + list(stream.blocks[max(first, at_hand) : found.chunks * per_chunk])
         part = GroupChunks(0, list(stream.names[stream.done : found.chunks]), blocks)
         stream.ranks, stream.loaded = self._plan.ranks, Loaded(found.chunks - stream.done)
@@ -219,6 +218,6 @@ class Streams:
         """Ends a stream that no rank loads for. Returns the load whose failure has vLLM give all of its blocks back."""
         del self._streams[stream.tracked.id]
         stream.tracked.may_load = False
-        stream.tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - stream.start))
+        stream.tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - stream.tracked.at_hand))
         stream.tracked.end_span(why)
         return LoadOp(stream.tracked.id, [], [])

@@ -14,7 +14,7 @@ Nothing here waits, reads a clock or calls vLLM: times, lookups' answers and blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
 from pd_cache.handoff import BadParams, Handoff, next_pause, read_params
@@ -39,30 +39,6 @@ def request_span(tracing: Tracing, name: str, request: Request, **attributes: At
     return span
 
 
-class FoundPrefix(NamedTuple):
-    """The answer to a request's lookup. Numbers are tokens."""
-
-    start: int
-    """Tokens before this were not looked up: the engine had them at hand."""
-    end: int
-    parting: int = 0
-    """Where prompts part, if that is behind the end; otherwise 0."""
-    memory: int = 0
-    """How many of them lay in this host's memory, and how many on its disk; the others are in the pool."""
-    disk: int = 0
-
-
-class ProposedLoad(NamedTuple):
-    """A load that was proposed to vLLM and that vLLM has not accepted yet. Numbers are tokens."""
-
-    start: int
-    """Tokens that the engine has at hand."""
-    end: int
-    """The end of the last chunk that is loaded, whole or in part."""
-    tokens: int
-    """The number of tokens reported to vLLM."""
-
-
 class TrackedRequest:
     """One request, from when vLLM takes it in until it ends."""
 
@@ -83,18 +59,24 @@ class TrackedRequest:
             self.handoff = Handoff()
         self.request = request
         self.names = PromptNames(request, adapter, plan, database, self.handoff)
+        self._adapter = adapter
         self._plan = plan
+        self._chunk = plan.chunk
         self._metrics = metrics
         self.arrived = now
         self.may_load = not request.skip_reading_prefix_cache
         self.at_hand = 0
         """Tokens that vLLM's own cache had when vLLM asked last."""
-        self.found: FoundPrefix | None = None
+        self._found: Found | None = None
+        """The answer to its lookup."""
+        self._found_from = 0
+        """The number of chunks that were at hand then, and not looked up."""
         self._next_poll = self._poll_s = 0.0
         """When to look up an announced prefix again, and the pause before that."""
         self._foreign = False
         """Whether the announced prefix is stored in other namespaces than those of this node."""
-        self.proposed: ProposedLoad | None = None
+        self.proposed = 0
+        """The number of tokens that vLLM was offered and has not accepted yet; 0 for no load."""
         self._no_room_since: float | None = None
         """When other loads first left too few blocks for its load; None if there are enough."""
         self.span = NO_SPAN
@@ -120,14 +102,16 @@ class TrackedRequest:
 
     def asked(self, computed: int) -> None:
         """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache has."""
-        self.at_hand, self.proposed = computed, None
+        self.at_hand, self.proposed = computed, 0
 
     def wants_lookup(self) -> bool:
-        """Returns whether the prompt can be looked up and loaded. Counts the request's first answer for its report."""
+        """Returns whether the prompt can be looked up and loaded. Notes for the report what vLLM had at hand when it asked first."""
+        adapter = self._adapter
         if self.outcome.at_hand is None:
             self.outcome.at_hand = self.at_hand
-            if unnamed := self.names.adapter_trouble():
-                self._metrics.trouble("lookup", unnamed[0], detail=unnamed[1])
+            if adapter is not None and not adapter.digest:
+                detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
+                self._metrics.trouble("lookup", adapter.why, detail=detail)
         if not self.names.identified:
             self.outcome.looked_up(0, "media_unidentified")
         return self.may_load and self.names.possible
@@ -136,11 +120,11 @@ class TrackedRequest:
     def most(self) -> int:
         """How many chunks are looked up: no more than the request allows to load."""
         most, limit = self._plan.most(self.request), self.handoff.max_load_tokens
-        return most if limit is None else min(most, (self.at_hand + limit) // self._plan.chunk + self._plan.ahead)
+        return most if limit is None else min(most, (self.at_hand + limit) // self._chunk + self._plan.ahead)
 
     def awaited(self, own: Sequence[str], now: float) -> int:
-        """Returns how long a prefix, in tokens, the request waits for because a prefill node is storing it. `own`: the namespaces that this
-        node reads, as keys have them."""
+        """Returns for how many chunks the request waits because a prefill node is storing them. `own`: the namespaces that this node reads, as
+        keys have them."""
         announced = self.handoff.announced
         if announced is None or self._foreign or now >= self.arrived + self._plan.settings.handoff_wait_s:
             return 0
@@ -150,70 +134,63 @@ class TrackedRequest:
             detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
             self._metrics.trouble("lookup", "other_namespace", detail=detail)
             return 0
-        return max(0, min(announced.prefix_tokens // self._plan.chunk, self.most - self._plan.ahead)) * self._plan.chunk
+        return min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead)
 
     def needs_lookup(self, awaited: int, now: float) -> bool:
         """Returns whether to look the prompt up, perhaps again."""
         # the engine may have evicted since what it had at hand then, and the pool was never asked for that
-        known = self.found is not None and self.found.start <= self.at_hand // self._plan.chunk * self._plan.chunk
+        known = self._found is not None and self._found_from <= self.at_hand // self._chunk
         return not known or (self.lacks(awaited) and now >= self._next_poll)
 
-    def looked_up(self, reach: Found, streamed: int, awaited: int, now: float) -> None:
+    def looked_up(self, found: Found, streamed: int, awaited: int, now: float) -> None:
         """Takes in the answer to a lookup. `streamed`: how many of the chunks at hand came by a stream."""
-        chunk, near = self._plan.chunk, reach.near
-        self.found = FoundPrefix(
-            self.at_hand // chunk * chunk,
-            reach.chunks * chunk,
-            reach.leading * chunk if reach.leading > reach.chunks else 0,
-            near.memory * chunk,
-            near.disk * chunk,
-        )
-        self.outcome.streamed += streamed * chunk
-        self.outcome.looked_up(self.found.end, self._reason(reach))
+        self._found, self._found_from = found, self.at_hand // self._chunk
+        self.outcome.streamed += streamed * self._chunk
+        self.outcome.looked_up(found.chunks * self._chunk, self._reason(found))
         if self.lacks(awaited):
             self._poll_s = next_pause(self._poll_s)
             self._next_poll = now + self._poll_s
         else:
-            self.span.note(found=self.found.end, reason=reach.reason)
+            self.span.note(found=found.chunks * self._chunk, reason=found.reason)
 
     def lacks(self, awaited: int) -> bool:
-        """Returns whether less was found than the first `awaited` tokens."""
-        return self.found is None or self.found.end < awaited
+        """Returns whether fewer chunks were found than the request waits for."""
+        return self._found is None or self._found.chunks < awaited
 
     def near(self, external: int) -> tuple[int, int]:
         """Returns how many of the `external` tokens that are to be loaded lay in this host's memory when they were looked up, and how many on its
         disk."""
-        if self.found is None:
+        if self._found is None:
             return 0, 0
-        memory = min(self.found.memory, external)
-        return memory, min(self.found.disk, external - memory)
+        memory = min(self._found.near.memory * self._chunk, external)
+        return memory, min(self._found.near.disk * self._chunk, external - memory)
 
-    def _reason(self, reach: Found) -> MissReason:
+    def _reason(self, found: Found) -> MissReason:
         """Returns why a lookup found no more."""
-        chunk, most = self._plan.chunk, self.most
-        if most < self._plan.most(self.request) and reach.chunks >= most - self._plan.ahead:
+        most, announced = self.most, self.handoff.announced
+        if most < self._plan.most(self.request) and found.chunks >= most - self._plan.ahead:
             return "limited"
-        announced = 0 if self.handoff.announced is None else self.handoff.announced.prefix_tokens
-        if reach.reason not in ("missing", "never_stored") or reach.chunks >= min(announced // chunk, most):
-            return reach.reason
+        stored = 0 if announced is None else announced.prefix_tokens // self._chunk
+        if found.reason not in ("missing", "never_stored") or found.chunks >= min(stored, most):
+            return found.reason
         return "other_namespace" if self._foreign else "deadline"
 
     # --- loads ---------------------------------------------------------------------------------------------------
 
-    def propose(self) -> ProposedLoad | None:
-        """Returns the load of what was found; None if there is nothing to load."""
-        plan, request, found = self._plan, self.request, self.found
-        if found is None:
-            return None
-        # vLLM ends a step at this place, so that states can be stored there and kept in vLLM's own cache. It sets the field anew each time
-        # it asks
-        request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.parting)
-        loadable = plan.loadable(request)
-        tokens = min(found.end, loadable) - self.at_hand
-        if tokens > 0:
-            end = min(found.end, -(-loadable // plan.chunk) * plan.chunk)
-            self.proposed = ProposedLoad(self.at_hand, end, tokens)
+    def propose(self) -> int:
+        """Returns how many tokens of what was found are to be loaded."""
+        request, found = self.request, self._found
+        if found is not None:
+            if found.leading > found.chunks:  # prompts part behind what was found
+                # vLLM ends a step there, so that states can be stored and kept in vLLM's own cache. It sets the field anew each time it asks
+                request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.leading * self._chunk)
+            self.proposed = max(0, min(found.chunks * self._chunk, self._plan.loadable(request)) - self.at_hand)
         return self.proposed
+
+    @property
+    def needed_blocks(self) -> int:
+        """The most blocks that the request holds until all of its tokens are computed, if the proposed load takes place."""
+        return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
         """Takes the proposal back, because other loads leave too few blocks for it. Returns None while the request waits for blocks; 0 if it has waited
@@ -221,40 +198,38 @@ class TrackedRequest:
 
         Meanwhile vLLM asks for the requests behind it. If some of their loads always fit, the load of a long prompt never does.
         """
-        self.proposed = None
+        self.proposed = 0
         if self._no_room_since is None:
             self._no_room_since = now
         if now - self._no_room_since < self._plan.settings.connector.load_timeout_ms / 1000:
             return None
         self._metrics.trouble("retrieve", "no_blocks")
-        self.outcome.looked_up(0 if self.found is None else self.found.end, "no_blocks")
+        self.outcome.looked_up(0 if self._found is None else self._found.chunks * self._chunk, "no_blocks")
         self.may_load = False
         return 0
 
-    def begin_load(
-        self, load: ProposedLoad, external: int, ids: Sequence[Sequence[int]], null: int
-    ) -> list[GroupChunks]:
-        """Notes that vLLM has allocated blocks for `external` tokens of a proposed load. Returns what each layer group has to load.
+    def begin_load(self, external: int, ids: Sequence[Sequence[int]], null: int) -> list[GroupChunks]:
+        """Notes that vLLM has allocated blocks for `external` tokens of the proposed load. Returns what each layer group has to load.
 
         `ids` are the request's blocks in each of vLLM's groups. vLLM puts the block `null` in place of each block that it has freed.
         """
         self._no_room_since = None
         self.outcome.began_load(external)
-        first, last = load.start // self._plan.chunk, load.end // self._plan.chunk
-        parts = [self._part(place, load, ids, null) for place in range(len(self._plan.layers))]
+        first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
+        parts = [self._part(place, first, last, ids, null) for place in range(len(self._plan.layers))]
         self._planned = [max(planned, last) if first <= planned else planned for planned in self._planned]
         return parts
 
-    def _part(self, place: int, load: ProposedLoad, ids: Sequence[Sequence[int]], null: int) -> GroupChunks:
-        """Returns what a layer group has to load: without tokens that the engine has at hand, and those for which vLLM allocated no block."""
-        group, tail, chunk = self._plan.layers[place], self._plan.tails[place], self._plan.chunk
-        per_chunk = chunk // group.block_size
-        first, last = load.start // chunk, load.end // chunk
+    def _part(self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int) -> GroupChunks:
+        """Returns which of the chunks from `first` to before `last` a layer group has to load: without tokens that the engine has at hand, and
+        those for which vLLM allocated no block."""
+        group, tail = self._plan.layers[place], self._plan.tails[place]
+        per_chunk = self._chunk // group.block_size
         if tail:
             first = max(first, last - tail)
-        needed = -(-(load.start + load.tokens) // group.block_size)
+        needed = -(-(self.at_hand + self.proposed) // group.block_size)
         blocks = list(ids[group.number][first * per_chunk : min(last * per_chunk, needed)])
-        at_hand = min(len(blocks), max(0, load.start // group.block_size - first * per_chunk))
+        at_hand = min(len(blocks), max(0, self.at_hand // group.block_size - first * per_chunk))
         while at_hand < len(blocks) and tail and blocks[at_hand] == null:
             at_hand += 1
         skipped = at_hand // per_chunk
@@ -266,7 +241,7 @@ class TrackedRequest:
         """Takes in how the load has ended, on all ranks together."""
         failed = loaded.reason != "none"
         self.outcome.loaded(loaded)
-        self.span.note(loaded=loaded.chunks * self._plan.chunk, reason=loaded.reason)
+        self.span.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
         self.end_span("failed" if failed else "")
         if failed:  # what the pool had is gone: vLLM computes it, and it is stored again
             self.may_load = False
@@ -274,7 +249,7 @@ class TrackedRequest:
 
     def forget_pool(self) -> None:
         """Forgets what the pool has of the prompt: a load has failed, or the weights have changed."""
-        self.found = None
+        self._found = None
         self._planned = [0] * len(self._planned)
 
     def end_span(self, error: str = "") -> None:
@@ -286,7 +261,7 @@ class TrackedRequest:
 
     def computes(self) -> None:
         """Notes that vLLM computes tokens of the request in this step."""
-        self.found = None  # after a preemption it is looked up again, with what it has stored until then
+        self._found = None  # after a preemption it is looked up again, with what it has stored until then
         self.outcome.over = True
 
     def storable(self, tokens: int) -> int:
@@ -301,12 +276,12 @@ class TrackedRequest:
         `undrafted`: whether blocks of vLLM's own cache may lack the draft model's KV.
         """
         # vLLM also counts tokens that are only drafted. The request has those that are certain
-        complete = self.storable(min(computed, self.request.num_tokens)) // self._plan.chunk
+        complete = self.storable(min(computed, self.request.num_tokens)) // self._chunk
         found: list[tuple[int, range]] = []
         for place, group in enumerate(self._plan.layers):
             first, last = self._planned[place], complete - group.ahead
             if group.drafts and undrafted:
-                first = max(first, -(-self.at_hand // self._plan.chunk)) if self.drafted else last
+                first = max(first, -(-self.at_hand // self._chunk)) if self.drafted else last
             if group.kind == "state" or last <= first:
                 continue
             last = min(last, len(self.names.first(complete)) - group.ahead)
@@ -317,15 +292,15 @@ class TrackedRequest:
     def _needed(self, place: int, first: int, last: int) -> list[range]:
         """Returns which of the chunks from `first` to before `last` a load could need of a layer group."""
         request, plan, tail = self.request, self._plan, self._plan.tails[place]
-        prompt = request.num_prompt_tokens // plan.chunk
+        prompt = request.num_prompt_tokens // self._chunk
         if not plan.settings.connector.store_generated:
             last = min(last, prompt - plan.layers[place].ahead)
         if not tail or plan.dense:
             return [range(first, last)]
         # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
-        end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // plan.chunk
+        end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(first, end - tail)
-        junction = request.shared_prefix_boundary // plan.chunk
+        junction = request.shared_prefix_boundary // self._chunk
         return [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
 
     # --- the end -------------------------------------------------------------------------------------------------
@@ -333,11 +308,11 @@ class TrackedRequest:
     def announceable(self, computed: int) -> int:
         """Returns how long a prefix of a prompt the pool holds or will hold, in tokens, if vLLM has computed `computed` tokens and all chunks
         of them were stored."""
-        plan, whole = self._plan, self.storable(min(computed, self.request.num_prompt_tokens)) // self._plan.chunk
-        chunks = max(0, whole - plan.ahead)
-        if self.names.adapted:  # nothing was stored before the adapter was identified
+        whole = self.storable(min(computed, self.request.num_prompt_tokens)) // self._chunk
+        chunks = max(0, whole - self._plan.ahead)
+        if self._adapter is not None:  # nothing was stored before it was identified
             chunks = min(chunks, self._planned[0])
-        return chunks * plan.chunk
+        return chunks * self._chunk
 
     def report(self, computed: int) -> RequestReport | None:
         """Returns the report on the prompt; None if vLLM has never asked about it, or has not computed all of it."""
@@ -427,11 +402,6 @@ class PromptNames:
         """Those of the whole chunks so far; grows with the request."""
 
     @property
-    def adapted(self) -> bool:
-        """Whether the request has a LoRA adapter."""
-        return self._adapter is not None
-
-    @property
     def possible(self) -> bool:
         """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and without its digest an adapter could be
         taken for another."""
@@ -441,13 +411,6 @@ class PromptNames:
                 return False
             self._digest = digest
         return self.identified and not (self._by_tokens and self._request.prompt_embeds is not None)
-
-    def adapter_trouble(self) -> tuple[str, str] | None:
-        """Returns why the adapter has no digest, and that in words; None if it has one, or if there is no adapter."""
-        adapter = self._adapter
-        if adapter is None or adapter.digest:
-            return None
-        return adapter.why, f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
 
     def first(self, count: int) -> list[bytes]:
         """Returns the names of the first `count` chunks, or of fewer if the request has fewer whole chunks."""
