@@ -184,16 +184,16 @@ class SchedulerSide:
     def begin_step(self, output: SchedulerOutput) -> Step:
         """Returns what has to be done with this step, whatever else is planned."""
         self._follow()
-        now, label = self._clock(), self._outdated.weights.label
+        now = self._clock()
         step, self._next = self._next, Step()
-        step.label = label
+        step.label = self._outdated.weights.label
         step.nothing_to_compute = not output.total_num_scheduled_tokens
         # a request that waits for the blocks of streams may hold up the requests that would end these streams
-        step.loads += self.streams.give_way(now, needed=self._refused and step.nothing_to_compute)
+        self.streams.give_way(now, needed=self._refused and step.nothing_to_compute)
         self._refused = False
-        if self._lookup.available and (stream := self.streams.due(now)) is not None:
-            found = self._lookup.find(stream.names, stream.tracked.id, at_hand=stream.done)
-            step.loads += self.streams.load(stream, found, label, now)
+        if self._lookup.available:
+            self.streams.look_up(self._lookup, step.label, now)
+        step.loads += self.streams.take_loads()
         step.expecting |= self.streams.under_way
         return step
 
@@ -223,7 +223,7 @@ class SchedulerSide:
                 ended = zip(job.chunks.names, job.outcomes, strict=True)
                 self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
         for request_id, (ranks, loaded) in report.streams.items():
-            self._next.loads += self.streams.advance(request_id, ranks, loaded, self._clock())
+            self.streams.advance(request_id, ranks, loaded, self._clock())
         for request_id, loaded in report.loads.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)
@@ -236,7 +236,7 @@ class SchedulerSide:
         stored = tracked is not None and self._storable(tracked)
         self._outdated.forget(request_id)
         self._holding.pop(request_id, None)
-        self._next.loads += self.streams.leave(request_id)
+        self.streams.leave(request_id)
         if tracked is None:
             return None
         tracked.end_span("the request ended")

@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pd_cache.handoff import next_pause
-from pd_cache.reasons import Found, Loaded
+from pd_cache.lookup import LookupClient
+from pd_cache.reasons import Loaded
 from pd_cache.tracing import Tracing
 from pd_cache.vllm.plan import ChunkPlan
-from pd_cache.vllm.steps import GroupChunks, LoadOp
+from pd_cache.vllm.steps import LoadOp
 from pd_cache.vllm.tracked import TrackedRequest, request_span
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
@@ -39,8 +40,6 @@ class Stream:
     """Those of its whole chunks: the rest is for the request that is to be answered."""
     blocks: Sequence[int]
     """Of all its tokens."""
-    at_hand: int
-    """How many of these blocks vLLM's own cache had."""
     done: int
     """How many chunks are loaded, or were at hand."""
     until: float
@@ -68,6 +67,7 @@ class Streams:
         self._manager = manager
         self._tracing = tracing
         self._streams: dict[str, Stream] = {}
+        self._loads: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
         """The blocks of streams that have given way. vLLM reserves as many until their requests end, for loads that never come. It then refuses
         them to other loads, but not to requests that compute."""
@@ -108,48 +108,38 @@ class Streams:
 
     def begin(self, tracked: TrackedRequest, blocks: Sequence[int]) -> None:
         """Takes the blocks that vLLM has allocated for the proposed load."""
-        block, chunk, at_hand = self._plan.layers[0].block_size, self._plan.chunk, tracked.at_hand
-        names = tracked.names.first(min(self._plan.most(tracked.request), len(blocks) * block // chunk))
-        done, until = min(len(names), at_hand // chunk), tracked.arrived + self.longest_s
-        self._streams[tracked.id] = Stream(tracked, names, blocks, at_hand // block, done, until)
+        chunk, whole = self._plan.chunk, len(blocks) * self._plan.layers[0].block_size // self._plan.chunk
+        names = tracked.names.first(min(self._plan.most(tracked.request), whole))
+        done, until = min(len(names), tracked.at_hand // chunk), tracked.arrived + self.longest_s
+        self._streams[tracked.id] = Stream(tracked, names, blocks, done, until)
         tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=tracked.proposed)
 
-    def due(self, now: float) -> Stream | None:
-        """Returns a stream to look up now, from chunk `done` on."""
-        if now < self._next_poll:
-            return None
+    def look_up(self, lookup: LookupClient, label: str | None, now: float) -> None:
+        """Looks up the next chunks of a stream, if it is time to, and loads what is found in this weights version."""
         streams = self._streams.values()
         waiting = (
             stream for stream in streams if not (stream.over or stream.ranks) and stream.done < len(stream.names)
         )
         stream = min(waiting, key=attrgetter("next_poll"), default=None)
-        if stream is None or stream.next_poll > now:
-            return None
+        if stream is None or now < max(self._next_poll, stream.next_poll):
+            return
         self._next_poll = now + _APART_S
-        return stream
-
-    def load(self, stream: Stream, found: Found, label: str | None, now: float) -> list[LoadOp]:
-        """Returns the load of what a lookup has found in this weights version."""
-        if found.chunks <= stream.done or stream.over:
+        found = lookup.find(stream.names, stream.tracked.id, at_hand=stream.done).chunks
+        if found <= stream.done:
             stream.poll_s = next_pause(stream.poll_s)
             stream.next_poll = now + stream.poll_s
-            return []
-        stream.poll_s = 0.0
-        per_chunk = self._plan.chunk // self._plan.layers[0].block_size
-        first, at_hand = stream.done * per_chunk, stream.at_hand
-        blocks = [-1] * max(0, at_hand - first) + list(stream.blocks[max(first, at_hand) : found.chunks * per_chunk])
-        part = GroupChunks(0, list(stream.names[stream.done : found.chunks]), blocks)
-        stream.ranks, stream.loaded = self._plan.ranks, Loaded(found.chunks - stream.done)
-        return [LoadOp(stream.tracked.id, [part], [], label, streams=True)]
+            return
+        part = stream.tracked.part(0, stream.done, found, [stream.blocks])
+        stream.poll_s, stream.ranks, stream.loaded = 0.0, self._plan.ranks, Loaded(found - stream.done)
+        self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
 
-    def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> list[LoadOp]:
-        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache. If the request has ended, returns what
-        `leave` does."""
+    def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> None:
+        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
         stream.loaded = min(stream.loaded, loaded, key=attrgetter("chunks"))
         if stream.ranks > 0:
-            return []
+            return
         came = stream.names[stream.done : stream.done + stream.loaded.chunks]
         stream.over |= loaded.reason != "none"
         stream.done += len(came)
@@ -159,28 +149,33 @@ class Streams:
             self._came.update(dict.fromkeys(came))
         while len(self._came) > _REMEMBERED:
             self._came.popitem(last=False)
-        return self.leave(request_id) if stream.left else []
+        if stream.left:
+            self._end(stream, "")
 
-    def give_way(self, now: float, *, needed: bool) -> list[LoadOp]:
+    def give_way(self, now: float, *, needed: bool) -> None:
         """Ends streams whose time is over, and outdated streams. If there are none and another request `needed` blocks, ends the newest.
 
-        Returns loads that fail at once: vLLM then gives the streams' blocks back. Chunks that came stay in vLLM's own cache.
+        Chunks that came stay in vLLM's own cache.
         """
         able = [stream for stream in self._streams.values() if not stream.ranks and not stream.left]
         ending = [stream for stream in able if stream.outdated or now >= stream.until] or (able[-1:] if needed else [])
-        self._reserved.update({stream.tracked.id: len(stream.blocks) for stream in ending})
         self.block_loads = needed and not ending and bool(self._reserved)
-        return [self._end(stream, "given up") for stream in ending]
+        for stream in ending:
+            self._reserved[stream.tracked.id] = len(stream.blocks)
+            self._end(stream, "given up")
 
-    def leave(self, request_id: str) -> list[LoadOp]:
-        """Notes that the request has ended. Returns what to tell the workers, so that vLLM gives its blocks back; nothing while they load."""
+    def leave(self, request_id: str) -> None:
+        """Notes that the request has ended. vLLM gets its blocks back when nothing is loaded into them."""
         self._reserved.pop(request_id, None)
-        if (stream := self._streams.get(request_id)) is None:
-            return []
-        stream.left = stream.over = True
-        if stream.ranks:
-            return []
-        return [self._end(stream, "")]
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.left = stream.over = True
+            if not stream.ranks:
+                self._end(stream, "")
+
+    def take_loads(self) -> list[LoadOp]:
+        """Returns the loads for the next step."""
+        loads, self._loads = self._loads, []
+        return loads
 
     def stop(self) -> None:
         """Loads nothing more for the streams under way: the weights have changed."""
@@ -214,10 +209,11 @@ class Streams:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _end(self, stream: Stream, why: str) -> LoadOp:
-        """Ends a stream that no rank loads for. Returns the load whose failure has vLLM give all of its blocks back."""
-        del self._streams[stream.tracked.id]
-        stream.tracked.may_load = False
-        stream.tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - stream.tracked.at_hand))
-        stream.tracked.end_span(why)
-        return LoadOp(stream.tracked.id, [], [])
+    def _end(self, stream: Stream, why: str) -> None:
+        """Ends a stream that no rank loads for. Its load fails, so vLLM gives all of its blocks back."""
+        tracked = stream.tracked
+        del self._streams[tracked.id]
+        tracked.may_load = False
+        tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - tracked.at_hand))
+        tracked.end_span(why)
+        self._loads.append(LoadOp(tracked.id, [], []))

@@ -216,11 +216,13 @@ class TrackedRequest:
         self._no_room_since = None
         self.outcome.began_load(external)
         first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
-        parts = [self._part(place, first, last, ids, null) for place in range(len(self._plan.layers))]
+        parts = [self.part(place, first, last, ids, null) for place in range(len(self._plan.layers))]
         self._planned = [max(planned, last) if first <= planned else planned for planned in self._planned]
         return parts
 
-    def _part(self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int) -> GroupChunks:
+    def part(
+        self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int | None = None
+    ) -> GroupChunks:
         """Returns which of the chunks from `first` to before `last` a layer group has to load: without tokens that the engine has at hand, and
         those for which vLLM allocated no block."""
         group, tail = self._plan.layers[place], self._plan.tails[place]
