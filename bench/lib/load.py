@@ -7,7 +7,6 @@ instead of hiding it.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from launch.http import trusting
 
 ANY_LENGTH = 1 << 30
 _HEADERS = {"Content-Type": "application/json"}
-_PARTS = (50, 90, 99)
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
@@ -40,14 +38,6 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     """Prompt tokens that no node had to compute, if the answer says so."""
     error: str = ""
     """The kind of error; empty if it was answered to the end."""
-
-
-class Load(msgspec.Struct):
-    """All that the generator saw."""
-
-    outcomes: list[RequestOutcome] = []
-    gaps: list[float] = []
-    """Pauses between tokens, in seconds."""
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------
@@ -77,29 +67,29 @@ class Destination(NamedTuple):
 
 async def generate(
     target: Destination, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
-) -> Load:
+) -> list[RequestOutcome]:
     """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
 
     Ends when the last one has been answered, or has reached its deadline.
     """
-    load = Load()
+    outcomes = []
     headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
     timeout = aiohttp.ClientTimeout(total=None)  # each request has its own
     session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
-    async def one(outcome: RequestOutcome, body: bytes) -> None:
-        await _ask(session, target, body, start, outcome, load.gaps)
+    async def send(outcome: RequestOutcome, body: bytes) -> None:
+        await _ask(session, target, body, start, outcome)
         done()
 
     async with session, asyncio.TaskGroup() as requests:
         for index, arrival in enumerate(arrivals):
             outcome = RequestOutcome(due=arrival.due, prompt_tokens=arrival.prompt_tokens)
-            load.outcomes.append(outcome)
+            outcomes.append(outcome)
             body = _body(target, arrival, index)  # before it is due
             await asyncio.sleep(start + arrival.due - time.monotonic())
-            requests.create_task(one(outcome, body))
-    return load
+            requests.create_task(send(outcome, body))
+    return outcomes
 
 
 def _body(target: Destination, arrival: Arrival, index: int) -> bytes:
@@ -160,12 +150,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 async def _ask(
-    session: aiohttp.ClientSession,
-    target: Destination,
-    body: bytes,
-    start: float,
-    outcome: RequestOutcome,
-    gaps: list[float],
+    session: aiohttp.ClientSession, target: Destination, body: bytes, start: float, outcome: RequestOutcome
 ) -> None:
     """One request; fills its outcome in, and never raises for what the server does."""
 
@@ -195,7 +180,17 @@ async def _ask(
                 if event.error is not None:
                     outcome.error = "error in the stream"
                     return
-                _count(event, now, target.hands_over, outcome, gaps)
+                new = sum(
+                    bool(choice.text) if choice.token_ids is None else len(choice.token_ids) for choice in event.choices
+                )
+                if new:
+                    outcome.first = now if outcome.first is None else outcome.first
+                    outcome.last = now
+                    outcome.tokens += new
+                if event.usage is not None and event.usage.completion_tokens:
+                    outcome.tokens = event.usage.completion_tokens
+                cached = event.cached(target.hands_over)
+                outcome.cached = outcome.cached if cached is None else cached
     except TimeoutError:
         outcome.error = "deadline"
     except (aiohttp.ClientConnectorError, ConnectionError):
@@ -204,50 +199,26 @@ async def _ask(
         outcome.error = f"broken answer: {type(error).__name__}"
 
 
-def _count(event: _Event, now: float, hands_over: bool, outcome: RequestOutcome, gaps: list[float]) -> None:
-    new = sum(len(one.token_ids) if one.token_ids is not None else bool(one.text) for one in event.choices)
-    if new:
-        if outcome.first is None:
-            outcome.first = now
-        else:
-            gaps.append(now - outcome.last)
-        outcome.last = now
-        outcome.tokens += new
-    if event.usage is not None and event.usage.completion_tokens:
-        outcome.tokens = event.usage.completion_tokens
-    cached = event.cached(hands_over)
-    if cached is not None:
-        outcome.cached = cached
-
-
 # --- what it comes to ------------------------------------------------------------------------------------------------
 
 
-def _ms(seconds: float) -> float | None:
-    """None for nan, which JSON has no word for."""
-    return None if math.isnan(seconds) else seconds * 1e3
-
-
-def summarize(load: Load) -> dict[str, Any]:
-    """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the last."""
-    answered = [one for one in load.outcomes if not one.error and one.first is not None]
-    errors = Counter(one.error for one in load.outcomes if one.error)
-    began = min((one.due for one in load.outcomes), default=0.0)
-    seconds = max((one.due + one.last for one in answered), default=began) - began
-    firsts = [one.first for one in answered if one.first is not None]
-    told = [one for one in answered if one.cached is not None]
+def summarize(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
+    """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the last; None without any."""
+    answered = [outcome for outcome in outcomes if not outcome.error and outcome.first is not None]
+    began = min(outcome.due for outcome in outcomes)
+    seconds = max((outcome.due + outcome.last for outcome in answered), default=began) - began
+    firsts = [outcome.first for outcome in answered if outcome.first is not None]
+    known = [outcome for outcome in answered if outcome.cached is not None]
+    hits, tokens = (sum(getattr(outcome, what) or 0 for outcome in known) for what in ("cached", "prompt_tokens"))
     return {
-        "requests": len(load.outcomes),
+        "requests": len(outcomes),
         "answered": len(answered),
-        "errors": dict(sorted(errors.items())),
+        "errors": dict(sorted(Counter(outcome.error for outcome in outcomes if outcome.error).items())),
         "seconds": seconds,
         "requests_per_s": len(answered) / seconds if seconds else 0.0,
-        "prompt_tokens": sum(one.prompt_tokens for one in answered),
-        "output_tokens_per_s": sum(one.tokens for one in answered) / seconds if seconds else 0.0,
-        **{f"ttft_p{part}_ms": _ms(quantile(firsts, part / 100)) for part in _PARTS},
-        **{f"inter_token_p{part}_ms": _ms(quantile(load.gaps, part / 100)) for part in _PARTS},
-        "sent_late_p99_ms": _ms(quantile([one.sent for one in load.outcomes], 0.99)),
-        "hit_rate": sum(one.cached or 0 for one in told) / max(1, sum(one.prompt_tokens for one in told))
-        if told
-        else None,
+        "output_tokens_per_s": sum(outcome.tokens for outcome in answered) / seconds if seconds else 0.0,
+        "ttft_p50_ms": 1e3 * quantile(firsts, 0.5) if firsts else None,
+        "ttft_p99_ms": 1e3 * quantile(firsts, 0.99) if firsts else None,
+        "sent_late_p99_ms": 1e3 * quantile([outcome.sent for outcome in outcomes], 0.99),
+        "hit_rate": hits / tokens if known else None,
     }

@@ -1,6 +1,6 @@
 """A node that computes nothing: it streams as many tokens as asked for, at a steady pace. What the proxy is measured against.
 
-python -m bench.lib.streaming_node       prints `ready PORT` and serves until SIGTERM
+python -m bench.lib.streaming_node NAME       prints `ready NAME URL` and serves until SIGTERM
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import time
 
 from aiohttp import web
@@ -41,7 +42,7 @@ def main() -> None:
     app.router.add_post("/v1/completions", _completions)
     app.router.add_get("/health", _health)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        print("ready", listener.getsockname()[1], flush=True)
+        print(f"ready {sys.argv[1]} http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         web.run_app(app, sock=listener, backlog=1024, print=None, access_log=None)
 
 

@@ -14,27 +14,38 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import click
-import yaml
 
 from bench.lib.report import at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
-from launch.run.supervise import end, spawn_child
+from launch.run.supervise import Program, Supervisor
+from launch.run.up import program_of, quiet
+from pd_cache.cluster import (
+    ClusterConfig,
+    DecodeNode,
+    MasterNode,
+    ModelConfig,
+    PrefillNode,
+    ProxyConfig,
+    ProxyNode,
+    RandomModel,
+    ReferenceEngineConfig,
+    SupervisorConfig,
+    dump_config,
+)
 
-_READY_S = 30.0
 _STREAM_S = 120.0
 _PAUSE_MS = 40
 """Between two events of a stream."""
@@ -51,30 +62,30 @@ class Timing(NamedTuple):
 
 
 @contextmanager
-def _process(*command: str) -> Iterator[str]:
-    """Yields a child that prints `ready ...` when it can be used; answers the last word of that line."""
-    process = spawn_child((sys.executable, "-P", *command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline().decode()
-        if not line.startswith("ready "):
-            raise RuntimeError(f"{command} did not get ready: {line!r}")
-        yield line.split()[-1]
-    finally:
-        end([process], _READY_S)
-        process.stdout.close()
-
-
-def _proxy_file(folder: Path, name: str, prefill: Sequence[int], decode: Sequence[int]) -> Path:
-    engine = {"kind": "reference", "model": {"name": "bench", "random": {"seed": 0}}}
-    nodes = [{"name": "master", "role": "master"}, {"name": "proxy", "role": "proxy", "port": 0}]
-    nodes += [{"name": f"p{port}", "role": "prefill", "port": port} for port in prefill]
-    nodes += [{"name": f"d{port}", "role": "decode", "port": port} for port in decode]
-    file = folder / f"{name}.yaml"
-    # no lookups: there is no pool
-    tree = {"engine": engine, "proxy": {"direct_tokens": 0}, "nodes": nodes}
-    file.write_text(yaml.safe_dump(tree))
-    return file
+def started() -> Iterator[Mapping[str, str]]:
+    """Yields the URLs of two nodes, `decode` and `prefill`, and of two proxies: `one-hop` knows `decode` alone, `two-hops` both."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
+        Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
+    ):
+        streaming = (sys.executable, "-m", "bench.lib.streaming_node")
+        supervisor.start([[Program(name, (*streaming, name)) for name in ("decode", "prefill")]])
+        ports = {name: int(url.rpartition(":")[2]) for name, url in supervisor.ready_urls.items()}
+        decode = DecodeNode(name="decode", port=ports["decode"])
+        prefill = PrefillNode(name="prefill", port=ports["prefill"])
+        proxies = []
+        for name, nodes in (("one-hop", [decode]), ("two-hops", [decode, prefill])):
+            proxy = ProxyNode(name=name, port=0)
+            config = ClusterConfig(
+                engine=ReferenceEngineConfig(model=ModelConfig(name="bench", random=RandomModel(seed=0))),
+                proxy=ProxyConfig(direct_tokens=0),  # no lookups: there is no pool
+                nodes=(MasterNode(name="master"), proxy, *nodes),
+            )
+            file = Path(folder) / f"{name}.yaml"
+            file.write_text(dump_config(config))
+            proxies.append(program_of(proxy, file))
+        supervisor.start([proxies])
+        yield supervisor.ready_urls
 
 
 async def _stream(
@@ -172,33 +183,23 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
     body = json.dumps(
         {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": _PAUSE_MS}
     ).encode()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-cache-bench-")))
-        port = int(stack.enter_context(_process("-m", "bench.lib.streaming_node")))
-        other = int(stack.enter_context(_process("-m", "bench.lib.streaming_node")))
-        node, prefill = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"
+    with started() as urls:
 
-        def proxy(name: str, prefills: list[int]) -> str:
-            file = _proxy_file(folder, name, prefills, [port])
-            return stack.enter_context(_process("-m", "launch", "launch", "proxy", "-c", str(file)))
-
-        one_hop, two_hops = proxy("one-hop", []), proxy("two-hops", [other])
-
-        def run(url: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
+        def run(name: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
             # begun evenly over the time that one takes, as requests come that do not know of each other
             over_s = tokens * _PAUSE_MS / 1000
-            return lambda: asyncio.run(_streams(url, streams, body, tokens, prefill_url, each=3, over_s=over_s))
+            return lambda: asyncio.run(_streams(urls[name], streams, body, tokens, prefill_url, each=3, over_s=over_s))
 
         ways = {
-            "direct": run(node),
-            "proxy": run(one_hop),
-            "direct_two_hops": run(node, prefill),
-            "proxy_two_hops": run(two_hops),
+            "direct": run("decode"),
+            "proxy": run("one-hop"),
+            "direct_two_hops": run("decode", urls["prefill"]),
+            "proxy_two_hops": run("two-hops"),
         }
         with progress() as bar:
             results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
         slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
-        timings = asyncio.run(_streams(one_hop, most, slow, 5))
+        timings = asyncio.run(_streams(urls["one-hop"], most, slow, 5))
     results |= {
         "open_streams": len(timings),
         "open_streams_longest_ms": max(timing.total for timing in timings),

@@ -154,12 +154,6 @@ def _live(engine: CacheEngine, cache: ShrunkenCache, blocks: Sequence[int], tall
         tally.refused += outcomes.count(StoreOutcome.NOT)
 
 
-def _within(lease_ms: int) -> TransferSettings:
-    """Returns settings with which no transfer outlives its lease; these take milliseconds."""
-    longest = min(60_000, lease_ms)
-    return TransferSettings(staging_size=_STAGING, timeouts=Timeouts(get_ms=longest, put_ms=longest))
-
-
 class Pools:
     """A trace, and the pools on which it is replayed."""
 
@@ -173,17 +167,24 @@ class Pools:
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:
         """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be too small."""
         least = -(-MIN_SEGMENT // self._slot)
-        if small := [int(one) for one in asked if one < least]:
+        if small := [int(room) for room in asked if room < least]:
             raise click.UsageError(
                 f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {self._chunk_bytes} bytes; "
                 "choose larger --chunk-bytes"
             )
         return asked or (*(float(max(least, round(share * self.distinct))) for share in _SHARES), _UNBOUNDED)
 
-    def row(self, capacity: float, master: MasterNode) -> dict[str, Any]:
+    def row(self, capacity: float, watermark: float, ratio: float) -> dict[str, Any]:
         """Returns the figures of a pool with room for so many chunks, which lasts as long as that takes."""
-        bounded, transfer = capacity != _UNBOUNDED, _within(master.lease_ttl_ms)
-        chunks = capacity if bounded else _ROOM * self.distinct / master.eviction_high_watermark
+        bounded = capacity != _UNBOUNDED
+        # no transfer outlives its lease, and a lease delays eviction
+        lease_ms = 200 if bounded else 60_000
+        timeouts = Timeouts(get_ms=lease_ms, put_ms=lease_ms)
+        transfer = TransferSettings(staging_size=_STAGING, timeouts=timeouts)
+        master = MasterNode(
+            name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=watermark, eviction_ratio=ratio
+        )
+        chunks = capacity if bounded else _ROOM * self.distinct / watermark
         with local_pool(max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master) as address:
             # a chunk is a block of the trace, named by its number
             cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks")
@@ -193,9 +194,8 @@ class Pools:
         return {
             "capacity_chunks": int(capacity) if bounded else "unbounded",
             "capacity_mib": capacity * self._slot / (1 << 20) if bounded else None,
-            "watermark": master.eviction_high_watermark,
-            "ratio": master.eviction_ratio,
-            "lease_ms": master.lease_ttl_ms,
+            "watermark": watermark,
+            "ratio": ratio,
             "hit_rate": tally.hit_rate,
             "lru": hit_rate(self._trace, SimulatedLru(int(capacity))) if bounded else self.ideal,
             "ideal": self.ideal,
@@ -245,20 +245,17 @@ _CAPACITY = (
 @option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
-@option("--lease-ms", default=200, type=click.IntRange(100), help="How long a chunk that was looked up is safe from eviction, in the time of the replay.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk.")  # fmt: skip
 @output_options
 def main(
     trace: Path,
     capacities: tuple[float, ...],
     evict: tuple[float, float],
-    lease_ms: int,
     chunk_bytes: int,
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
     pools = Pools(read_trace(trace), chunk_bytes)
-    master = MasterNode(name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=evict[0], eviction_ratio=evict[1])
-    rows = [pools.row(room, master) for room in pools.capacities(capacities)]
+    rows = [pools.row(room, *evict) for room in pools.capacities(capacities)]
     figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
     finish(figures, checks_of(rows), **output)

@@ -1,4 +1,4 @@
-"""A cluster under load: time to first token, time between tokens, tokens/s, hit rate and errors at a rate of requests.
+"""A cluster under load: time to first token, tokens/s, hit rate and errors at a rate of requests.
 
 Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace, however slow the
 cluster is; see `bench/lib/load.py`. The same load is sent twice: first with an isolation of its own for each request (`cache_salt`), so
@@ -137,9 +137,9 @@ def send(what: str, target: Destination, arrivals: Sequence[Arrival], isolated: 
     target = target._replace(salted=uuid.uuid4().hex if isolated else "")
     with progress() as bar:
         task = bar.add_task(what, total=len(arrivals))
-        load = asyncio.run(generate(target, arrivals, time.monotonic() + _START_S, lambda: bar.advance(task)))
+        outcomes = asyncio.run(generate(target, arrivals, time.monotonic() + _START_S, lambda: bar.advance(task)))
     ideal = 0.0 if isolated else ideal_hit_rate(arrivals)
-    return {"pass": what, **summarize(load), "ideal_hit_rate": ideal}
+    return {"pass": what, **summarize(outcomes), "ideal_hit_rate": ideal}
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
@@ -199,7 +199,7 @@ def main(
             output_tokens = min(output_tokens, target.longest - 1)
             prompt_tokens = min(prompt_tokens, target.longest - output_tokens)
             arrivals = synthetic(times, prompt_tokens, _SHARED, _PREFIXES, output_tokens)
-        send("warm-up", target, [one._replace(due=0.0) for one in arrivals[:_WARM_UP]], isolated=True)
+        send("warm-up", target, [arrival._replace(due=0.0) for arrival in arrivals[:_WARM_UP]], isolated=True)
         rows = [send(name, target, arrivals, isolated=name == "recompute") for name in _PASSES]
     beside = [[name, *(row[name] for row in rows)] for name in rows[0] if name != "pass"]
     finish(

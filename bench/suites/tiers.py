@@ -38,6 +38,8 @@ POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 PAGE = 4096
 _OBJECTS = 16
 """Chunks of a round."""
+MOST = 1_000_000
+"""Entries of the larger index."""
 
 
 def room(objects: int, payload: int) -> int:
@@ -46,18 +48,16 @@ def room(objects: int, payload: int) -> int:
 
 
 @contextlib.contextmanager
-def opened(tiers: Sequence[StorageTier], payload: int, *, staging: int = 8) -> Iterator[StorageBackend]:
-    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition."""
+def opened(
+    tiers: Sequence[StorageTier], payload: int, *, staging: int = 8
+) -> Iterator[tuple[HybridBackend, StorageBackend]]:
+    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition; and that of the first tier."""
     transfer = TransferSettings(staging_size=room(staging, payload))
     settings = NodeSettings(master="", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
     with contextlib.closing(open_backend(settings, payload)) as backend:
         backend.wait_available(30)
-        yield backend
-
-
-def first_tier(backend: StorageBackend) -> StorageBackend:
-    assert isinstance(backend, HybridBackend)
-    return backend.tiers[0].backend
+        assert isinstance(backend, HybridBackend)
+        yield backend, backend.tiers[0].backend
 
 
 def fill(backend: StorageBackend) -> None:
@@ -98,21 +98,19 @@ def names(count: int) -> list[str]:
     return [f"{prefix}/{index:032x}" for index in range(count)]
 
 
-def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, Any]:
-    """Returns GB/s of each. Where there is a limit, also how fast it was, of the limit: the median over the rounds, the least and the
-    greatest."""
-    figures: dict[str, Any] = {**gbps(nbytes, seconds)}
+def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, float]:
+    """Returns GB/s of each, and the speed of those in `limits` in relation to their limit's: the median over the rounds."""
+    figures = gbps(nbytes, seconds)
     for name, limit in limits.items():
-        ratios = [raw / ours for raw, ours in zip(seconds[limit], seconds[name], strict=True)]
-        figures[f"{name}_ratio"] = statistics.median(ratios)
-        figures[f"{name}_spread"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rounds = zip(seconds[limit], seconds[name], strict=True)
+        figures[f"{name}_ratio"] = statistics.median(raw / ours for raw, ours in rounds)
     return figures
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def measure_local(payload: int, rounds: int) -> dict[str, Any]:
+def measure_local(payload: int, rounds: int) -> dict[str, float]:
     """Local gets against copying the same bytes, and a hybrid's against its first tier's."""
     keys = names(_OBJECTS)
     source = [np.ones(payload, dtype=np.uint8) for _ in keys]
@@ -122,23 +120,23 @@ def measure_local(payload: int, rounds: int) -> dict[str, Any]:
         for to, of in zip(target, source, strict=True):
             np.copyto(to, of)
 
-    def copied(backend: StorageBackend) -> None:
-        places = iter(target)
-        get(backend, keys, lambda payload: np.copyto(next(places), np.frombuffer(payload, dtype=np.uint8)))
-
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         opened(
             [LocalTier(capacity=room(_OBJECTS, payload)), DiskTier(path=folder, capacity=room(1, payload))], payload
-        ) as backend,
+        ) as (backend, tier),
     ):
-        tier = first_tier(backend)
         fill(tier)
         put(tier, keys)
+
+        def copied() -> None:
+            places = iter(target)
+            get(tier, keys, lambda payload: np.copyto(next(places), np.frombuffer(payload, dtype=np.uint8)))
+
         ways: dict[str, Callable[[], object]] = {
             "memcpy": memcpy,
             "local_get": lambda: get(tier, keys),
-            "local_get_copied": lambda: copied(tier),
+            "local_get_copied": copied,
             "hybrid_get": lambda: get(backend, keys),
         }
         seconds = in_turn(3 * rounds, ways)  # short ones
@@ -146,95 +144,79 @@ def measure_local(payload: int, rounds: int) -> dict[str, Any]:
     return compared(_OBJECTS * payload, seconds, limits)
 
 
-def measure_contains(rounds: int, folder: Path) -> dict[str, Any]:
+def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
     """Microseconds of one `contains` over 512 keys, half of them there."""
     payload, asked, entries = 64, 512, 4096
     keys = names(entries)
     asked_keys = [*keys[:: 2 * entries // asked], *names(asked // 2)]
     figures = {}
-    for name, tier in (
-        ("local", LocalTier(capacity=room(entries, payload))),
-        ("disk", DiskTier(path=str(folder), capacity=room(entries, payload))),
-    ):
-        with opened([tier], payload, staging=256) as backend:
+    capacity = room(entries, payload)
+    tiers: dict[str, StorageTier] = {
+        "local": LocalTier(capacity=capacity),
+        "disk": DiskTier(path=str(folder), capacity=capacity),
+    }
+    for name, tier in tiers.items():
+        with opened([tier], payload, staging=256) as (_, first):
             for start in range(0, entries, 128):
-                put(first_tier(backend), keys[start : start + 128])
-            tier_backend = first_tier(backend)
-            assert tier_backend.batched_contains(asked_keys).count(Status.OK) == asked // 2
-            seconds = in_turn(20 * rounds, {name: partial(tier_backend.batched_contains, asked_keys)})
-            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds[name])
+                put(first, keys[start : start + 128])
+            assert first.batched_contains(asked_keys).count(Status.OK) == asked // 2
+            (seconds,) = in_turn(20 * rounds, {"": partial(first.batched_contains, asked_keys)}).values()
+            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds)
     return figures
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
 
 
-class RawDisk:
-    """The file system itself, with the tier's flags, sizes and number of threads."""
+def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
+    """Disk gets and puts against plain loops of the tier's calls, with its flags, sizes and number of threads, in turn."""
+    file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
+    tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
+    keys, raw = names(_OBJECTS), folder / "raw"
+    memory = StagingPool(tier.threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
+    slots = [slot.view for _ in range(tier.threads) if (slot := memory.lease(0.0)) is not None]
 
-    def __init__(self, folder: Path, file_bytes: int, tier: DiskTier) -> None:
-        self._folder, self._tier, self._pool = folder, tier, ThreadPoolExecutor(tier.threads)
-        self._memory = StagingPool(tier.threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
-        self._slots = [slot.view for _ in range(tier.threads) if (slot := self._memory.lease(0.0)) is not None]
+    def fresh() -> None:
+        shutil.rmtree(raw, ignore_errors=True)
+        raw.mkdir()
 
-    def fresh(self) -> None:
-        """Forgets all files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir()
-
-    def run(self, mode: int, call: Callable[[int, list[memoryview], int], int]) -> None:
-        """Plain loops of the tier's calls, one a thread, over all files."""
-
-        def one(thread: int) -> None:
-            memory = self._slots[thread]
-            for index in range(thread, _OBJECTS, self._tier.threads):
-                flags = mode | (os.O_DIRECT if self._tier.direct else 0)
-                descriptor = os.open(self._folder / str(index), flags, 0o600)
+    def loop(mode: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+        def thread(number: int) -> None:
+            view = slots[number]
+            for index in range(number, _OBJECTS, tier.threads):
+                descriptor = os.open(raw / str(index), mode | (os.O_DIRECT if tier.direct else 0), 0o600)
                 try:
                     done = 0
-                    while done < len(memory):
-                        done += call(descriptor, [memory[done:]], done)
+                    while done < len(view):
+                        done += call(descriptor, [view[done:]], done)
                 finally:
                     os.close(descriptor)
 
-        list(self._pool.map(one, range(self._tier.threads)))
+        list(pool.map(thread, range(tier.threads)))
 
-
-def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Disk gets and puts against the file system itself, in turn."""
-    file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
-    tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
-    keys = names(_OBJECTS)
-    with opened([tier], payload, staging=3 * tier.threads) as backend:
-        disk = first_tier(backend)
+    with opened([tier], payload, staging=3 * tier.threads) as (_, disk), ThreadPoolExecutor(tier.threads) as pool:
         fill(disk)
-        raw = RawDisk(folder / "raw", file_bytes, tier)
 
         def remove() -> None:
             assert set(disk.batched_remove(keys)) == {Status.OK}
 
-        seconds = in_turn(
-            rounds,
-            {
-                "_fresh": raw.fresh,
-                "raw_write": partial(raw.run, os.O_WRONLY | os.O_CREAT, os.pwritev),
-                "raw_read": partial(raw.run, os.O_RDONLY, os.preadv),
-                "disk_put": partial(put, disk, keys),
-                "disk_get": partial(get, disk, keys),
-                "_remove": remove,
-            },
-        )
+        ways: dict[str, Callable[[], object]] = {
+            "_fresh": fresh,
+            "raw_write": partial(loop, os.O_WRONLY | os.O_CREAT, os.pwritev),
+            "raw_read": partial(loop, os.O_RDONLY, os.preadv),
+            "disk_put": partial(put, disk, keys),
+            "disk_get": partial(get, disk, keys),
+            "_remove": remove,
+        }
+        seconds = in_turn(rounds, ways)
     return compared(_OBJECTS * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
 # --- eviction --------------------------------------------------------------------------------------------------------
 
 
-def measure_eviction(entries: int, policy: EvictionName, least: int) -> float:
-    """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`.
-
-    At least `least` are replaced, and each once; the median over slices of that.
-    """
+def measure_eviction(entries: int, policy: EvictionName) -> float:
+    """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`: the median over slices."""
     index: EvictingIndex[int] = EvictingIndex(entries, policy)
 
     def take_in(keys: Sequence[str]) -> float:
@@ -246,7 +228,7 @@ def measure_eviction(entries: int, policy: EvictionName, least: int) -> float:
 
     take_in(names(entries))
     slices = 20
-    part = max(entries, least) // slices
+    part = max(entries, MOST // 10) // slices  # each is replaced once at least
     seconds = [take_in(names(part)) for _ in range(slices)]
     assert len(index) == entries
     return 1e6 * statistics.median(seconds) / part
@@ -255,7 +237,7 @@ def measure_eviction(entries: int, policy: EvictionName, least: int) -> float:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
+def checks_of(figures: dict[str, Any]) -> list[Check]:
     """Returns the targets."""
     checks = [
         # without the copy, a get reads the bytes once, for the checksum: faster than any copy
@@ -267,9 +249,9 @@ def checks_of(figures: dict[str, Any], most: int) -> list[Check]:
         at_most("disk_contains_us, 512 keys", figures["disk_contains_us"], 1000.0),
     ]
     for policy in POLICIES:
-        growth = figures[f"evict_us_{policy}_{most}"] / figures[f"evict_us_{policy}_1000"]
+        growth = figures[f"evict_us_{policy}_{MOST}"] / figures[f"evict_us_{policy}_1000"]
         # a thousand entries lie in the processor's cache, a million do not: more than that would be more than O(1)
-        checks.append(at_most(f"eviction {policy}, {most} / 1000 entries", growth, 3.0))
+        checks.append(at_most(f"eviction {policy}, {MOST} / 1000 entries", growth, 3.0))
     return checks
 
 
@@ -280,15 +262,8 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 @option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
 @option("--rounds", default=9, type=click.IntRange(3))
 @option("--path", default=tempfile.gettempdir, show_default="temporary files", type=_FOLDER, help="Of the disk tier.")
-@option("--entries", default=1_000_000, type=click.IntRange(1000), help="Largest index.")
 @output_options
-def main(
-    chunk: ByteSize,
-    rounds: int,
-    path: Path,
-    entries: int,
-    **output: Any,
-) -> None:
+def main(chunk: ByteSize, rounds: int, path: Path, **output: Any) -> None:
     """Every storage tier against its limit."""
     figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": _OBJECTS}
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
@@ -296,6 +271,6 @@ def main(
         figures |= measure_contains(rounds, Path(folder) / "contains")
         figures |= measure_disk(chunk, rounds, Path(folder))
     for policy in POLICIES:
-        for held in (1000, entries):
-            figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy, min(100_000, entries))
-    finish(figures, checks_of(figures, entries), **output)
+        for held in (1000, MOST):
+            figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy)
+    finish(figures, checks_of(figures), **output)

@@ -81,8 +81,8 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
     assert server.certificate == proxy_certificate(guarded.config)
     assert client_key(guarded.config) == KEY
     arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
-    load = asyncio.run(generate(server, [arrival], time.monotonic()))
-    assert [outcome.error for outcome in load.outcomes] == ["http 503"], "the proxy has no node"
+    outcomes = asyncio.run(generate(server, [arrival], time.monotonic()))
+    assert [outcome.error for outcome in outcomes] == ["http 503"], "the proxy has no node"
 
 
 @pytest.mark.parametrize(("served", "accepted"), [("server", True), ("client", False)])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
-from bench.lib.load import Destination, Load, RequestOutcome, generate, summarize
+from bench.lib.load import Destination, RequestOutcome, generate, summarize
 from bench.lib.trace import SimulatedLru, hit_rate
 from tests.support.proxy import Behaviour, Node, answers, hangs, stream
 from tests.support.traces import conversations
@@ -23,10 +23,10 @@ USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens
 DONE = b"data: [DONE]\n\n"
 
 
-def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) -> Load:
+def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) -> list[RequestOutcome]:
     """What the generator sees of a server; the load began `late` seconds ago."""
 
-    async def run() -> Load:
+    async def run() -> list[RequestOutcome]:
         async with node:
             target = Destination(node.url, "m", 100, deadline_s=60 + late)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
@@ -54,12 +54,12 @@ def test_requests_are_sent_while_others_wait() -> None:
         await all_are_there.wait()
         return await well(request)
 
-    load = load_on(Node(when_five_are_there), 5)
-    assert [(one.tokens, one.cached, one.error) for one in load.outcomes] == [(2, 4, "")] * 5
+    outcomes = load_on(Node(when_five_are_there), 5)
+    assert [(one.tokens, one.cached, one.error) for one in outcomes] == [(2, 4, "")] * 5
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
-    (one,) = load_on(Node(well), late=5).outcomes
+    (one,) = load_on(Node(well), late=5)
     assert 5 <= one.sent <= one.first <= one.last
 
 
@@ -77,17 +77,17 @@ def test_times_count_from_when_a_request_was_due() -> None:
 )
 def test_errors_are_told_apart(handler: Behaviour, kind: str) -> None:
     changes: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
-    load = load_on(Node(handler), 2, **changes.get(kind, {}))
-    assert [one.error for one in load.outcomes] == [kind, kind]
-    assert summarize(load)["errors"] == {kind: 2}
-    assert summarize(load)["answered"] == 0
+    outcomes = load_on(Node(handler), 2, **changes.get(kind, {}))
+    assert [one.error for one in outcomes] == [kind, kind]
+    assert summarize(outcomes)["errors"] == {kind: 2}
+    assert summarize(outcomes)["answered"] == 0
 
 
 @pytest.mark.parametrize(("prefill", "cached"), [({"cached_tokens": 3}, 3), (None, 7)])
 def test_what_the_prefill_node_found_counts_where_there_was_one(prefill: object, cached: int) -> None:
     event = {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": prefill}}
-    load = load_on(Node(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)))
-    assert summarize(load)["hit_rate"] == cached / 8
+    outcomes = load_on(Node(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)))
+    assert summarize(outcomes)["hit_rate"] == cached / 8
 
 
 def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
@@ -134,7 +134,7 @@ def test_figures_are_those_of_what_was_answered() -> None:
         for due in range(4)
     ]
     lost = RequestOutcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")
-    summary = summarize(Load([*outcomes, lost], [0.1, 0.2, 0.3]))
+    summary = summarize([*outcomes, lost])
     figures = {
         "requests": 5,
         "answered": 4,
@@ -142,13 +142,13 @@ def test_figures_are_those_of_what_was_answered() -> None:
         "output_tokens_per_s": 5.0,
         "hit_rate": (0 + 1 + 2 + 3) / 40,
     }
-    times = {"ttft_p50_ms": 200, "ttft_p99_ms": 400, "inter_token_p50_ms": 200}
+    times = {"ttft_p50_ms": 200, "ttft_p99_ms": 400}
     assert summary == summary | figures
     assert {name: summary[name] for name in times} == pytest.approx(times)
 
 
 def test_a_load_that_nobody_answered_has_figures_too() -> None:
-    summary = summarize(Load([RequestOutcome(due=0.0, prompt_tokens=1, error="deadline")]))
+    summary = summarize([RequestOutcome(due=0.0, prompt_tokens=1, error="deadline")])
     assert (summary["answered"], summary["output_tokens_per_s"]) == (0, 0)
     assert summary["hit_rate"] is summary["ttft_p50_ms"] is None
     json.dumps(summary, allow_nan=False)

@@ -29,7 +29,6 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
     for row in rows.values():
         assert row["answered"] == 24
         assert row["errors"] == {}
-        assert row["prompt_tokens"] == 24 * 640
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
 
 
